@@ -34,7 +34,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
             "cores": len(os.sched_getaffinity(0)),
             "gpus": _gpus(),
         },
-        "versions": {"python": platform.python_version(), **{library: _version(library) for library in libraries}},
+        "versions": {"python": platform.python_version(), **{library: version_of(library) for library in libraries}},
         "settings": settings,
         "medians": medians,
         "samples": {quantity: list(values) for quantity, values in samples.items()},
@@ -47,7 +47,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
     Console().print(table)
 
 
-def _version(library: str) -> str:
+def version_of(library: str) -> str:
     """Returns the version of the distribution that provides the module, which may have another name."""
     return version(packages_distributions().get(library.replace("-", "_"), [library])[0])
 

@@ -148,14 +148,14 @@ class DeadlineExceeded(LockstepError, TimeoutError):
 
 
 class DataLoss(LockstepError):
-    """The bytes on disk, or that arrived, are not the ones that were written or sent."""
+    """Bytes that were read or received are not the ones that were written or sent."""
 
     code = grpc.StatusCode.DATA_LOSS
     default_reason = Reason.CORRUPT_CHECKPOINT
 
 
 class InternalError(LockstepError):
-    """A bug or a broken device. The message says where it happened."""
+    """There is a bug or a broken device. The message says where it happened."""
 
 
 ERROR_CLASSES: tuple[type[LockstepError], ...] = (
@@ -207,9 +207,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, target: str) -> LockstepError
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
             return cls(message, reason=Reason(info.reason), **info.metadata)
-    if code is grpc.StatusCode.INTERNAL:  # a service names its own bugs above: this one is gRPC's, about broken bytes
+    if code is grpc.StatusCode.INTERNAL:  # the service's own bugs returned above; gRPC itself says this of broken bytes
         return DataLoss(
-            f"{target}: what was sent or answered did not arrive as it was sent: {message}",
+            f"{target}: the request or its answer was changed on the way: {message}",
             reason=Reason.CORRUPT_TRANSFER,
             target=target,
         )

@@ -25,7 +25,7 @@ def require_extra(service: str) -> None:
 
     Raises:
         PreconditionFailed: UNSUPPORTED_VERSION. A module of the extra is missing, or the working directory has a
-            package `services`, which `python -m services.<service>` would take.
+            package `services`, which `python -m services.<service>` would import instead.
     """
     if missing := missing_modules(service):
         raise PreconditionFailed(
@@ -37,6 +37,6 @@ def require_extra(service: str) -> None:
     for hiding in (Path.cwd() / "services" / "__init__.py", Path.cwd() / "services.py"):
         if hiding.exists() and not hiding.parent.samefile(own):
             raise PreconditionFailed(
-                f"{hiding} hides Lockstep's own package of the name services: run in another directory",
+                f"{hiding} hides Lockstep's own package `services`: run in another directory",
                 reason=Reason.UNSUPPORTED_VERSION,
             )

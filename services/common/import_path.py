@@ -1,4 +1,4 @@
-"""Functions of the user's that a config names as `package.module:function`."""
+"""Imports functions of the user that a config names as `package.module:function`."""
 
 import functools
 import os

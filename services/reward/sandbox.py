@@ -127,7 +127,7 @@ class Sandbox:
             await _end(process, info, pidfd)
 
     async def _start_whole(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
-        """Calls `_start`. If it is cancelled, it ends what was started: asyncio would kill bwrap, but not its child."""
+        """Calls `_start`. If it is canceled, it ends what was started: asyncio would kill bwrap, but not its child."""
         starting = asyncio.create_task(self._start(job, tests))
         try:
             return await asyncio.shield(starting)
@@ -284,7 +284,8 @@ def _first_process(info: int) -> int | None:
 async def _end(process: asyncio.subprocess.Process, info: int, pidfd: int | None) -> None:
     """Kills the first process of the namespace, so that the kernel kills all others; waits until they are gone.
 
-    Not bwrap: if that is killed while it starts, its child waits for it for ever, with the pipes that are read here.
+    It does not kill bwrap: if bwrap is killed while it starts, its child waits forever and keeps the pipes that are
+    read here open.
     """
     if pidfd is None:
         pidfd = await asyncio.to_thread(_first_process, info)

@@ -50,7 +50,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
         """Starts the scorers, and the environment if the run has one.
 
-        Repeating the call changes nothing; a call with another run or config closes what is open first.
+        Repeating the call changes nothing; a call with another run or config closes what is open first. If another
+        coordinator goes on with the run, the episodes of the one before end: their ids are known to nobody else.
 
         Raises:
             InvalidInput: The config is invalid, or a scorer or the environment cannot start.
@@ -62,7 +63,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         sections = request.config_json + request.environment_json
         opened = OpenedRun(request.run_id, hashlib.sha256(sections.encode()).hexdigest())
         async with self._changing:
+            replaces = not self._fence.is_open
             self._fence.take_over(request.run_id)
+            if replaces:
+                self.environments.end_episodes()
             if self._run is None or opened != self._opened:
                 await self._close()
                 run = await _open(config, self._metrics)

@@ -11,7 +11,8 @@ from services.common.rpc.server import Server
 
 
 def _configure_vllm() -> None:
-    """Sets the variables that vLLM reads at import. On CPU: one unpinned thread, no compilation, no extra process."""
+    """Sets environment variables that vLLM reads at import. On CPU: one unpinned thread, no compilation or extra
+    process."""
     import torch
 
     settings = {

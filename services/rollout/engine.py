@@ -55,14 +55,14 @@ _ABORT_S = 60.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion, and what the engine reports about its prompt."""
+    """Holds one completion, and what the engine reports about its prompt."""
 
     completion: Completion
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
     """Number of prompt tokens that were taken from the prefix cache."""
     drafts: Drafts = field(default_factory=Drafts)
-    """What was drafted for it; nothing without speculative decoding."""
+    """Counts of drafted tokens; empty without speculative decoding."""
     routes: bytes = b""
     """The routes of all tokens but the last (services.common.batches.routes); empty if there are none."""
 

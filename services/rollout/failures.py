@@ -1,4 +1,4 @@
-"""Explains why an engine did not start. vLLM's engine is a process of its own, whose error is only in the log."""
+"""Explains why an engine did not start. vLLM's engine is a process of its own, and its error is only in the log."""
 
 import os
 import re

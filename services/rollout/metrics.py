@@ -26,7 +26,7 @@ def with_statistics(config: RolloutConfig) -> RolloutConfig:
 
 
 class RolloutMetrics:
-    """Metrics that the servicer updates, and gauges read from `state`, in another thread, whenever Prometheus asks."""
+    """Holds metrics that the servicer updates, and gauges that another thread reads from `state` at every scrape."""
 
     def __init__(self, registry: CollectorRegistry | None, state: Callable[[], State]):
         self._state = state

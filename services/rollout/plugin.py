@@ -1,4 +1,4 @@
-"""Plugin that vLLM loads in each process that it starts (entry point `vllm.general_plugins`)."""
+"""Implements the plugin that vLLM loads in each process that it starts (entry point `vllm.general_plugins`)."""
 
 import multiprocessing
 import os

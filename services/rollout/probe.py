@@ -23,7 +23,7 @@ def main() -> None:
 
 def _problem(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"rollout.engine.{name} is no argument of vLLM's engine" + (f"; did you mean {near[0]}?" if near else "")
+    return f"rollout.engine.{name} is not an argument of vLLM's engine" + (f"; did you mean {near[0]}?" if near else "")
 
 
 if __name__ == "__main__":

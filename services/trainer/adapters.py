@@ -14,7 +14,7 @@ from services.common.megatron.lora import PARTS
 
 
 class AdaptedLayer:
-    """Is a base of every layer that has an adapter."""
+    """Marks the layers that have an adapter, which all derive from it."""
 
     lora_is_on = True
 
@@ -50,7 +50,7 @@ def target_parts(lora: LoraConfig) -> set[str]:
 
 
 def excluded_modules(lora: LoraConfig, names: Collection[str]) -> set[str]:
-    """Returns those of `names`, which are all modules of the model that are targets, that `lora` excludes.
+    """Returns the modules that `lora` excludes among `names`, which are all target modules of the model.
 
     Raises:
         InvalidInput: An exclusion matches nothing, or no target is left.

@@ -92,14 +92,14 @@ class Backend(Protocol):
 
 @runtime_checkable
 class AddsBlocks(Protocol):
-    """A backend that can add up the gradients of several blocks before `step`."""
+    """Describes a backend that can add up the gradients of several blocks before `step`."""
 
     def accumulate_block(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Returns what `accumulate` returns. Adds to the gradients of the blocks since `step` or `discard_gradients`.
 
-        `forward` may be called between blocks. Before `step`, `complete_blocks` must be.
+        `forward` may be called between blocks. `complete_blocks` must be called before `step`.
         """
         ...
 
@@ -110,7 +110,7 @@ class AddsBlocks(Protocol):
 
 @runtime_checkable
 class ReplaysRoutes(Protocol):
-    """A backend that computes packs that have routes with the experts that these name."""
+    """Describes a backend that, for packs with routes, computes with the experts that the routes name."""
 
     def replayed(self) -> torch.Tensor:
         """Returns counts of the last `accumulate` or `accumulate_block`, float64 [2], summed over all ranks.
@@ -123,7 +123,7 @@ class ReplaysRoutes(Protocol):
 
 @runtime_checkable
 class SeveralSenders(Protocol):
-    """A backend whose ranks can share the sending of a publication because they hold different weights."""
+    """Describes a backend whose ranks can share the sending of a publication because they hold different weights."""
 
     def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
         """Returns the slots of a publication in order: for each, the rank and the number of `weights` that it sends.
@@ -139,7 +139,7 @@ class SeveralSenders(Protocol):
 
 @runtime_checkable
 class Adapters(Protocol):
-    """A backend that can train adapters beside a frozen base. Call these methods only if the config has adapters."""
+    """Describes a backend that can train adapters beside a frozen base. Call these only if the config has adapters."""
 
     def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         """Returns the outputs of `forward` as they would be without the adapters."""
@@ -159,7 +159,7 @@ class Adapters(Protocol):
 
 
 class Part(StrEnum):
-    """Names what of a model can leave the device."""
+    """Names the parts of a model that can leave the device."""
 
     OPTIMIZER = "optimizer"
     """Optimizer state, float32 weights beside bfloat16 ones, and buffers for gradients, which are dropped."""
@@ -169,7 +169,7 @@ class Part(StrEnum):
 
 @runtime_checkable
 class Offloads(Protocol):
-    """A backend that can keep parts of its model in host memory. These methods are no collectives."""
+    """Describes a backend that can keep parts of its model in host memory. These methods are no collectives."""
 
     def release(self, parts: Collection[Part]) -> None:
         """Moves parts to host memory. No method that uses them may be called until they are acquired."""
@@ -194,7 +194,7 @@ class Offloads(Protocol):
 
 @runtime_checkable
 class BackgroundSaves(Protocol):
-    """A backend that can write a checkpoint while training goes on."""
+    """Describes a backend that can write a checkpoint while training goes on."""
 
     @property
     def saves_in_background(self) -> bool:

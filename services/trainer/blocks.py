@@ -84,7 +84,7 @@ class BlockReader:
 
 
 class BlockTraining:
-    """One batch on the ranks: the gradients of its blocks so far, of which nothing is applied before `apply`."""
+    """Trains on one batch in blocks. Their gradients are added up on the ranks, and applied only by `apply`."""
 
     def __init__(self, ranks: Ranks, header: pb.TrainHeader, config: TrainerConfig, data_ranks: Sequence[int]):
         self.header = header
@@ -99,7 +99,7 @@ class BlockTraining:
         self._was_last = self._is_applied = False
 
     async def begin(self) -> None:
-        """Begins; drops the gradients of a batch that was begun before.
+        """Begins the batch; drops the gradients of a batch that was begun before.
 
         Raises:
             InvalidInput: The config does not allow blocks, or the header does not say where mini-batches end.
@@ -214,7 +214,7 @@ class BlockTraining:
 
 
 class OpenStream:
-    """The batch whose blocks are arriving. At most one does; a call that begins another or needs the ranks ends it."""
+    """Holds the batch whose blocks are arriving, if any. A call that begins another or needs the ranks ends it."""
 
     def __init__(self) -> None:
         self._training: BlockTraining | None = None

@@ -1,4 +1,4 @@
-"""The on-policy contract of the trainer: what a call must name, and what its samples must carry."""
+"""Enforces the on-policy contract: checks the stamps that a call names and that its samples carry."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class OpenRole:
         self.digest = ""
 
     def published(self, digest: str) -> None:
-        """Takes note of a publication, and forgets those that no batch may be drawn from any more."""
+        """Takes note of a publication, and forgets the ones that no batch may be sampled from any longer."""
         self.digest, version = digest, self.state.version
         digests = {**self.state.digests, str(version): digest}
         oldest = version - self.config.lag.versions

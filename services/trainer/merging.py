@@ -1,9 +1,9 @@
 """Merges low-rank adapters into the weights that are published: W + scale * B A.
 
 The sum is computed in float32 and rounded once to the dtype of W. On a GPU one matrix product does that, which reads W
-and writes the sum; float32 copies of W and of B A would move nine times as many bytes. Its order of summation is
-cuBLAS's own, so a merged bfloat16 weight may be the neighbor of what another order gives. What is published is what the
-trainer merged: both ends hash those bytes.
+and writes the sum; float32 copies of W and of B A would move nine times as many bytes. cuBLAS chooses the order of
+summation, so a merged bfloat16 weight may differ in its last bit from the result of another order. The trainer
+publishes exactly the weights that it merged, and both ends hash those bytes.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ import torch
 from services.trainer.backend import Part
 from services.trainer.compat.torch import HostMemory, storage_id
 
-# Groups of tensors, by name. What a backend has of each is listed anew whenever a group leaves.
+# Groups of tensors, by name. A group's tensors are listed anew whenever the group is offloaded.
 PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
 Groups = Mapping[str, Callable[[], Iterable[torch.Tensor]]]
 
@@ -17,8 +17,8 @@ _ALIGN_BYTES = 512
 
 
 @dataclass(frozen=True)
-class _Away:
-    """A storage without memory, its size, and where its content is in its group's host memory."""
+class _Offloaded:
+    """Describes a storage without memory: its size, and where its content is in its group's host memory."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -38,7 +38,7 @@ class Offloader:
 
     def __init__(self, groups: Groups, leaving: frozenset[str], device: torch.device):
         self._groups, self._leaving, self._device = groups, leaving, device
-        self._away: dict[str, list[_Away]] = {}
+        self._offloaded: dict[str, list[_Offloaded]] = {}
         self._host: dict[str, HostMemory] = {}
         self._evicted: set[str] = set()
 
@@ -47,12 +47,12 @@ class Offloader:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in names:
             assert name not in self._evicted, f"{name} must be restored before it is used"
-            for away in self._away.pop(name, ()):
-                away.storage.resize_(away.num_bytes)
+            for offloaded in self._offloaded.pop(name, ()):
+                offloaded.storage.resize_(offloaded.num_bytes)
                 if name == GRADS:
-                    _as_bytes(away.storage).zero_()
+                    _as_bytes(offloaded.storage).zero_()
                 else:
-                    copies.append((_as_bytes(away.storage), self._host_part(name, away)))
+                    copies.append((_as_bytes(offloaded.storage), self._host_part(name, offloaded)))
         _copy(copies, self._device)
 
     def release(self, *names: str) -> None:
@@ -72,8 +72,8 @@ class Offloader:
 
     def needed_bytes(self, *names: str) -> int:
         """Returns the bytes of the device that `restore` would take."""
-        left = (self._away.get(name, []) for name in names if name not in self._leaving)
-        return sum(away.num_bytes for away in itertools.chain(*left))
+        left = (self._offloaded.get(name, []) for name in names if name not in self._leaving)
+        return sum(offloaded.num_bytes for offloaded in itertools.chain(*left))
 
     def device_bytes(self) -> int:
         """Returns the bytes of the device that all groups take."""
@@ -85,24 +85,26 @@ class Offloader:
 
     def _send(self, names: Iterable[str]) -> None:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        leaving = [name for name in names if name not in self._away]
+        leaving = [name for name in names if name not in self._offloaded]
         for name in leaving:
-            self._away[name], begin = [], 0
+            self._offloaded[name], begin = [], 0
             for storage in self._storages(name):
-                self._away[name].append(_Away(storage, storage.nbytes(), begin))
+                self._offloaded[name].append(_Offloaded(storage, storage.nbytes(), begin))
                 begin += -(-storage.nbytes() // _ALIGN_BYTES) * _ALIGN_BYTES
             if name == GRADS:
                 continue
             if name not in self._host or self._host[name].flat.numel() != begin:
                 self._host.pop(name, None)  # first, or both would be in memory at once
                 self._host[name] = HostMemory(begin, self._device)
-            copies += [(self._host_part(name, away), _as_bytes(away.storage)) for away in self._away[name]]
+            copies += [
+                (self._host_part(name, offloaded), _as_bytes(offloaded.storage)) for offloaded in self._offloaded[name]
+            ]
         _copy(copies, self._device)
-        for away in itertools.chain(*(self._away[name] for name in leaving)):
-            away.storage.resize_(0)
+        for offloaded in itertools.chain(*(self._offloaded[name] for name in leaving)):
+            offloaded.storage.resize_(0)
 
-    def _host_part(self, name: str, away: _Away) -> torch.Tensor:
-        return self._host[name].flat[away.begin : away.begin + away.num_bytes]
+    def _host_part(self, name: str, offloaded: _Offloaded) -> torch.Tensor:
+        return self._host[name].flat[offloaded.begin : offloaded.begin + offloaded.num_bytes]
 
     def _storages(self, name: str) -> list[torch.UntypedStorage]:
         """Returns each storage of a group on the device once, without those that an earlier group contains."""

@@ -1,4 +1,4 @@
-"""Knows which parts of the open models are in host memory, and refuses calls that need them."""
+"""Tracks which parts of the open models are in host memory, and refuses calls that need them."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -18,6 +18,7 @@ from tests.campaign.episode import Baseline, Episode, Result, baseline_of, make_
 from tests.campaign.faults.all import FAULTS
 from tests.campaign.table import save, table
 from tests.campaign.workspace import NUM_STEPS, VARIANTS, make_files
+from tests.small_disk import take_own_mounts
 
 
 @asynccontextmanager
@@ -90,6 +91,7 @@ def main() -> int:
     parser.add_argument("--out", default=str(RESULTS), help="where the result is saved")
     parser.add_argument("--keep", default="", help="directory for the files of episodes with a violation")
     options = parser.parse_args()
+    take_own_mounts()
     with tempfile.TemporaryDirectory(prefix="campaign-") as directory:
         rows = asyncio.run(_campaign(options, Path(directory)))
     sys.stdout.write(f"{table(rows)}\n")

@@ -19,11 +19,11 @@ from typing import Any
 from services.coordinator.checks.verify.session import verify
 from tests.campaign.cluster import Cluster, Process
 from tests.campaign.faults.all import FAULTS
-from tests.campaign.faults.base import Scene
+from tests.campaign.faults.base import Scene, Undo
 from tests.campaign.faults.disks import restore
 from tests.campaign.workspace import LEASE_S, NUM_STEPS, REAL_IS_SLOWER, write_config
 from tests.e2e.lockstep_command import numbers
-from tests.small_disk import NUM_BYTES, small_disk
+from tests.small_disk import NUM_BYTES
 
 # A session that lasts longer hangs: one takes seconds, and no fault lasts for more than a few deadlines.
 _HANG_S = 150.0
@@ -31,12 +31,16 @@ _MAX_SESSIONS = 6
 # The checkpoints of a real run.
 _REAL_DISK = 512 << 20
 _REASON = re.compile(r"^lockstep: error: ([A-Z_]+): ", re.MULTILINE)
+_NOT_WRITTEN = r"{}/?(\S*) (?:cannot be (?:written|made)|gets no more lines|misses lines)"
 _WARNING = re.compile(r"^(\S+ \S+) [WE] ")
 # Untyped, or a bug by its own word.
 _BAD_REASONS = {"INTERNAL"}
-# Episodes that were lost with their environment, and played again.
-_COSTS = {"environment/failed_lost"}
-_RIVALS = ("two-coordinators", "another-run")
+# Counts of episodes that failed with their environment, and were played again.
+_COSTS = "environment/failed_"
+# The kind of run that a victim belongs to; others are in all kinds.
+_VARIANTS = {"worker": "episodes", "environment": "episodes", "pair-0": "colocated", "pair-1": "colocated"}
+# A rival's log is not read, and a disk that fails loses what was not synced.
+_UNSAID = ("two-coordinators", "another-run", "read-only-disk")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Result:
     recovery_s: float | None = None
     wall_s: float = 0.0
     violations: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """What could not be written, by the logs: paths in the run's directory, with N for digits."""
 
     def row(self) -> dict[str, Any]:
         row = asdict(self) | asdict(self.plan)
@@ -85,7 +91,8 @@ def make_plan(seed: int, episode: int, faults: list[str], baselines: Mapping[str
     number = random.Random(f"{seed} {episode}")
     fault = FAULTS[number.choice(faults)]
     victim = number.choice(fault.victims)
-    variant = "episodes" if victim == "worker" and "episodes" in baselines else number.choice([*baselines])
+    variant = _VARIANTS.get(victim, "")
+    variant = variant if variant in baselines else number.choice([*baselines])
     event = number.choice(sorted(baselines[variant].events))
     return Plan(variant, fault.name, victim, event, number.randrange(baselines[variant].events[event]))
 
@@ -111,11 +118,11 @@ class Episode:
         is_real = self._cluster.is_real
         write_config(self._directory, self._files, self._plan.variant, is_real=is_real)
         with ExitStack() as stack:
-            if FAULTS[self._plan.fault].needs_disk:
-                self._disk = stack.enter_context(
-                    small_disk(self._directory / "runs", _REAL_DISK if is_real else NUM_BYTES)
-                )
+            if mount := FAULTS[self._plan.fault].disk:
+                self._disk = stack.enter_context(mount(self._directory / "runs", _REAL_DISK if is_real else NUM_BYTES))
             await self._sessions()
+            await self._mend()
+            self._result.refused = self._refused()
             if not self._result.violations:
                 self._result.violations += await self._left_open() + self._wrong(baseline)
         self._result.wall_s = round(time.monotonic() - begin, 3)
@@ -134,8 +141,9 @@ class Episode:
             if outcome in ("hang", "untyped", *_BAD_REASONS):
                 result.violations.append(f"session {number + 1}: {outcome}: {self._tail()}")
                 return
-            if number:  # it was resumed and has refused a damaged file
+            if number:  # it was resumed and has refused a damaged file, or met the disk again
                 restore(notes)
+                await self._mend()
         result.violations.append(f"not done after {_MAX_SESSIONS} sessions: {result.outcomes}: {self._tail()}")
 
     async def _session(self, *, with_fault: bool) -> str:
@@ -157,7 +165,7 @@ class Episode:
         for task in self._undoing:
             task.cancel()
         await asyncio.gather(*self._undoing, return_exceptions=True)
-        self._undo_all()
+        await self._undo_all()
         cluster.on_event = None
         if code is None:
             return "hang"
@@ -190,17 +198,22 @@ class Episode:
             self._undoing.append(asyncio.create_task(self._later(after_s, undo)))
         return scene.answer
 
-    async def _later(self, after_s: float, undo: Any) -> None:
+    async def _later(self, after_s: float, undo: Undo) -> None:
         await asyncio.sleep(after_s)
-        undo()
         assert self._scene
         self._scene.undos = [one for one in self._scene.undos if one[1] is not undo]
+        await _done(undo)
 
-    def _undo_all(self) -> None:
+    async def _undo_all(self) -> None:
         if self._scene:
-            for _, undo in self._scene.undos:
-                undo()
-            self._scene.undos = []
+            undos, self._scene.undos = self._scene.undos, []
+            for _, undo in undos:
+                await _done(undo)
+
+    async def _mend(self) -> None:
+        """Ends what lasts longer than the session in which it began."""
+        if self._scene and "mend" in self._scene.notes:
+            await _done(self._scene.notes.pop("mend"))
 
     async def _end_of(self, coordinator: Process) -> int | None:
         """Waits for the end of a process; None if it hangs and was killed."""
@@ -248,6 +261,13 @@ class Episode:
         files = sorted(self._directory.glob("run-*.out"))
         return files[-1].read_text(errors="replace")[-1500:] if files else ""
 
+    def _refused(self) -> list[str]:
+        """Returns what sessions said that they could not write."""
+        logs = [*self._directory.glob("*.out"), self._directory / "runs" / "run" / "logs" / "coordinator.log"]
+        text = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
+        found = re.findall(_NOT_WRITTEN.format(re.escape(str(self._directory / "runs" / "run"))), text)
+        return sorted({re.sub(r"\d+", "N", path) for path in found})
+
     def _wrong(self, baseline: Baseline) -> list[str]:
         """Returns a sentence for everything that is not as after an undisturbed run."""
         run_dir, wrong = self._directory / "runs" / "run", []
@@ -280,7 +300,8 @@ class Episode:
         is another run that failed.
         """
         log = self._directory / "runs" / "run" / "logs" / "coordinator.log"
-        has_lease = "may still be open at" in log.read_text(errors="replace") or self._plan.fault in _RIVALS
+        said = log.read_text(errors="replace") if log.exists() else ""
+        has_lease = "may still be open at" in said or self._plan.fault in _UNSAID
         deadline = time.monotonic() + ((LEASE_S + _HANG_S) * self._slower if has_lease else 0.0)
         await self._cluster.until_ready()
         while (held := await self._cluster.open_runs()) and time.monotonic() < deadline:
@@ -291,6 +312,11 @@ class Episode:
         """Returns the name of a damaged file that no session has read or written again; "" if there is none."""
         path, content = (self._scene.notes if self._scene else {}).get("restore", (Path(), b""))
         return path.name if path.is_file() and path.read_bytes() != content and path.suffix == ".parquet" else ""
+
+
+async def _done(undo: Undo) -> None:
+    if waiting := undo():
+        await waiting
 
 
 def exported(run_dir: Path) -> bytes:
@@ -304,7 +330,8 @@ def exported(run_dir: Path) -> bytes:
 
 def _has_all_lines(directory: Path, baseline: Baseline, *, is_full: bool) -> bool:
     """Compares metrics.jsonl without counts of what a fault has cost. A full disk may cost lines, and ends no run."""
-    found = [{name: value for name, value in line.items() if name not in _COSTS} for line in numbers(directory)]
+    lines = numbers(directory)
+    found = [{name: value for name, value in line.items() if not name.startswith(_COSTS)} for line in lines]
     return all(line in baseline.numbers for line in found) if is_full else found == baseline.numbers
 
 

@@ -35,6 +35,8 @@ async def toys(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Warm]:
         ("kill", "rank-1", "trainer.SaveCheckpoint.begin", None),
         ("reset", "trainer", "trainer.Train.begin", ["done"]),
         ("forged-answers", "ranks", "trainer.Train.begin", ["done"]),
+        # Open files cannot be written either, also by the session after the one in which it began.
+        ("read-only-disk", "resumed", "trainer.Train.begin", ["STORAGE_FAILED", "STORAGE_FAILED", "done"]),
     ],
 )
 async def test_a_run_survives_or_resumes_exactly(
@@ -46,6 +48,7 @@ async def test_a_run_survives_or_resumes_exactly(
     assert result.violations == []
     assert result.outcomes[-1] == "done"
     assert outcomes in (None, result.outcomes)
+    assert fault != "read-only-disk" or {"ledger.sqlite", "ledger.lock", "history"} <= {*result.refused}
     other = {"whole": replace(baselines["whole"], weights=b"others")}
     if fault == "reset":
         wrong = await play(cluster, other, directory, Result(1, Plan("whole", fault, victim, event, 1)))
@@ -76,6 +79,6 @@ def test_the_plan_follows_from_seed_and_number() -> None:
         name: Baseline(b"", [], {"trainer.Train.begin": 6, "reward.Score.end": 9}, 1.0)
         for name in ("whole", "streamed", "lagged", "colocated", "episodes")
     }
-    plans = [make_plan(3, number, [*FAULTS], baselines) for number in range(200)]
-    assert plans == [make_plan(3, number, [*FAULTS], baselines) for number in range(200)]
+    plans = [make_plan(3, number, [*FAULTS], baselines) for number in range(400)]
+    assert plans == [make_plan(3, number, [*FAULTS], baselines) for number in range(400)]
     assert {plan.fault for plan in plans} == {*FAULTS}

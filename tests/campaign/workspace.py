@@ -13,7 +13,23 @@ from tests.support import ROOT
 
 NUM_STEPS, SAVE_FREQ = 6, 2
 _MODEL = ROOT / "deploy" / "quickstart" / "model"
+TROUBLE = "trouble"
+"""The file that says what is wrong with the environment's code, beside that code."""
 _GAME = """
+import pathlib
+import time
+
+def has_trouble():
+    try:
+        what = pathlib.Path(__file__).with_name("trouble").read_text()
+    except FileNotFoundError:
+        return False
+    if what == "raises":
+        raise RuntimeError("the campaign's environment fails")
+    if what == "hangs":
+        time.sleep(1000)
+    return what == "lies"
+
 def score(*, completion, **_):
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
 
@@ -24,6 +40,8 @@ class Echo:
 
     def step(self, text):
         self.turn += 1
+        if has_trouble():
+            return "nonsense"
         return [{"role": "", "content": f"={len(text)}="}], float(self.turn), self.turn == 2
 """
 # Well above what the toys need on a busy machine, and below the faults that are to pass a deadline.
@@ -31,12 +49,15 @@ _TIMEOUTS = {"info_s": 3, "open_s": 30, "generate_s": 5, "score_s": 5, "train_s"
 LEASE_S = 12.0
 REAL_IS_SLOWER = 10.0
 """All deadlines of a run on real services are this many times those of a run on toys."""
+_ENVIRONMENT = {"kind": "python", "path": "game:Echo", "max_turns": 2, "turn_s": 5, "on_failure": "fail"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "streamed": {"trainer": {"max_tokens_per_microbatch": 48}},
     "lagged": {"trainer": {"lag": {"versions": 1}, "loss": {"old_logprobs": "engine"}}},
     "colocated": {"placement": "colocated"},
-    "episodes": {"environment": {"kind": "python", "path": "game:Echo", "max_turns": 2, "on_failure": "fail"}},
+    "episodes": {
+        "environment": {"kind": "python", "path": "game:Echo", "max_turns": 2, "turn_s": 5, "on_failure": "fail"}
+    },
 }
 # Rewards that differ, so that every update changes the weights.
 _REAL: dict[str, Any] = {

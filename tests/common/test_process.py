@@ -8,7 +8,7 @@ from services.common.rpc.command import ServeOptions
 from tests.support import PATIENCE_S
 
 WATCHED = "import sys; sys.stdin.read()"
-# Says that it is up, then waits for ever.
+# Says that it is up, then waits forever.
 WATCHER = """
 import signal, sys, threading
 from services.common.process import exit_with

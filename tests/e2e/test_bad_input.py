@@ -48,7 +48,7 @@ def the_error(completed: subprocess.CompletedProcess[str]) -> str:
 NOWHERE = "127.0.0.1:9"
 MISTAKES = {
     "unknown key": (["trainer.optim.learning_rate=1"], ["trainer.optim.learning_rate", "unknown key", "command line"]),
-    "misspelt key": (["trainer.optim.lrr=1"], ["trainer.optim.lrr", "did you mean trainer.optim.lr?"]),
+    "misspelled key": (["trainer.optim.lrr=1"], ["trainer.optim.lrr", "did you mean trainer.optim.lr?"]),
     "wrong type": (["num_steps=many"], ["num_steps", "integer", "'many'"]),
     "batch and ranks": (
         ["trainer.num_minibatches=8", "trainer.num_ranks=5"],
@@ -102,7 +102,7 @@ def test_before_a_service_starts(
             ["OpenRun", NOWHERE, "Connection refused"],
         ),
     ],
-    ids=["misspelt key", "nobody there"],
+    ids=["misspelled key", "nobody there"],
 )
 def test_the_command_says_it(workspace: Path, arguments: list[str], words: list[str]):
     line = the_error(invoke("run", "run.yaml", "name=said", *arguments, cwd=workspace))

@@ -28,6 +28,7 @@ def ended(w: World) -> World:
         trainer=w.trainer._replace(**calm, saved=None),
         replicas=tuple(r._replace(**calm, view="dead") for r in w.replicas),
         ledger=w.ledger._replace(unsynced=None),
+        environment=w.environment._replace(**calm, view="dead") if w.mode.turns else w.environment,
     )
 
 
@@ -107,7 +108,8 @@ def go_on(w: World, rules: Rules) -> Iterator[World]:
 
 
 def replicas_opened(w: World, rules: Rules) -> bool:
-    return w.coordinator.at == "opening replicas" and all(r.view == "stale" for r in w.replicas)
+    is_open = w.mode.turns == 0 or w.environment.view == "open"
+    return w.coordinator.at == "opening replicas" and is_open and all(r.view == "stale" for r in w.replicas)
 
 
 # Publication: services/coordinator/rl/publication.py
@@ -239,7 +241,8 @@ def must_draw(w: World, rules: Rules) -> bool:
 
 
 def must_generate(w: World, rules: Rules) -> bool:
-    return must_draw(w, rules) and any(r.view == "serving" for r in w.replicas)
+    has_begun = w.mode.turns == 0 or w.coordinator.episode > 0
+    return must_draw(w, rules) and has_begun and any(r.view == "serving" for r in w.replicas)
 
 
 def take_recorded(w: World, rules: Rules) -> Iterator[World]:
@@ -261,6 +264,10 @@ def drawing(w: World) -> tuple[int, Replica] | None:
 def samples_came(w: World, rules: Rules) -> bool:
     one = drawing(w) if w.coordinator.at == "collecting" else None
     return one is not None and one[1].answer is not None and one[1].answer.word == "samples"
+
+
+def has_sample(w: World, rules: Rules) -> bool:
+    return w.mode.turns == 0 and samples_came(w, rules)
 
 
 def record_batch(w: World, rules: Rules) -> Iterator[World]:

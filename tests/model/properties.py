@@ -72,6 +72,16 @@ def one_owner(w: World) -> bool:
     return all(update.is_owners for update in w.updates)
 
 
+def turns_of_one_stamp(w: World) -> bool:
+    """All turns of a sample that is trained on come from the weights that its stamp says."""
+    batches = (update.batch for update in w.updates)
+    return all(turn == batch.stamp for batch in batches for turn in batch.turns)
+
+
+def acts_once(w: World) -> bool:
+    return not w.environment.has_acted_twice
+
+
 INVARIANTS: Mapping[str, Callable[[World], bool]] = {
     "every batch is trained on by exactly the weights that it was drawn from": on_policy,
     "replicas serve only what was hashed equal on all members": served_as_stamped,
@@ -84,9 +94,15 @@ INVARIANTS: Mapping[str, Callable[[World], bool]] = {
     "with a lag k, batch t is drawn from version t - k": drawn_from_one_version,
     "an update applies the gradients of its batch and of nothing else": nothing_else_applied,
     "an engine that sleeps serves nothing": silent_asleep,
+    "all turns of a trained sample are drawn at one stamp": turns_of_one_stamp,
+    "a turn of an episode has one effect on its environment": acts_once,
 }
 
 
 def is_finished(w: World) -> bool:
-    """The run has done all steps, and its last checkpoint is recorded."""
-    return w.coordinator.at == "done" and w.ledger.last == w.num_steps == w.ledger.saved
+    """The run has done all steps, its last checkpoint is recorded, and no episode is left open.
+
+    The end of the run closes those that are left, if the service can be reached; here only their leases do.
+    """
+    is_done = w.coordinator.at == "done" and w.ledger.last == w.num_steps == w.ledger.saved
+    return is_done and not w.environment.sessions

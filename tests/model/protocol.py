@@ -5,6 +5,7 @@ writes.
 """
 
 from tests.model import coordinator as c
+from tests.model import episodes as e
 from tests.model import faults as f
 from tests.model import modes as m
 from tests.model import services as s
@@ -38,8 +39,16 @@ COORDINATOR = [
     Transition("it has a replica generate", c.must_generate, c.generate, emits=("Rollout.Generate",)),
     Transition("it streams the blocks of the batch", m.can_stream, m.stream, order=LOCAL),
     Transition("it records the batch of these blocks", m.is_sent, m.record_streamed, emits=("collected",)),
-    Transition("it records the batch", c.samples_came, c.record_batch, emits=("collected",), order=LOCAL),
+    Transition("it records the batch", c.has_sample, c.record_batch, emits=("collected",), order=LOCAL),
     Transition("it gives the group to another replica", c.draw_failed, c.draw_elsewhere),
+    Transition("it opens the environment", e.can_open, e.open_environment),
+    Transition("it begins an episode", e.must_begin, e.begin, emits=("Environment.Reset",)),
+    Transition("it takes the first messages", e.has_replied("resetting"), e.take_reset, order=LOCAL),
+    Transition("it gives the turn to the environment", e.has_turn, e.step, emits=("Environment.Step",), order=LOCAL),
+    Transition("it goes on to the next turn", e.has_more, e.take_reset, order=LOCAL),
+    Transition("it records the batch of the episode", e.is_over, e.record_episode, emits=("collected",), order=LOCAL),
+    Transition("it records a batch without the episode", e.is_left_over, e.leave_over, emits=("collected",)),
+    Transition("it plays the episode again", e.has_failed, e.play_again),
     Transition("it lets the replicas sleep", m.must_sleep, m.let_sleep, order=LOCAL),
     Transition("it goes on while they sleep", m.all_sleep, m.go_on_asleep, order=LOCAL),
     Transition("it commits the blocks", m.has_streamed, m.commit_blocks, emits=("Trainer.Train",), order=LOCAL),
@@ -68,6 +77,10 @@ SERVICES = [
     *s.replica_receives("commit", s.replica_commits),
     *s.replica_receives("generate", s.replica_generates),
     *s.replica_receives("sleep", m.replica_sleeps),
+    *e.receives("reset", e.reset),
+    *e.receives("step", e.play),
+    *e.receives("close", e.close),
+    Transition("the leases of abandoned episodes end", e.is_abandoned, e.end_leases),
     *for_each_replica("a replica gives up an epoch", s.replica_waits_in_vain, s.replica_gives_up),
 ]
 
@@ -85,6 +98,10 @@ FAULTS = [
     ),
     Transition("a stream of blocks is lost or late", m.is_streaming, m.break_stream, is_fault=True),
     Transition("bytes of a block are flipped", m.has_block, m.flip_block, is_fault=True),
+    Transition("the environment's service is killed and started again", e.is_open, e.kill_service, is_fault=True),
+    Transition("an environment's process dies", e.has_sessions, e.kill_worker, is_fault=True),
+    Transition("a call to the environment or its answer is lost", e.calls, e.lose_call, is_fault=True),
+    Transition("a call that ends an episode is lost", e.closes, e.lose_close, is_fault=True),
     Transition("an unsynced row reaches the disk", f.has_unsynced, f.catch_up),
 ]
 

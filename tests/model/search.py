@@ -36,7 +36,7 @@ def after(
     under way, so that they can be handled after it as well.
     """
     is_current_done = False
-    allows_faults = permuting or not any(map(_is_handled, (world.trainer, *world.replicas)))
+    allows_faults = permuting or not any(map(_is_handled, (world.trainer, world.environment, *world.replicas)))
     for step in protocol:
         if step.is_fault and (world.num_faults == max_faults or (step.order is Order.FREE and not allows_faults)):
             continue

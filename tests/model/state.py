@@ -32,6 +32,8 @@ class Batch(NamedTuple):
     """The stamp that the samples carry."""
     is_foreign: bool = False
     """Whether it is only in the memory of a coordinator that was replaced."""
+    turns: tuple["Weights", ...] = ()
+    """In a run with an environment, what the turns of its sample were really drawn from."""
 
 
 class Request(NamedTuple):
@@ -93,6 +95,10 @@ class Coordinator(NamedTuple):
     """Whether the trainer has applied a step that the ledger has not."""
     streamed: Batch | None = None
     """What it has sent in the stream of blocks that is open."""
+    episode: int = 0
+    """The id of the episode that it plays; 0 if there is none."""
+    turns: tuple[Weights, ...] = ()
+    """What the turns of this episode were drawn from."""
 
 
 class Trainer(NamedTuple):
@@ -152,6 +158,30 @@ class Replica(NamedTuple):
     answer: Answer | None = None
 
 
+class Session(NamedTuple):
+    """An episode in an environment."""
+
+    episode: int
+    turn: int = -1
+    """The last turn that it has played."""
+
+
+class Environment(NamedTuple):
+    """The environment in its service, and what the coordinator knows of it."""
+
+    is_open: bool = False
+    token: int = 0
+    sessions: frozenset[Session] = frozenset()
+    has_acted_twice: bool = False
+    """Whether a turn of an episode has had two effects."""
+    stage: str = ""
+    view: str = "dead"
+    """What the coordinator takes it for: dead or open."""
+    inbox: tuple[Request, ...] = ()
+    waits: Request | None = None
+    answer: Answer | None = None
+
+
 class Ledger(NamedTuple):
     """The rows that are on disk."""
 
@@ -175,6 +205,8 @@ class Mode(NamedTuple):
     """Replicas sleep while the trainer works (placement colocated)."""
     lag: int = 0
     """trainer.lag.versions"""
+    turns: int = 0
+    """Number of turns of an episode; 0 without an environment."""
 
 
 class World(NamedTuple):
@@ -190,6 +222,7 @@ class World(NamedTuple):
     updates: tuple[Update, ...] = ()
     num_faults: int = 0
     mode: Mode = Mode()
+    environment: Environment = Environment()
 
     @property
     def num_steps(self) -> int:
@@ -234,6 +267,14 @@ class Rules(NamedTuple):
     """A replica that sleeps serves nothing until other weights are committed."""
     lag_drained: bool = True
     """A version is published after all that is drawn from the one before it."""
+    leftovers_dropped: bool = True
+    """An episode that a batch does not need is ended, and not played on after the next publication."""
+    steps_remembered: bool = True
+    """An environment answers the turn that it has played last from memory."""
+    steps_numbered: bool = True
+    """An environment plays only the turn after its last one."""
+    episodes_leased: bool = True
+    """An environment ends an episode that nobody plays any more."""
 
 
 def world_of(mode: Mode, num_steps: int = NUM_STEPS) -> World:

@@ -1,25 +1,30 @@
 """Compares the real coordinator with the model: what it does in whole runs, some of them killed, is a path of it."""
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.config.run import Config
 from services.common.rpc.client import Client
 from services.coordinator.runs.ledger import Ledger
 from services.coordinator.services.clients.blocks import BlockStream
-from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
+from tests.coordinator.fake_environment import FakeEnvironment
+from tests.coordinator.runs.killing import Deadline, Killed, Services, deadline, killed, make_run, surviving_services
 from tests.model.coordinator import ended
 from tests.model.protocol import PROTOCOL
-from tests.model.search import after
-from tests.model.state import NUM_STEPS, World
+from tests.model.search import FIRST, after
+from tests.model.state import NUM_STEPS, Mode, World, world_of
 
 __all__ = ["deadline"]
 # One real replica stands for the model's two; several groups of a step for its one.
 _IGNORED = {"Rollout.OpenRun"}
 SEEN = {event for step in PROTOCOL for event in step.emits} - _IGNORED
+OF_EPISODES = {event for event in SEEN if event.startswith("Environment.")}
+NUM_TURNS = 2
+EPISODES = world_of(Mode(turns=NUM_TURNS))
 KILLED = "killed"
 Place = tuple[World, tuple[str, ...]]
 """A state of the model, and what can still be seen of the transition that led to it."""
@@ -64,20 +69,20 @@ def _name(method: Any) -> str:
 
 
 def without_repeats(events: Iterable[str]) -> Iterator[str]:
-    """Leaves out all but the first Generate of a step."""
+    """Leaves out all but the first Generate of a step, or of a turn."""
     is_drawing = False
     for event in events:
         if event == "Rollout.Generate":
             if is_drawing:
                 continue
             is_drawing = True
-        is_drawing = is_drawing and event not in ("collected", KILLED)
+        is_drawing = is_drawing and event not in ("collected", "Environment.Step", KILLED)
         yield event
 
 
-def first_impossible(events: Iterable[str]) -> tuple[int, str] | None:
-    """Returns number and name of the first event that no path of the model has; None if `events` is a path."""
-    places: set[Place] = {(World(), ())}
+def first_impossible(events: Iterable[str], first: World = FIRST) -> tuple[int, str] | None:
+    """Returns number and name of the first event that no path from `first` has; None if `events` is a path."""
+    places: set[Place] = {(first, ())}
     for number, event in enumerate(without_repeats(events)):
         places = _closure(places)
         if event == KILLED:
@@ -114,7 +119,7 @@ def _made(directory: Path, **changes: Any) -> Config:
 async def test_an_undisturbed_run_is_a_path_of_the_model(changes: dict[str, Any], observed: list[str], tmp_path: Path):
     async with surviving_services() as services:
         await services.run(_made(tmp_path, **changes))
-    assert {*observed} == SEEN
+    assert {*observed} == SEEN - OF_EPISODES
     assert first_impossible(observed) is None
     wrong = [*observed]
     place = wrong.index("collected")
@@ -122,25 +127,62 @@ async def test_an_undisturbed_run_is_a_path_of_the_model(changes: dict[str, Any]
     assert first_impossible(wrong) is not None
 
 
+def _of_episodes(directory: Path) -> Config:
+    """Returns the config of a run whose steps have one sample, of several turns."""
+    environment = {"kind": "python", "path": "m:C", "max_turns": NUM_TURNS}
+    config = _made(directory, environment=environment, advantage={"kind": "reinforce_plus_plus"})
+    data = config.data.model_copy(update={"prompts_per_step": 1})
+    return config.model_copy(
+        update={"data": data, "rollout": config.rollout.model_copy(update={"completions_per_prompt": 1})}
+    )
+
+
+def _answers(turn: int, text: str) -> pb.StepResponse:
+    return pb.StepResponse(messages=[pb.Message(role="", content="7")], done=turn + 1 == NUM_TURNS)
+
+
 @pytest.mark.parametrize("event", ["CommitWeights", "batch recorded", "Train", "ledger finished 1", "SaveCheckpoint"])
 async def test_so_is_a_run_whose_coordinator_is_killed(
     event: str, observed: list[str], deadline: Deadline, tmp_path: Path
 ):
-    (tmp_path / "undisturbed").mkdir()
-    (tmp_path / "killed").mkdir()
     async with surviving_services() as services:
-        await services.run(_made(tmp_path / "undisturbed"))
-        num_events = deadline.events.index(event) + 1
-        observed.clear()
-        deadline.restart(num_events)
-        config = _made(tmp_path / "killed")
-        try:
-            await services.run(config)
-        except BaseException as error:
-            if not any(isinstance(one, Killed) for one in killed(error)):
-                raise
-            observed.append(KILLED)
-        assert KILLED in observed
-        deadline.restart()
-        await services.run(config)
+        await _killed_and_resumed(event, services, _made, observed, deadline, tmp_path)
     assert first_impossible(observed) is None
+
+
+@pytest.mark.parametrize("event", ["Reset", "Step", "batch recorded"])
+async def test_so_is_a_run_with_an_environment(event: str, observed: list[str], deadline: Deadline, tmp_path: Path):
+    async with surviving_services(FakeEnvironment(_answers)) as services:
+        await _killed_and_resumed(event, services, _of_episodes, observed, deadline, tmp_path)
+    assert {*observed} == SEEN | {KILLED}
+    assert first_impossible(observed, EPISODES) is None
+    wrong = [*observed]
+    wrong.insert(wrong.index("Environment.Step") + 1, "Trainer.Train")  # in the middle of an episode
+    assert first_impossible(wrong, EPISODES) == (wrong.index("Environment.Step") + 1, "Trainer.Train")
+
+
+async def _killed_and_resumed(
+    event: str,
+    services: Services,
+    make: Callable[[Path], Config],
+    observed: list[str],
+    deadline: Deadline,
+    directory: Path,
+) -> None:
+    """Observes a run whose coordinator is killed after the first `event`, and then started again."""
+    for name in ("undisturbed", "killed"):
+        (directory / name).mkdir()
+    await services.run(make(directory / "undisturbed"))
+    num_events = deadline.events.index(event) + 1
+    observed.clear()
+    deadline.restart(num_events)
+    config = make(directory / "killed")
+    try:
+        await services.run(config)
+    except BaseException as error:
+        if not any(isinstance(one, Killed) for one in killed(error)):
+            raise
+        observed.append(KILLED)
+    assert KILLED in observed
+    deadline.restart()
+    await services.run(config)

@@ -180,7 +180,7 @@ def add(a, b):
         except OSError: pass
     os._exit(0)
 """,
-    "nested for ever": "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x",
+    "nested forever": "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x",
     "contains itself": "def add(a, b):\n    x = []; x.append(x); return x",
     "number of a million digits": "def add(a, b): return 10 ** 10 ** 6",
     "no number": "def add(a, b): return float('nan')",

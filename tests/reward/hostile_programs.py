@@ -215,11 +215,11 @@ print('WON')
     "reads the session's keys": _SYSCALL + "syscall(250, 0, -3, 0); print('WON')",
     "adds a key": _SYSCALL + "syscall(248, b'user', b'x', b'y', 1, -3); print('WON')",
     "calls by the 32-bit interface's numbers": _SYSCALL + "syscall(0x40000000 + 41, 2, 1, 0); print('WON')",
-    "loops for ever": "while True: pass",
-    "sleeps for ever": "import time; time.sleep(1e6); print('WON')",
-    "prints for ever": "while True: print('WON' * 1000)",
-    "prints for ever to stderr": "import sys\nwhile True: sys.stderr.write('WON' * 1000)",
-    "reads for ever": "while True: open('/dev/zero', 'rb').read(1 << 20)",
+    "loops forever": "while True: pass",
+    "sleeps forever": "import time; time.sleep(1e6); print('WON')",
+    "prints forever": "while True: print('WON' * 1000)",
+    "prints forever to stderr": "import sys\nwhile True: sys.stderr.write('WON' * 1000)",
+    "reads forever": "while True: open('/dev/zero', 'rb').read(1 << 20)",
     "ignores every signal": """
 import signal
 for n in range(1, 65):
@@ -233,7 +233,7 @@ while True:
     "closes its output and goes on": "import os, time\nfor n in range(64):\n    try: os.close(n)\n    except OSError: pass\ntime.sleep(1e6)",
     "never joins a thread": "import threading, time; threading.Thread(target=time.sleep, args=(1e6,)).start(); print('WON')",
     "never ends its exit": "import atexit, time; atexit.register(time.sleep, 1e6); print('WON')",
-    "recurses for ever": "import sys; sys.setrecursionlimit(1 << 30)\ndef f(): return f()\nf(); print('WON')",
+    "recurses forever": "import sys; sys.setrecursionlimit(1 << 30)\ndef f(): return f()\nf(); print('WON')",
     "overflows the C stack": "x = []\nfor _ in range(10 ** 6): x = [x]\nrepr(x); print('WON')",
     "crashes": "import ctypes; ctypes.string_at(1); print('WON')",
     "regular expression of exponential time": "import re; re.match(r'(a+)+$', 'a' * 64 + 'b'); print('WON')",

@@ -1,4 +1,4 @@
-"""Generate: bad requests, cancelling, and requests before a run is open."""
+"""Generate: bad requests, canceling, and requests before a run is open."""
 
 import asyncio
 import contextlib
@@ -112,7 +112,7 @@ async def test_an_answer_says_how_long_the_unfinished_samples_of_others_are(play
     assert ends[1] - 32 <= second["a/8"] < ends[2]
 
 
-async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
+async def test_canceling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
     stamp = await publish(played, 104)
     engine = engine_of(played.replica.pid)
     request = pb.GenerateRequest(
@@ -126,7 +126,7 @@ async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
             played.replica.client.stream(RolloutService.Generate, request, timeout_s=1200)
         ) as answers:
             async for _ in answers:
-                raise AssertionError("a group finished before the call was cancelled")
+                raise AssertionError("a group finished before the call was canceled")
 
     call = asyncio.create_task(consume())
     await played.replica.until_sampling()

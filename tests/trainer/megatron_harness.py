@@ -64,7 +64,7 @@ FAMILIES = (
     "qwen2-tied",
     "qwen3",
     "qwen3_moe",
-    "qwen3_moe-unnormalised",
+    "qwen3_moe-unnormalized",
     "mixtral",
     "qwen2_moe",
     "qwen2_moe-normalized",

@@ -31,7 +31,8 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("policy_digest", pa.string(), nullable=False),
         pa.field("scorer", pa.string(), nullable=False),
         pa.field("seed", pa.uint64(), nullable=False),
-        # Of samples with an environment; null otherwise. Turn k has the tokens from turn_begins[k] to turn_ends[k].
+        # Only samples of an environment have these; they are null otherwise. Turn k has the tokens from turn_begins[k]
+        # to turn_ends[k].
         pa.field("turn_begins", pa.list_(pa.int32())),
         pa.field("turn_ends", pa.list_(pa.int32())),
         pa.field("turn_rewards", pa.list_(pa.float64())),
@@ -58,7 +59,7 @@ def encode(table: pa.Table, *, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes
     A row that is larger than that gets a stream of its own.
     """
     schema = table.schema.serialize()
-    # This many rows of average size fill 3/4 of a frame, so that few parts are so uneven that they are split again.
+    # Parts have this many rows. At the average size, they fill 3/4 of a frame, so that few parts must be split again.
     rows = max(1, table.num_rows * frame_bytes * 3 // (4 * max(1, table.nbytes)))
     for part in table.combine_chunks().to_batches(max_chunksize=rows):
         for batch in _halve(part, frame_bytes):

@@ -15,7 +15,7 @@ PART_BYTES = 1 << 20
 
 
 def to_parts(routes: Sequence[bytes], *, part_bytes: int = PART_BYTES) -> Iterator[Routes]:
-    """Yields the routes of a group's completions in parts; those that begin like the first one's have a reference."""
+    """Yields the routes of a group's completions in parts, without bytes at the start that equal the first one's."""
     for index, data in enumerate(routes):
         num_shared = _num_shared(routes[0], data) if index else 0
         own = data[num_shared:]
@@ -44,7 +44,7 @@ def from_parts(parts: Iterable[Routes], num_completions: int) -> list[bytes]:
 
 
 def _num_shared(first: bytes, other: bytes) -> int:
-    """Returns the number of bytes at the begin that are equal."""
+    """Returns how many bytes are equal at the start of both."""
     size = min(len(first), len(other))
     differs = np.frombuffer(first, np.uint8, size) != np.frombuffer(other, np.uint8, size)
     return int(differs.argmax()) if differs.any() else size

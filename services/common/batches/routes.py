@@ -37,13 +37,13 @@ class RouteShape:
         """Returns the bytes of routes [tokens, layers, top_k].
 
         Raises:
-            ValueError: The routes are not those of this model, or have a number that is no expert's.
+            ValueError: The routes are not those of this model, or name an expert that does not exist.
         """
         if routes_TLK.shape[1:] != (self.num_layers, self.top_k):
             expected = f"[tokens, {self.num_layers}, {self.top_k}]"
             raise ValueError(f"routes have the shape {list(routes_TLK.shape)}, expected {expected}")
         if routes_TLK.size and not 0 <= routes_TLK.min() <= routes_TLK.max() < self.num_experts:
-            raise ValueError(f"routes name experts up to {routes_TLK.max()}, and there are {self.num_experts}")
+            raise ValueError(f"routes name expert {routes_TLK.max()}, but there are only {self.num_experts}")
         return routes_TLK.astype(self.dtype).tobytes()
 
     def decode(self, data: bytes | memoryview) -> np.ndarray:

@@ -35,9 +35,9 @@ class _Span:
 
 
 class SharedEvent:
-    """An event that two processes record and wait for on one device.
+    """Holds an event that two processes record and wait for on one device.
 
-    Reason: torch's stubs do not know what its events for several processes have.
+    Reason: torch's type stubs lack the methods that make its events usable by several processes.
     """
 
     def __init__(self, event: Any, handle: bytes):
@@ -45,7 +45,7 @@ class SharedEvent:
 
     @classmethod
     def new(cls) -> "SharedEvent":
-        """Returns a new event. It is recorded once, because it has no handle before."""
+        """Returns a new event. It is recorded once, because it has no handle until then."""
         event: Any = torch.cuda.Event(interprocess=True)
         event.record()
         return cls(event, bytes(event.ipc_handle()))
@@ -79,12 +79,12 @@ def allocate(num_bytes: int) -> int:
 
 
 def free(address: int) -> None:
-    """Frees memory of `allocate`. Waits for the device."""
+    """Frees memory that `allocate` returned. Waits for the device."""
     _check(_runtime().cudaFree(ctypes.c_void_p(address)), "cudaFree")
 
 
 def memory_handle(address: int) -> bytes:
-    """Returns the handle by which another process maps memory of `allocate`."""
+    """Returns the handle with which another process maps memory that `allocate` returned."""
     handle = _Handle()
     _check(_runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address)), "cudaIpcGetMemHandle")
     return bytes(bytearray(handle))

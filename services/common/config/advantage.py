@@ -113,20 +113,20 @@ class AdvantageConfig(Strict):
 
     @property
     def needs_group(self) -> bool:
-        """Whether the samples of a prompt are compared with each other, so that there must be at least two."""
+        """Returns whether the samples of a prompt are compared with each other, so that there must be at least two."""
         return self.kind in _GROUP_KINDS
 
     @property
     def needs_values(self) -> bool:
-        """Whether a critic must fill the column `values`."""
+        """Returns whether a critic must fill the column `values`."""
         return self.kind == "gae"
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether a greedy completion of every prompt must be generated and scored for the column `baseline`."""
+        """Returns whether each prompt needs a greedy completion, generated and scored, for the column `baseline`."""
         return self.kind == "remax"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the column `ref_logprobs` must be filled for the KL penalty in the reward."""
+        """Returns whether the column `ref_logprobs` must be filled for the KL penalty in the reward."""
         return self.kl.coef > 0

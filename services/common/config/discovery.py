@@ -12,8 +12,8 @@ class FileDiscoveryConfig(Strict):
     """Reads the replicas from a file."""
 
     kind: Literal["file"] = "file"
-    """The replicas are the lines of a file, HOST:PORT each; # begins a comment. The file is read whenever it is written
-    or replaced, and before each publication."""
+    """Each line of a file is a replica, HOST:PORT; # begins a comment. The file is read whenever it is written or
+    replaced, and before each publication."""
     path: Path
     """The file, on the coordinator's host."""
 

@@ -1,4 +1,4 @@
-"""Defines the config of environments: what answers the policy in episodes of several turns."""
+"""Defines the config of environments, which answer the policy in episodes of several turns."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -9,21 +9,21 @@ from services.common.import_path import IMPORT_PATH
 
 
 class BaseEnvironmentConfig(Strict):
-    """Has what all kinds of environments have in common."""
+    """Holds the keys that all kinds of environments have."""
 
     max_turns: int = Field(default=8, ge=1, le=1000)
     """Maximum number of the policy's turns in an episode. An episode that reaches it ends with the rewards that it has
     so far."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of an episode after its first prompt, the environment's included. By default, as many as
-    rollout.max_model_len leaves. A turn is limited by rollout.sampling.max_tokens."""
+    """Maximum number of tokens of an episode after its first prompt, including the environment's. By default, as many
+    as rollout.max_model_len leaves. A turn is limited by rollout.sampling.max_tokens."""
     max_message_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off."""
     turn_s: float = Field(default=30.0, gt=0, le=86400)
     """Time limit in seconds for one reply of the environment. Waiting for a place among max_concurrent ones does not
     count."""
     episode_s: float = Field(default=1800.0, gt=0, le=604800)
-    """Time limit in seconds for a whole episode, generation included."""
+    """Time limit in seconds for a whole episode, including generation."""
     weight: float = 1.0
     """Factor of the environment's rewards in the reward of a sample. The scorers' rewards are added."""
     max_retries: int = Field(default=2, ge=0, le=100)
@@ -34,12 +34,12 @@ class BaseEnvironmentConfig(Strict):
 
     @property
     def longest_reply_s(self) -> float:
-        """Returns how long a reply may take, waiting included."""
+        """Returns how long a reply may take, including waiting."""
         return self.turn_s
 
 
 class WorkerEnvironmentConfig(BaseEnvironmentConfig):
-    """Has what environments that play in worker processes have in common."""
+    """Holds the keys of environments that run in worker processes."""
 
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Number of worker processes. Each runs many episodes."""
@@ -75,12 +75,12 @@ class PythonToolConfig(Strict):
     kind: Literal["python"] = "python"
     """Offer `python`, which runs a program in the sandbox and returns what it prints. Each call starts anew."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Time limit in seconds for one program. Several programs of a turn have turn_s together: each has its share of it,
-    if that is less. The policy is told of a program that took longer."""
+    """Time limit in seconds for one program. Programs of the same turn share turn_s equally, if that leaves each of
+    them less. The policy is told if a program took longer."""
     max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
     """Number of characters of the output to return. The middle of a longer output is cut out."""
     max_concurrent: int = Field(default=2, ge=1, le=1024)
-    """Maximum number of programs that run at the same time. Further ones wait, which does not count for turn_s."""
+    """Maximum number of programs that run at the same time. Others wait, and waiting does not count toward turn_s."""
 
 
 class SearchToolConfig(Strict):
@@ -115,7 +115,7 @@ class McpToolConfig(Strict):
     names: tuple[str, ...] = ()
     """Names of the tools to offer; by default all that the server has."""
     timeout_s: float = Field(default=20.0, gt=0, le=3600)
-    """Time limit in seconds for one answer of the server. A server that exceeds it has failed, not the policy."""
+    """Time limit in seconds for one answer of the server. Exceeding it is the server's failure, not the policy's."""
     max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
     """Number of characters of a result to return. The middle of a longer one is cut out."""
 
@@ -170,7 +170,7 @@ class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
 
     @model_validator(mode="after")
     def _tools_are_different(self) -> Self:
-        known = [tool for tool in self.tools if tool.kind != "mcp"]  # an MCP server says its tools' names later
+        known = [tool for tool in self.tools if tool.kind != "mcp"]  # an MCP server's tools are known only once it runs
         names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in known]
         if len(set(names)) < len(names):
             raise ValueError(f"tools: two have the same name: {', '.join(names)}")
@@ -219,7 +219,7 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):
     observation_field: str = ""
     """Field of the observation that is shown to the policy. By default, the whole observation as JSON."""
     max_concurrent: int = Field(default=128, ge=1, le=65536)
-    """Maximum number of open connections. Further episodes wait, which does not count for turn_s."""
+    """Maximum number of open connections. Further episodes wait, and waiting does not count toward turn_s."""
 
     @property
     def longest_reply_s(self) -> float:
@@ -238,4 +238,4 @@ EnvironmentConfig = Annotated[
 
 
 class EnvironmentSection(RootModel[EnvironmentConfig]):
-    """The environment section of the config, as the reward service receives it."""
+    """Wraps the config section `environment`, as the reward service receives it."""

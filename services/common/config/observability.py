@@ -45,7 +45,7 @@ class WarningsConfig(Strict):
     warns. The starting entropy differs between models by a factor of ten, so there is no limit in nats."""
     steps_without_mixed_group: int = Field(default=3, ge=0)
     """Warn after this many steps in a row in which no prompt group had different rewards, so that nothing was learned.
-    0 never warns. With few prompts per step, one such step is chance."""
+    0 never warns. With few prompts per step, a single such step can be chance."""
     dropped_groups: float = Field(default=0.1, ge=0, le=1)
     """Warn if more than this share of a step's prompt groups was dropped because a sample had no score; 1 never
     warns. The batch is then a biased choice of prompts."""

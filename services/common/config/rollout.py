@@ -74,7 +74,7 @@ class RolloutConfig(Strict):
     """Maximum number of samples that one engine generates concurrently (vLLM max_num_seqs)."""
     speculation: SpeculationConfig | None = None
     """Speculative decoding: tokens are drafted cheaply, and the engine verifies several of them in one step. Samples
-    keep their distribution and log-probabilities. Unset, every token takes a step of its own."""
+    keep their distribution and log-probabilities. If unset, the engine generates one token per step."""
     engine: dict[str, Any] = Field(default={})
     """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused: set speculation."""
 

@@ -59,11 +59,11 @@ class TimeoutsConfig(Strict):
     open_s: float = Field(default=600.0, gt=0)
     """Deadline in seconds for OpenRun, which starts engines and loads models."""
     generate_s: float = Field(default=3600.0, gt=0)
-    """Deadline in seconds for generating one prompt group. A replica that reaches it is taken to hang: its groups go to
-    other replicas, and its engine is replaced."""
+    """Deadline in seconds for generating one prompt group. A replica that reaches it is assumed to hang: its groups go
+    to other replicas, and its engine is replaced."""
     score_s: float = Field(default=300.0, gt=0)
-    """Deadline in seconds for scoring one prompt group, its waiting included. A group that reaches it goes to the end
-    of the queue, and the run ends only if the reward service scored no other group meanwhile."""
+    """Deadline in seconds for scoring one prompt group, including waiting. A group that reaches it goes to the end of
+    the queue, and the run ends only if the reward service scored no other group meanwhile."""
     train_s: float = Field(default=3600.0, gt=0)
     """Deadline in seconds for one Forward or Train call, which processes one batch."""
     publish_s: float = Field(default=300.0, gt=0)
@@ -74,8 +74,8 @@ class TimeoutsConfig(Strict):
     """Deadline in seconds for saving, loading or exporting a checkpoint."""
     lease_s: float = Field(default=1800.0, gt=0)
     """Seconds for which a service that was given by address keeps the run open after its coordinator was killed or cut
-    off. A run that is resumed by then finds its engines running and the trainer where it was. After it, the service
-    frees its GPU, and the run resumes from its newest checkpoint."""
+    off. A run that resumes within this time finds its engines running and the trainer in the state that it was in.
+    Afterwards the service frees its GPU, and the run resumes from its newest checkpoint."""
 
 
 class Config(Strict):
@@ -87,7 +87,7 @@ class Config(Strict):
     """Directory that holds the directories of all runs."""
     model: str
     """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
-    trainer, a model on the Hugging Face Hub too: OWNER/NAME or OWNER/NAME@REVISION."""
+    trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Random seed for data order, sampling and initialization."""
     num_steps: int = Field(default=100, ge=1)
@@ -142,12 +142,12 @@ class Config(Strict):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the reward has a KL penalty."""
+        """Returns whether the loss or the reward has a KL penalty."""
         return self.trainer.loss.kl_coef > 0 or self.advantage.needs_reference
 
     @property
     def is_reference_the_base(self) -> bool:
-        """Whether the reference is the frozen base under the policy's adapters: true if `reference` is left unset."""
+        """Returns whether the reference is the frozen base under the policy's adapters: `reference` is unset."""
         return self.trainer.lora.rank > 0 and self.reference == ReferenceConfig()
 
     @property
@@ -174,7 +174,7 @@ class Config(Strict):
 
     @property
     def _longest(self) -> tuple[int, str]:
-        """Returns the maximum number of tokens of a sample with its prompt, and the keys that it is the sum of."""
+        """Returns the maximum number of tokens of a sample with its prompt, and the config keys that add up to it."""
         key = "environment.max_tokens" if self.environment else "rollout.sampling.max_tokens"
         return self.data.max_prompt_tokens + self.max_response_tokens, f"data.max_prompt_tokens + {key}"
 
@@ -279,8 +279,8 @@ class Config(Strict):
 
     @property
     def wants_routes(self) -> bool:
-        """Whether the engines are asked for the experts that they choose. vLLM returns none of a sample that ends at a
-        stop string, and those of drafted tokens were not compared with the trainer's."""
+        """Returns whether the engines are asked for the experts that they choose. vLLM returns none for a sample that
+        ends at a stop string, and those of drafted tokens were not compared with the trainer's."""
         return self.trainer.replays_routes and not (self.rollout.sampling.stop or self.rollout.speculation)
 
     @model_validator(mode="after")

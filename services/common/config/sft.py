@@ -50,7 +50,7 @@ class SftConfig(Strict):
     """Directory that holds the directories of all runs."""
     model: str
     """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
-    trainer, a model on the Hugging Face Hub too: OWNER/NAME or OWNER/NAME@REVISION."""
+    trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Random seed for data order and dropout."""
     num_steps: int | None = Field(default=None, ge=1)

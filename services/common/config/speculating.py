@@ -1,4 +1,4 @@
-"""Refuses what speculative decoding was not checked with."""
+"""Rejects settings with which speculative decoding was not tested."""
 
 from services.common.config.evaluation.section import EvaluationConfig
 from services.common.config.placement import Placement
@@ -9,7 +9,7 @@ from services.common.config.trainer.section import TrainerConfig
 def check_speculation(
     speculation: SpeculationConfig, placement: Placement, trainer: TrainerConfig, evaluation: EvaluationConfig
 ) -> None:
-    """Raises ValueError if another section asks for something that speculative decoding cannot do."""
+    """Raises ValueError if another section has a setting that speculative decoding does not support."""
     if trainer.moe.replay_routes == "on":
         raise ValueError(
             "trainer.moe.replay_routes on: the routes of drafted tokens were not compared with the trainer's; leave "
@@ -33,9 +33,9 @@ def check_speculation(
 
 
 def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:
-    """Raises ValueError if a sample may come so close to the engine's limit that vLLM stops to draft for all samples.
+    """Raises ValueError if a sample may come so close to the engine's limit that vLLM stops drafting for all samples.
 
-    `longest` has the maximum number of tokens of a sample with its prompt, and the keys that it is the sum of. vLLM
+    `longest` has the maximum number of tokens of a sample with its prompt, and the config keys that add up to it. vLLM
     0.32 adds the tokens that are being verified and those that it would draft next. If that exceeds the limit for one
     sample, it drafts token 0 for each sample of the step, which costs time and gains nothing.
     """

@@ -1,4 +1,4 @@
-"""Says in which blocks a batch is trained on, and whether they are sent while other groups are still generated."""
+"""Decides how a batch is cut into blocks, and whether they are sent while other groups are still being generated."""
 
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
@@ -10,16 +10,17 @@ _MAX_BLOCKS = 8
 # Micro-batches of a block for each stage of a pipeline, which fills and drains for every block. So it idles for less
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
 _PACKS_PER_STAGE = 4
-# Their advantages depend on no other group of the batch.
+# The kinds of advantage that depend on no other group of the batch.
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"}
 
 
 def groups_per_block(config: Config) -> int:
     """Returns the number of prompt groups in a block; 0 if the batch is trained on as a whole.
 
-    Blocks are as many as can each fill a micro-batch of every rank, or four for each stage of a pipeline, with the
-    longest possible samples, at most eight. They follow from the config alone and not from `trainer.streaming`, so that
-    streaming changes no number. Several mini-batches each consist of whole blocks of one size, at least of one block.
+    There are as many blocks, at most eight, as can each fill one micro-batch of every rank (with a pipeline, four for
+    each stage) if all samples have the maximum length. Blocks depend on the config only and not on `trainer.streaming`,
+    so that streaming changes no result. With several mini-batches, each consists of one or more whole blocks of equal
+    size.
     """
     if not _is_exact(config):
         return 0
@@ -38,13 +39,13 @@ def groups_per_block(config: Config) -> int:
 def orders_by_length(config: Config) -> bool:
     """Returns whether the groups of a batch are in the order of their longest completion, not in that of their prompts.
 
-    Groups finish in about that order, so that the first blocks are complete early. It takes a step whose groups are all
-    trained on and all begin at once, each with one request per sample.
+    Groups finish in about that order, so that the first blocks are complete early. This needs a step that trains on all
+    its groups and begins them all at once, with one request per sample.
     """
     num_samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
     return (
         groups_per_block(config) > 0
-        and config.trainer.num_minibatches == 1  # which prompts are in which must not follow from their samples
+        and config.trainer.num_minibatches == 1  # a prompt's mini-batch must not depend on its samples
         and not config.environment
         and not config.advantage.needs_baseline
         and not config.selection.dynamic.enabled
@@ -54,7 +55,7 @@ def orders_by_length(config: Config) -> bool:
 
 
 def streams(config: Config) -> bool:
-    """Returns whether blocks are sent as they are complete.
+    """Returns whether blocks are sent as soon as they are complete.
 
     With a lag, the batch is complete before its update; on shared GPUs, the trainer has no memory until it is.
     """
@@ -78,6 +79,6 @@ def _is_exact(config: Config) -> bool:
         and advantage.kind in _GROUP_KINDS
         and advantage.whitening != "batch"
         and config.selection.over_sampling.keep == "index"
-        # A block of a single group, which any last block may be, must have a sample for every rank.
+        # The last block may be a single group, which must have a sample for every rank.
         and config.rollout.completions_per_prompt >= samples_at_once(trainer)
     )

@@ -33,14 +33,14 @@ class Weight:
     parameter: str
     tensors: tuple[str, ...]
     rows: tuple[Size, ...]
-    """Gives the number of rows of each part."""
+    """Number of rows of each part."""
     columns: Size | None = None
-    """Is None if the weight is a vector."""
+    """Number of columns; None if the weight is a vector."""
     cut: Cut = "whole"
     is_expert: bool = False
-    """Says that expert parallelism distributes this weight, and that expert tensor parallelism cuts it."""
+    """Whether expert parallelism distributes this weight and expert tensor parallelism cuts it."""
     if_true: str = ""
-    """Names a key in `Family.flags`; a model has this weight only if its config sets the key to true."""
+    """Key in `Family.flags`; a model has this weight only if its config sets the key to true."""
 
     @property
     def is_fused(self) -> bool:
@@ -93,20 +93,20 @@ class Family:
 
     model_type: str
     layer: tuple[Weight, ...]
-    """Lists the weights of one layer in the order of the checkpoint."""
+    """Weights of one layer in the order of the checkpoint."""
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
-    """Maps the Architecture's sizes that config.json must have to its keys."""
+    """The Architecture's sizes that config.json must have, each with its keys there."""
     flags: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    """Maps the config keys that `Weight.if_true` names to their defaults."""
+    """Config keys that `Weight.if_true` names, with their defaults."""
     required: Mapping[str, object] = field(default_factory=lambda: REQUIRED)
-    """Maps config keys to the only value that strategy megatron accepts."""
+    """Config keys for which strategy megatron accepts only one value, with this value."""
     settings: Mapping[str, object] = field(default_factory=lambda: SETTINGS)
-    """Sets fields of Megatron's TransformerConfig; `activation_func` names a function of torch.nn.functional."""
+    """Fields of Megatron's TransformerConfig to set; `activation_func` names a function of torch.nn.functional."""
     has_partial_rotary: bool = False
-    """Says that transformers reads `partial_rotary_factor`, and rotates only this share of each head."""
+    """Whether transformers reads `partial_rotary_factor`, and rotates only this share of each head."""
     layers: str = "model.layers"
-    """Names the list of layers in the checkpoint."""
+    """Name of the list of layers in the checkpoint."""
     embedding: Weight = EMBEDDING
     final_norm: Weight = FINAL_NORM
     output: Weight = OUTPUT
-    """Describes the output layer of a model that does not tie it to the embedding."""
+    """Output layer of a model that does not tie it to the embedding."""

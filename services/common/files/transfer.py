@@ -1,4 +1,4 @@
-"""Sends data that goes into training with its SHA-256, and refuses what arrives otherwise, also over plaintext.
+"""Sends training data with its SHA-256, and refuses data that was changed on the way, over plaintext too.
 
 A batch is a stream of messages: a header if the call has one, frames, and last the SHA-256 of all of it. A stream that
 was cut short or changed on the way is refused. An answer to one message has the SHA-256 of that message as it arrived

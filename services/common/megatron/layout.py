@@ -78,7 +78,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. `vpp` is the layer chunks per stage."""
+    """Holds parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers."""
 
     world: int
     tp: int
@@ -300,7 +300,7 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
 
 
 def _cut_sizes(model: Architecture) -> Iterator[str]:
-    """Names of the sizes of a layer that TP cuts, but those of heads, which it cuts by other rules."""
+    """Returns the names of the sizes of a layer that TP cuts, except those of heads, which have rules of their own."""
     for weight in model.layer:
         if not weight.is_expert and weight.cut == "rows":
             yield from (rows for rows in weight.rows if isinstance(rows, str))

@@ -16,7 +16,7 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def lora_layer(parameter: str) -> str | None:
-    """The layer, a key of FUSED, whose matrix is Megatron's `parameter`; None if that has no adapters."""
+    """Returns the layer, a key of FUSED, with the matrix that is Megatron's `parameter`; None if it has no adapters."""
     module, _, kind = parameter.rpartition(".")
     layer = module.rpartition(".")[2]
     return layer if kind == "weight" and layer in FUSED else None

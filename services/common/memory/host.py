@@ -1,4 +1,4 @@
-"""Reads this host's memory, and says what is known about a process that may have run out of it."""
+"""Reads this host's memory, and explains why a process may have been killed for it."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address, which only this host can have."""
+    """Returns whether `host` is a loopback address, which only this host can have."""
     with contextlib.suppress(ValueError, OSError):
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     return False

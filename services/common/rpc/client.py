@@ -127,7 +127,7 @@ class Client:
 
     def _require_message(self, answer: object, method: str) -> None:
         if answer is None:  # what gRPC returns for bytes that it cannot parse
-            message = f"{method} at {self.address}: the answer is no message: its bytes changed on the way"
+            message = f"{method} at {self.address}: the answer cannot be parsed: its bytes changed on the way"
             raise DataLoss(message, reason=Reason.CORRUPT_TRANSFER)
 
     def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
@@ -139,7 +139,7 @@ class Client:
             )
         target = f"{method} at {self.address}"
         if error.code() is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED:
-            return Unavailable(f"{target}: the service ended the call while it was sent", target=target)
+            return Unavailable(f"{target}: the service ended the call while the request was being sent", target=target)
         failure = from_rpc_error(error, target=target)
         if failure.reason is Reason.UNREACHABLE and _SILENT in failure.message:
             return Unavailable(

@@ -60,12 +60,12 @@ class Fence:
 
     def __init__(self, close: Callable[[], Awaitable[None]] = _keep_open) -> None:
         self._token = ""
-        self._runs: dict[str, str] = {}  # the run id of every token that was the last one once
+        self._runs: dict[str, str] = {}  # the run id of every token that was accepted
         self.lease = Lease(close)
 
     @property
     def is_open(self) -> bool:
-        """Whether the caller's token is accepted."""
+        """Returns whether the caller's token is accepted."""
         return self._token in ("", _of_caller.get())
 
     def take_over(self, run_id: str) -> None:

@@ -6,12 +6,12 @@ from services.common.errors import MAX_HEADER_BYTES
 
 # Frames are 1 to 2 MiB; one prompt group of long samples can be larger.
 MAX_MESSAGE_BYTES = 64 << 20
-# A peer that says nothing is asked for a sign of life after the first time and given up after the second. A host that
+# A silent peer is pinged after the first time, and given up if it does not answer within the second. A host that
 # vanished is thus noticed within 20 s, even during a long call.
 SILENCE_MS, ANSWER_MS = 8_000, 10_000
 # A connection must have finished its TLS and HTTP/2 handshakes by then. gRPC's default is 120 s.
 HANDSHAKE_MS = 20_000
-# Most connections to one service. A run needs one or two.
+# Maximum number of connections to one service. A run needs one or two.
 _MAX_CONNECTIONS = 4096
 
 
@@ -39,7 +39,7 @@ OPTIONS = [
 
 
 def server_options() -> list[tuple[str, int]]:
-    """Returns OPTIONS, and limits for connections of anybody: half of this process's descriptors stay free for it."""
+    """Returns OPTIONS and a limit on connections, so that half of this process's descriptors stay free."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         *OPTIONS,

@@ -13,7 +13,8 @@ Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
 
-# Longer than a reset connection or a link that fails for a moment; a service that has ended is reported soon.
+# Long enough for a reset connection or a link that fails for a moment, and short enough to report soon that a service
+# has ended.
 MAX_RETRY_S = 30.0
 
 
@@ -56,7 +57,8 @@ class Retries:
 async def repeated(
     call: Callable[[float], Awaitable[Answer]], *, timeout_s: float, max_retry_s: float = MAX_RETRY_S
 ) -> Answer:
-    """Returns the answer of `call`, whose argument is its timeout in seconds; for answers that are streams.
+    """Returns the answer of `call`, which takes its timeout in seconds and is made again after a lost connection. This
+    is for answers that are streams.
 
     A call with one answer is repeated by `Client.call` itself.
 

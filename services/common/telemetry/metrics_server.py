@@ -54,7 +54,7 @@ class Metrics:
 
     @property
     def is_served(self) -> bool:
-        """Whether metrics are served, or will be."""
+        """Returns whether metrics are served, or will be."""
         return bool(self._page.address)
 
     def serve(self) -> int:

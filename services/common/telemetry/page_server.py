@@ -62,7 +62,7 @@ class PageServer:
                 writer.close()
                 await writer.wait_closed()  # until all is sent
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # whoever it is has gone, sends nothing or too much, or does not read
+            pass  # the client is gone, sends nothing or too much, or does not read
         finally:
             self._open.pop(writer, None)
             writer.transport.abort()

@@ -50,7 +50,7 @@ class Trace:
             return
         try:
             self._append(event)
-        except OSError as error:  # what is traced matters more
+        except OSError as error:  # the program must not fail because its trace does
             log.warning("%s gets no more spans: %s", self._path, error)
             self._path = ""
 

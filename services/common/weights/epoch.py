@@ -1,8 +1,8 @@
-"""Implements membership in one epoch of a weight group: who is there, who gives up, who has acknowledged.
+"""Implements membership in one epoch of a weight group: which members joined, gave up or acknowledged.
 
 The members meet in a store that the trainer serves. A member that fails or waits too long sets the epoch's kill key and
-aborts. The other members check the key while they wait, so none of them waits for a dead member. How the weights travel
-between the members is implemented by the classes that derive from `Epoch`: in `group.py` and in `pairs/`.
+aborts. The other members check the key while they wait, so none of them waits for a dead member. Classes that derive
+from `Epoch`, in `group.py` and `pairs/`, implement how weights travel between the members.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -108,7 +108,7 @@ class Epoch(ABC):
     def kill(self, absent: str = "") -> None:
         """Makes every member of the epoch give up. Any thread of any member may call this."""
         with contextlib.suppress(RuntimeError):  # the store is gone; its other clients notice by themselves
-            self._store.compare_set(_KILL_KEY, "", absent)  # names are not replaced
+            self._store.compare_set(_KILL_KEY, "", absent)  # keeps the ranks that an earlier kill has named
 
     def abort(self) -> None:
         """Leaves the epoch at once, even while weights are on their way."""
@@ -132,9 +132,10 @@ class Epoch(ABC):
         partner: int | None = None,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Waits until `done`, with pauses of some seconds, which may end as soon as it is.
+        """Waits until `done` returns true. `pause` waits for the given seconds, and may return early.
 
-        If it waits for `keys`, one of each member, or for the member `partner`, it can say who did not come in time.
+        The error can name the members that did not come in time if `keys` has a key of each, or if `partner` is the
+        only one.
         """
         deadline, next_check, pace = time.monotonic() + self._timeout_s, time.monotonic() + _KILL_CHECK_S, _Pace()
         with self._store_at_hand():

@@ -83,7 +83,7 @@ class WeightGroup(Epoch):
             self._wait(work)
 
     def agrees(self, values: Sequence[int]) -> bool:
-        """Whether all members pass the same 64-bit integers. A collective call, ordered with the broadcasts.
+        """Returns whether all members pass the same 64-bit integers. A collective call, ordered with the broadcasts.
 
         Raises:
             Aborted: A member failed, left or timed out.

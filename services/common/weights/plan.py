@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the plan has adapters, so that a publication may leave the base out."""
+        """Returns whether the plan has adapters, so that a publication may leave the base out."""
         return bool(self.message.adapter_config_json)
 
     def first_bucket(self, *, skips_base: bool) -> int:
@@ -155,9 +155,8 @@ def pack(
 
 
 def follow(plan: Plan, tensors: NamedTensors, *, skips_base: bool = False) -> Iterator[tuple[Bucket, None]]:
-    """Takes from `tensors` what `pack` takes on the sender, at the same times, and packs nothing.
-
-    The ranks' collectives, which run as `tensors` are taken, then stand in one order with those of the caller.
+    """Takes tensors at the same points as `pack` does on the sender, but packs nothing. Taking them runs collectives of
+    the ranks, which thus have the same order on all ranks relative to the caller's own collectives.
     """
     source = iter(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
@@ -233,7 +232,7 @@ def _clear_gaps(bucket: Bucket, flat: torch.Tensor) -> None:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes can be a bucket without a copy: contiguous and in whole aligned words."""
+    """Returns whether the tensor's bytes can be a bucket without a copy: contiguous and in whole aligned words."""
     sizes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
 

@@ -1,1 +1,1 @@
-"""Certificates for mTLS: a private certificate authority and the certificates that it issues."""
+"""Makes certificates for mTLS: a private certificate authority and the certificates that it issues."""

@@ -1,10 +1,10 @@
-"""Estimates what a micro-batch needs on a rank, in bytes: kept activations, a layer at work, and the logits.
+"""Estimates the bytes that a micro-batch needs on a rank: kept activations, a layer's working memory, and the logits.
 
 With GPU kernels the activations are those of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2; with
 flash attention there is no 5as/h term), with this model's widths in every term. torch.compile keeps the same. On CPU
 every operator of a layer keeps its own inputs, which is about twice as much; torch's flash attention for CPU keeps no
-scores either. There, tensors below 32 MiB are in the heap of glibc, where temporary results leave holes between those
-that are kept, and which is not given back. benchmarks/memory.py compares the estimates for CPU with measured peaks.
+scores either. There, tensors below 32 MiB are in the heap of glibc, which is not given back, and temporary results
+leave holes between the tensors that are kept. benchmarks/memory.py compares the estimates for CPU with measured peaks.
 """
 
 from dataclasses import dataclass
@@ -29,26 +29,26 @@ _HOLES = 0.83
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes per token of one layer on one rank."""
+    """Holds the bytes per token of one layer on one rank."""
 
     kept: int
-    """Everything that it keeps for the backward pass."""
+    """Everything that the layer keeps for the backward pass."""
     inputs: int
-    """Its input alone, which is kept if it is recomputed."""
+    """The layer's input alone, which is kept if the layer is recomputed."""
     working: int
-    """Largest intermediate results while it computes, without what it keeps."""
+    """Largest intermediate results while the layer computes, without those that it keeps."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Bytes of the largest micro-batch on one rank."""
+    """Holds the bytes of the largest micro-batch on one rank."""
 
     activations: int
-    """What it keeps between forward and backward."""
+    """Results that are kept between forward and backward."""
     forward: int
     """Intermediate results of a forward pass that keeps nothing."""
     backward: int
-    """Intermediate results of forward and backward, besides what is kept."""
+    """Intermediate results of forward and backward, besides those that are kept."""
     is_in_heap: bool = False
     """Whether the process does not give the activations back after the backward pass, on CPU."""
     holes: int = 0

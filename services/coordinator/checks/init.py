@@ -1,4 +1,5 @@
-"""`lockstep init`: writes a config with comments for a model, a file of prompts and the GPUs of this host."""
+"""Implements `lockstep init`, which writes a config with comments for a model, a file of prompts and this host's
+GPUs."""
 
 import json
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from services.coordinator.text.tokenizer import Tokenizer
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
 _ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output")
 _POSITIONS = 4096
-"""Positions of a model whose config.json does not say how many it was made for."""
+"""Number of positions to assume if a model's config.json does not say it."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Says how much a first run computes."""
+    """Holds the sizes of a first run."""
 
     prompts: int
     samples: int

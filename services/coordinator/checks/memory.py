@@ -31,7 +31,7 @@ _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. `activations` is for one micro-batch; up to `in_flight` of them are held at a time."""
+    """Holds the bytes on one rank. `activations` is for one micro-batch, of which up to `in_flight` are held."""
 
     parameters: int
     weights: int
@@ -45,12 +45,12 @@ class Memory:
     publication: int = 0
     """Gathered weights and buckets of a publication."""
     base: int = 0
-    """What the process needs without a model: on CPU torch and the other libraries; on GPU it is not counted."""
+    """Memory of the process without a model: on CPU torch and the other libraries; on GPU it is not counted."""
     offloads: frozenset[str] = frozenset()
 
     @property
     def activations(self) -> int:
-        """Returns what one micro-batch keeps for its backward pass."""
+        """Returns the bytes that one micro-batch keeps for its backward pass."""
         return self.micro.activations
 
     @property
@@ -84,7 +84,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter of the gradient, master weight and Adam moments, with strategy megatron."""
+    """Holds the bytes per parameter of the gradient, master weight and Adam moments, with strategy megatron."""
 
     gradient: int
     master: int
@@ -154,7 +154,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
 
 
 def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memory:
-    """Returns the memory of any rank with strategy fsdp. What is trained is float32; all is sharded.
+    """Returns the memory of any rank with strategy fsdp. Trained weights are float32, and everything is sharded.
 
     Unless `reduce_each_microbatch` is set, gradients are unsharded until the last micro-batch. They are freed after the
     update.

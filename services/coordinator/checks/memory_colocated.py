@@ -1,7 +1,8 @@
 """Estimates for `lockstep plan`: memory of a GPU that a trainer rank and an engine worker share, in each phase.
 
-Contexts, CUDA graphs and the kernels' own memory, which both processes keep all the time, are not counted, nor are the
-buffers of a pair outside of publications: they are kept if they are small (services.common.weights.pairs.buffers).
+Contexts, CUDA graphs and the kernels' own memory, which both processes keep all the time, are not counted. Outside of
+publications, the buffers of a pair, which are kept if they are small (services.common.weights.pairs.buffers), are not
+counted either.
 """
 
 from collections.abc import Collection
@@ -19,7 +20,7 @@ _DEFAULT_UTILIZATION = 0.92  # vLLM's own, of an engine that has its GPU for its
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of one GPU in one phase. `engine` does not count the KV cache."""
+    """Holds the bytes of one GPU in one phase. `engine` does not count the KV cache."""
 
     name: str
     trainer: int

@@ -1,4 +1,4 @@
-"""Reads what the NVIDIA driver says about this host's GPUs, without loading it."""
+"""Reads the properties of this host's GPUs from the NVIDIA driver's command, without loading the driver."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of this host."""
+    """Describes a GPU of this host."""
 
     index: str
     uuid: str

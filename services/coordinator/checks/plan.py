@@ -1,4 +1,4 @@
-"""`lockstep plan`: shows the trainer's layout and memory, computed only from the config and the model's config.json."""
+"""Implements `lockstep plan`: computes the trainer's layout and memory from the config and the model's config.json."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -109,8 +109,8 @@ def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, s
 
 
 def _parts_table(memories: Mapping[str, Memory]) -> Table:
-    """Returns what is in memory: `working` is the largest intermediate results, usually logits and their gradients, and
-    on CPU the holes that they leave in the heap.
+    """Returns a table of the memory of each kind of rank. `working` is the largest intermediate results, usually logits
+    and their gradients, and on CPU the holes that they leave in the heap.
     """
     unit, size = _unit(max(memory.peak for memory in memories.values()))
     has_reference, has_base = any(m.reference for m in memories.values()), any(m.base for m in memories.values())
@@ -136,7 +136,7 @@ def _phases_table(memories: Mapping[str, Memory]) -> Table:
 
 
 def _shared(config: Config, model: Architecture, ranks: Collection[Memory], console: Console) -> str:
-    """Prints the memory of a GPU that trainer and engine share, in each phase. Returns what it means."""
+    """Prints the memory of a GPU that trainer and engine share, in each phase. Returns an explanation of it."""
     phases = colocated_phases(config, model, ranks)
     unit, size = _unit(max(phase.total for phase in phases))
     table = _table("phase", "trainer", "engine", "both", title=f"Memory of a shared GPU in {unit}")

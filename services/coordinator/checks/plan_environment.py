@@ -1,4 +1,4 @@
-"""Says what episodes need: tokens, and processes beside the reward service."""
+"""Describes the needs of episodes: tokens, and processes beside the reward service."""
 
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config

@@ -1,8 +1,8 @@
-"""`lockstep plan --suggest`: lists the placements of a run that fit the GPUs at hand, and names one.
+"""Implements `lockstep plan --suggest`, which lists the placements of a run that fit the GPUs, and names one.
 
 Only keys that change no result are tried: the placement, the numbers of ranks and replicas, the engine's tensor
-parallelism and the recomputation of activations. The order is by argument and not by measurement: trainer and engines
-of an on-policy run work in turns, so GPUs of their own are idle half of the time, and shared ones are not.
+parallelism and the recomputation of activations. The order is reasoned and not measured: trainer and engines of an
+on-policy run take turns, so dedicated GPUs are idle half of the time and shared ones are not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,14 @@ from services.coordinator.services.launch import Addresses, started_ranks
 _GIB = 2**30
 # Contexts, CUDA graphs and libraries of both processes: 1.5 to 2.4 GiB were seen on an H100.
 _BESIDE_BYTES = 3 * _GIB
-# Part of the memory that is left for what a plan does not count: buffers of collectives and fragmentation.
+# Share of the memory that is left for what `lockstep plan` does not count: buffers of collectives and fragmentation.
 _UNCOUNTED = 0.1
 _RECOMPUTE = "trainer.gradient_checkpointing=true"
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One placement, with the bytes of the fullest GPU while it trains, and what it leaves for the KV cache."""
+    """Describes a placement, with the bytes of the fullest GPU in training and those left for the KV cache."""
 
     overrides: Sequence[str]
     train_bytes: int
@@ -86,7 +86,7 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     if not found:
         raise InvalidInput(
             f"no placement fits {what}: lower trainer.max_tokens_per_microbatch, or use more parallelism "
-            "(trainer.strategy=megatron), LoRA or offloading; docs/operations.md tells what each saves"
+            "(trainer.strategy=megatron), LoRA or offloading; docs/operations.md says how much each saves"
         )
     table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
     for name in ("placement", "training GiB", "KV cache tokens"):

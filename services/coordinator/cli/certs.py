@@ -1,4 +1,4 @@
-"""`lockstep certs`: creates and renews the certificates for mTLS."""
+"""Implements `lockstep certs`, which creates and renews the certificates for mTLS."""
 
 import datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`lockstep config`: lists the keys under a prefix, as paragraphs in a terminal or as one line per key in a pipe."""
+"""Implements `lockstep config`, which lists keys: as paragraphs in a terminal, or as one line per key in a pipe."""
 
 import difflib
 from collections.abc import Sequence

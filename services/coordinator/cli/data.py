@@ -1,4 +1,4 @@
-"""`lockstep data`: creates prompt files. What creates them is imported only when a subcommand runs."""
+"""Implements `lockstep data`, which creates prompt files. Modules that create them are imported only when needed."""
 
 from collections.abc import Callable
 from pathlib import Path

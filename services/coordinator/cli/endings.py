@@ -53,7 +53,7 @@ def outliving_output(run_dir: Path) -> Iterator[None]:
 
 
 class _Outliving:
-    """Passes text on to `stream`; after the first failure to /dev/null."""
+    """Passes text on to `stream`, and to /dev/null after the first failure."""
 
     def __init__(self, stream: TextIO, hint: str):
         self._stream, self._hint = stream, hint
@@ -87,7 +87,7 @@ def print_error(line: str) -> None:
 
 
 def to_null(stream: TextIO) -> None:
-    """Sends what is written to `stream`, and what is in its buffer, to /dev/null."""
+    """Redirects `stream`, including the content of its buffer, to /dev/null."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -98,7 +98,7 @@ def fail(error: LockstepError | OSError | MemoryError | RuntimeError) -> NoRetur
 
     Raises:
         OSError: It is neither of a file nor of standard output, so only its traceback says what happened.
-        RuntimeError: It says nothing of memory or threads.
+        RuntimeError: It is not about memory or threads.
     """
     if isinstance(error, LockstepError):
         line = f"{error.reason}: {error.message}"

@@ -1,4 +1,4 @@
-"""The `lockstep` command. Commands import heavy modules only when they run."""
+"""Implements the `lockstep` command. Subcommands import heavy modules only when they run."""
 
 import asyncio
 import sys
@@ -152,8 +152,12 @@ def export(
 @app.command()
 def push(
     directory: Annotated[Path, typer.Argument(help="An exported model: runs/NAME/model, or the --out of an export.")],
-    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub; made if it is not there.")],
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; it is private else.")] = False,
+    repository: Annotated[
+        str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub; created if it does not exist.")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository public; otherwise it is private.")
+    ] = False,
 ) -> None:
     """Upload an exported model to the Hugging Face Hub, with the login of `hf auth login` or HF_TOKEN."""
     from services.coordinator.services.push import push
@@ -192,7 +196,7 @@ def replay(
 
 @app.command()
 def verify(run_dir: _RunDir) -> None:
-    """Check that what a run has recorded is possible. Changes nothing; the exit code is 1 if there is a violation."""
+    """Check that the record of a run is possible. Changes nothing; the exit code is 1 if there is a violation."""
     from services.coordinator.checks.verify.session import show_verdict
     from services.coordinator.checks.verify.session import verify as verify_run
 

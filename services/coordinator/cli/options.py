@@ -1,4 +1,4 @@
-"""Options for service addresses and credentials, shared by every command that calls services."""
+"""Defines the options for service addresses and credentials, which every command that calls services shares."""
 
 import inspect
 from collections.abc import Callable
@@ -43,7 +43,7 @@ _OPTIONS: dict[str, tuple[object, object]] = {
 
 
 class Given(TypedDict, total=False):
-    """The values of the options that a command takes."""
+    """Holds the values of the options that a command takes."""
 
     rollout: list[str] | None
     reward: list[str] | None

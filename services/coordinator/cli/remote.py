@@ -1,4 +1,4 @@
-"""Commands that serve or call a coordinator daemon. They import heavy modules only when they run."""
+"""Implements the commands that serve or call a coordinator daemon. They import heavy modules only when they run."""
 
 import asyncio
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,5 @@
-"""`lockstep replicas`: lists and changes the rollout replicas of a run in progress, here or on a daemon."""
+"""Implements `lockstep replicas`, which lists and changes the rollout replicas of a run in progress, here or on a
+daemon."""
 
 import asyncio
 from collections.abc import Sequence

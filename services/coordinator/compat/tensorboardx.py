@@ -16,8 +16,8 @@ _MODULES = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
 def import_event_writer() -> None:
     """Imports `event_file_writer` and its messages, so that later import statements find them.
 
-    The package itself stays unimported, and whoever needs more of it can import it. If a version of it cannot be
-    imported in this way, those statements import all of it.
+    The package itself stays unimported, so other code can still import it. If a version cannot be imported in this way,
+    the later import statements import the whole package.
     """
     spec = find_spec(_PACKAGE)
     if _PACKAGE in sys.modules or spec is None:

@@ -1,4 +1,4 @@
-"""Client of a coordinator daemon. Reconnects when the connection breaks."""
+"""Calls a coordinator daemon, and reconnects when the connection breaks."""
 
 import logging
 from collections.abc import AsyncIterator, Sequence

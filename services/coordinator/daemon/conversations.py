@@ -1,4 +1,4 @@
-"""Conversations as messages of the wire."""
+"""Converts conversations to protobuf messages and back."""
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 

@@ -1,4 +1,4 @@
-"""Terminal output of the commands that call a daemon: a run's progress, its logs and the table of all runs."""
+"""Prints the output of commands that call a daemon: a run's progress, its logs and the table of all runs."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One run hosted by the daemon: its task, its state and the events that watchers read."""
+"""Hosts one run in the daemon: its task, its state and the events that watchers read."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class HostedRun(Reporter):
-    """Frontend of a session in this process, and its reporter once the training loop starts.
+    """Serves as frontend of a session in this process, and as its reporter once the training loop starts.
 
     Each watcher reads an append-only list of events at its own pace, so a slow watcher never delays the run.
     """
@@ -131,7 +131,7 @@ class HostedRun(Reporter):
     async def _run_session(self) -> Outcome:
         with logging_to(self.config):
             try:
-                # Tokenizing takes seconds; in a thread it does not block the event loop, and so the other runs.
+                # Tokenizing takes seconds; in a thread it blocks neither the event loop nor the other runs.
                 data = await asyncio.to_thread(load_data, self.config, self.given)
                 return await run_session(self.config, self.given, self, data)
             except Exception as error:

@@ -1,4 +1,5 @@
-"""All runs of a daemon: those in progress, those that ended in this process, and those found in its directory."""
+"""Manages all runs of a daemon: those in progress, those that ended in this process, and those found in its
+directory."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""A sample as people read it: texts in order, with the rewards of the turns."""
+"""Converts a sample to texts in order, with the rewards of the turns, for people to read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.coordinator.data.reading.parquet import Record
 
 @dataclass(frozen=True)
 class Part:
-    """A turn of the policy with its reward, or what the environment added after it, which has none."""
+    """Holds the text of a turn of the policy with its reward, or the environment's reply, which has none."""
 
     text: str
     reward: float | None
@@ -18,14 +18,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One sample of a batch. Without an environment it has one turn, the completion."""
+    """Holds one sample of a batch. Without an environment it has one turn, the completion."""
 
     prompt_id: str
     sample: int
     prompt: str
     parts: Sequence[Part]
     reward: float
-    """Reward of the whole sample, the scorers' included."""
+    """Reward of the whole sample, including the scorers'."""
     finish_reason: str
 
     @classmethod
@@ -34,7 +34,7 @@ class Conversation:
 
         Args:
             row: The row.
-            text: Returns what to show of the text of some tokens.
+            text: Returns the text to show for some tokens.
         """
         episode = Episode.of(row)
         if episode is None:

@@ -1,4 +1,4 @@
-"""Turns what an environment says into tokens, and what the policy says into text."""
+"""Converts an environment's messages to tokens, and the policy's turns to text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 
 class Dialog:
-    """Applies the limits of the config to what an environment says, and bridges it onto the stream of tokens."""
+    """Applies the config's limits to an environment's messages, and appends them to the stream of tokens."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, object]], config: Config):
         assert config.environment, "the run has an environment"

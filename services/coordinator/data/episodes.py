@@ -1,4 +1,4 @@
-"""Episodes: samples in which an environment answers the policy's turns."""
+"""Holds episodes: samples in which an environment answers the policy's turns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Episode:
-    """The policy's turns within the tokens of a sample. All other tokens are the environment's and are not trained on.
+    """Says which tokens of a sample are the policy's turns. All others are the environment's and are not trained on.
 
     Turn k has the tokens from `turn_begins[k]` to `turn_ends[k]`, exclusive, and the reward `turn_rewards[k]`, which
     is the environment's times `environment.weight`.
@@ -59,7 +59,7 @@ class Episode:
 
 @dataclass
 class Stream:
-    """The tokens of an episode in progress. Tokens are only ever appended, exactly as they were sampled or sent."""
+    """Holds the tokens of an episode in progress. Tokens are only appended, exactly as they were sampled or sent."""
 
     prompt: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Prompt groups: sampled, scored and put into a batch."""
+"""Holds prompt groups, sampled and then scored, and puts them into a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """One prompt, its completions and the stamp of the weights that generated them."""
+    """Holds one prompt, its completions and the stamp of the weights that generated them."""
 
     index: int
     prompt: Prompt
     completions: Sequence[Completion]
     stamp: PolicyStamp
     drafts: Drafts = field(default_factory=Drafts, kw_only=True)
-    """What speculative decoding drafted for the completions."""
+    """Counts of the tokens that speculative decoding drafted for the completions."""
     num_cached_tokens: int = field(default=0, kw_only=True)
     """Sum over the completions of the prompt tokens that the engine took from its prefix cache."""
     episodes: Sequence[Episode] = field(default=(), kw_only=True)
@@ -39,7 +39,7 @@ class SampledGroup:
 
     @property
     def length(self) -> int:
-        """Tokens of its longest completion."""
+        """Returns the number of tokens of the longest completion."""
         return max(len(completion.tokens) for completion in self.completions)
 
     def episode(self, sample: int) -> Episode | None:
@@ -49,7 +49,7 @@ class SampledGroup:
 
 @dataclass(frozen=True)
 class ScoredGroup(SampledGroup):
-    """A sampled group with one score per completion."""
+    """Holds a sampled group with one score per completion."""
 
     scores: Sequence[Score]
     scorer: str
@@ -60,21 +60,21 @@ class ScoredGroup(SampledGroup):
 
     @property
     def rewards(self) -> np.ndarray:
-        """Rewards, float64 [n]."""
+        """Returns the rewards, float64 [n]."""
         return self.numbers(None)
 
     @property
     def is_truncated(self) -> np.ndarray:
-        """Whether each sample was cut off by a limit of tokens, bool [n]."""
+        """Returns whether each sample was cut off by a limit of tokens, bool [n]."""
         return np.array([c.finish_reason == FinishReason.FINISH_REASON_LENGTH for c in self.completions])
 
     @property
     def is_failed(self) -> np.ndarray:
-        """Whether each sample could not be scored, bool [n]; its reward is then 0."""
+        """Returns whether each sample could not be scored, bool [n]; its reward is then 0."""
         return np.array([score.HasField("failure") for score in self.scores])
 
     def numbers(self, component: str | None) -> np.ndarray:
-        """Returns a reward component, 0 for samples without it, or the rewards if `component` is None; float64 [n]."""
+        """Returns a reward component, or the rewards if `component` is None; float64 [n], 0 for samples without it."""
         if component is None:
             return np.array([score.reward for score in self.scores])
         return np.array([score.components.get(component, 0.0) for score in self.scores])

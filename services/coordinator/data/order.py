@@ -14,7 +14,7 @@ def shuffled(number: int, seed: int, *key: int) -> np.ndarray:
 
 
 class EpochOrder:
-    """An endless sequence of epochs, divided into batches of equal size.
+    """Defines an endless sequence of epochs, divided into batches of equal size.
 
     Every epoch has each of `num_prompts` prompts once, in an order of its own if `shuffle`. If `prompts_per_step` does
     not divide `num_prompts`, some batches span two epochs. No batch has a prompt twice, because two groups of the same

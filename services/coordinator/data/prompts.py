@@ -1,4 +1,4 @@
-"""Prompts of a run. A step's batch depends only on (dataset, seed, step), so there is no loader state to save."""
+"""Loads the prompts of a run. A step's batch depends only on (dataset, seed, step), so no loader state is saved."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,9 +19,8 @@ _MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt.
-
-    Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "", "content": "6 * 7 ="},))
+    """Holds one prompt. Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "",
+    "content": "6 * 7 ="},))
     """
 
     prompt_id: str
@@ -33,12 +32,12 @@ class Prompt:
     extra: dict[str, object]
     """Further columns, as JSON values."""
     messages: tuple[Message, ...]
-    """Messages that the chat template rendered as `text`, the system prompt included. Without a template, one message
+    """Messages that the chat template rendered as `text`, including the system prompt. Without a template, one message
     with an empty role and the whole text."""
 
 
 class Prompts(Sequence[Prompt]):
-    """Prompts in file order."""
+    """Holds prompts in file order."""
 
     def __init__(self, rows: Sequence[PromptRow]):
         self._rows = rows
@@ -66,7 +65,7 @@ class Prompts(Sequence[Prompt]):
 
 
 class PromptDataset:
-    """Training prompts, and the batch of each step."""
+    """Holds the training prompts, and the order that assigns them to the steps' batches."""
 
     def __init__(self, prompts: Prompts, order: EpochOrder):
         self.prompts = prompts
@@ -81,7 +80,7 @@ class PromptDataset:
 
     @property
     def digest(self) -> str:
-        """See Prompts.digest."""
+        """Returns Prompts.digest."""
         return self.prompts.digest
 
     def __len__(self) -> int:

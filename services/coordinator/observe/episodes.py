@@ -32,7 +32,7 @@ class LastSample(Reporter):
         try:
             with pq.ParquetFile(path) as file:
                 (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
-        except pa.ArrowInvalid as error:  # a ValueError, but what it says is that the disk has lost something
+        except pa.ArrowInvalid as error:  # it is a ValueError, but it means that the disk has lost data
             raise OSError(f"{path} is damaged: {error}") from error
         self._shown.conversation(version, Conversation.of_any(row, self._text))
 
@@ -42,7 +42,7 @@ class LastSample(Reporter):
 
 
 def show_conversation(conversation: Conversation, title: str, width: int, height: int) -> RenderableType:
-    """Returns the conversation in at most `height` lines of `width`: its beginning and its end, if it is longer."""
+    """Returns the conversation in at most `height` lines of `width`, with the middle cut out if it is longer."""
     room = max(1, (height - 2) // _LINES)
     head = Text(f"{title}, prompt {conversation.prompt_id}, sample {conversation.sample}: ", overflow="ellipsis")
     head.append(f"reward {conversation.reward:.3f}, {conversation.finish_reason}", style="bold")
@@ -75,7 +75,7 @@ def _lines(parts: Sequence[Part]) -> list[tuple[str, str, str, str]]:
 def _short(text: str, most: int) -> str:
     """Returns the text on one line, with its middle cut out if it has more than `most` characters.
 
-    A character that is not printable, with which a text could command the terminal, becomes U+FFFD.
+    A character that is not printable, and could therefore control the terminal, becomes U+FFFD.
     """
     text = "".join(character if character.isprintable() else "\ufffd" for character in " ".join(text.split()))
     half = (most - 3) // 2

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, and mends it from the ledger when a run resumes."""
+"""Writes metrics.jsonl, and repairs it from the ledger when a run resumes."""
 
 import json
 import logging
@@ -12,15 +12,15 @@ from services.coordinator.runs.reporter import Reporter
 log = logging.getLogger(__name__)
 
 _Place = tuple[int, bool]
-"""Step of a line, and whether it is an evaluation, which stands after the step."""
+"""Step of a line, and whether it is an evaluation, which comes after the step."""
 
 
 class JsonLines(Reporter):
     """Writes one JSON object per step or evaluation.
 
-    A resumed run removes the lines of what it will repeat, which the ledger does not have, and takes lines that are
-    missing or differ from the ledger, which lacks only the time of an evaluation. A file with damaged lines is kept as
-    metrics.damaged.jsonl.
+    A resumed run removes lines that the ledger does not have, because their steps will be repeated. It takes missing
+    and different lines from the ledger, which lacks only the time of an evaluation. A file with damaged lines is kept
+    as metrics.damaged.jsonl.
 
     Args:
         path: The file.
@@ -57,7 +57,7 @@ def _recorded(ledger: Ledger) -> Iterator[tuple[_Place, str]]:
 
 
 def _as_recorded(line: str | None, recorded: str) -> str:
-    """Returns `line` if it has all numbers of `recorded`, as text because a number may be NaN; else `recorded`."""
+    """Returns `line` if it has all numbers of `recorded`, else `recorded`. Compares text, as numbers may be NaN."""
     if line is None:
         return recorded
     numbers = json.loads(line)

@@ -1,4 +1,4 @@
-"""The result of a run, and its summary in the terminal."""
+"""Holds the result of a run, and prints its summary in the terminal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run that finished or was stopped."""
+    """Holds the result of a run that finished or was stopped."""
 
     directory: Path
     version: int
@@ -22,7 +22,7 @@ class Outcome:
 
 
 def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
-    """Prints the first and last held-out metrics, formatted as `number`, and what each of the run's `files` has."""
+    """Prints the first and last held-out metrics, formatted as `number`, and the run's `files` with their contents."""
     if outcome.evaluations:
         shown = [outcome.evaluations[0], *outcome.evaluations[1:][-1:]]
         table = Table("held-out", *(f"after step {metrics['version']}" for metrics in shown))

@@ -1,4 +1,4 @@
-"""Reporters that show or write a run's metrics: terminal and TensorBoard."""
+"""Implements the reporters for the terminal and TensorBoard."""
 
 import time
 from collections import deque
@@ -31,8 +31,8 @@ _FRAME = 6  # lines around the rows: borders, header and a caption of up to two 
 class TensorBoard(Reporter):
     """Writes an event file for TensorBoard.
 
-    It writes in the caller's thread. SummaryWriter would write in a thread of its own, and wait for it for ever after
-    that thread has failed, on a full disk for example.
+    It writes in the caller's thread. SummaryWriter would write in a thread of its own, and wait for it forever if that
+    thread fails, for example on a full disk.
     """
 
     def __init__(self, directory: Path, version: int):
@@ -109,7 +109,7 @@ class Terminal(Reporter):
             self._live.stop()
 
     def _time_left(self, version: int) -> str:
-        """Returns how long the steps after `version` take if each takes as long as the last ones, without saving."""
+        """Returns how long the steps after `version` will take, from the last steps' times without saving."""
         if not self._step_s:
             return ""
         left_s = (self._num_steps - version) * median(self._step_s)

@@ -1,1 +1,1 @@
-"""`lockstep replay`: repeats a recorded step and checks that it gives the same rewards and weights."""
+"""Implements `lockstep replay`, which repeats a recorded step and checks that it gives the same rewards and weights."""

@@ -39,7 +39,7 @@ class _Player:
         self._weight = config.environment.weight
 
     async def play(self, row: Row, prompt: Prompt) -> list[Difference]:
-        """Plays one recorded sample. Stops at its first reply that differs, after which turns mean something else."""
+        """Plays one recorded sample. Stops at the first reply that differs, because later turns depend on it."""
         at, episode = f"prompt {row['prompt_id']} sample {row['sample']}", Episode.of(row)
         assert episode is not None, "every sample of the run has an episode"
         replies = episode.replies(row["tokens"])

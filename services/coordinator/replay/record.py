@@ -21,7 +21,7 @@ _DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs from the recorded one."""
+    """Describes a value that differs from the recorded one."""
 
     what: str
     recorded: str
@@ -30,7 +30,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of a step; `differences` is not empty if the file is not the one that was recorded."""
+    """Holds the samples of a step; `differences` is not empty if the file is not the one that was recorded."""
 
     samples: pa.Table
     dataset_digest: str

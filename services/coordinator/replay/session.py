@@ -32,7 +32,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 
 class What(StrEnum):
-    """Part of a step to repeat."""
+    """Names the part of a step to repeat."""
 
     REWARDS = "rewards"
     TRAIN = "train"
@@ -55,7 +55,7 @@ _SERVICES = {What.REWARDS: "reward", What.TRAIN: "trainer", What.ENVIRONMENT: "r
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of a replay. `compared` has a line of text for each comparison."""
+    """Holds the result of a replay. `compared` has a line of text for each comparison."""
 
     step: int
     compared: Sequence[str]

@@ -1,9 +1,9 @@
 """Publishes weights in a colocated run, where trainer and engines hold their GPUs one after the other.
 
-The trainer gets the GPUs when the engines sleep, which drops their weights. It passes them on with a publication: it
-frees what only updates need, the engines take memory for weights and receive them, it frees the rest, and the engines
-take their KV cache. If samples are wanted after the trainer changed no weights, because it only saved a checkpoint, the
-same weights are published again.
+The trainer gets the GPUs when the engines sleep, which drops their weights. A publication hands the GPUs back: the
+trainer frees the memory that only updates need, the engines take memory for weights and receive them, the trainer frees
+the rest, and the engines take memory for their KV cache. If the trainer changed no weights meanwhile, for example
+because it only saved a checkpoint, the same weights are published again.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from services.coordinator.services.opening import Services
 
 log = logging.getLogger(__name__)
 
-# Attempts to let an engine sleep whose last samples are ending: about half a minute.
+# Number of attempts to put an engine to sleep while its last samples are ending: about half a minute.
 _MAX_RETRIES = 8
-# The models beside the policy, by config section.
+# Roles of the models beside the policy, by config section.
 _ROLES = {"reference": ROLE_REFERENCE, "critic": ROLE_CRITIC}
 
 
@@ -72,7 +72,7 @@ class ColocatedPublisher(Publisher):
         await super().publish(self._version)
 
     async def _sleep(self) -> None:
-        """Lets the engines sleep. One that is lost has no memory, and is dropped."""
+        """Puts the engines to sleep. A replica that is lost has no memory, and is dropped."""
         begin = time.perf_counter()
         try:
             _log("the engines sleep", begin, *await gather(_asleep(replica) for replica in self._living()))
@@ -106,7 +106,7 @@ class ColocatedPublisher(Publisher):
 
 
 async def _asleep(replica: Replica) -> Sequence[DeviceMemory]:
-    """Lets an engine sleep. It refuses while samples that were canceled a moment ago are still ending."""
+    """Puts an engine to sleep. Tries again while samples that were just canceled are still ending."""
     for num_retries in itertools.count():
         try:
             return await replica.sleep()
@@ -118,7 +118,7 @@ async def _asleep(replica: Replica) -> Sequence[DeviceMemory]:
 
 
 def _log(what: str, begin: float, *answers: Iterable[DeviceMemory]) -> None:
-    """Logs what a phase took, and how much memory it left on the fullest device."""
+    """Logs the time and memory that a phase took, and the memory that is left on the fullest device."""
     memory = [of_one for answer in answers for of_one in answer]
     freed, taken = (sum(of_one.freed_bytes for of_one in memory), sum(of_one.taken_bytes for of_one in memory))
     free = min((of_one.device_free_bytes for of_one in memory if of_one.device_total_bytes), default=0)

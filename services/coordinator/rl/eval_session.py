@@ -1,5 +1,5 @@
-"""`lockstep eval`: evaluates a checkpoint or model on a run's held-out sets, as a run without steps in a directory of
-its own.
+"""Implements `lockstep eval`: evaluates a checkpoint or model on held-out sets, as a run without steps in its own
+directory.
 """
 
 import datetime
@@ -29,7 +29,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation. `metrics` are named `eval/<set>/<metric>`."""
+    """Holds the result of an evaluation. `metrics` are named `eval/<set>/<metric>`."""
 
     stamp: PolicyStamp
     metrics: dict[str, float]

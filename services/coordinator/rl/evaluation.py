@@ -24,8 +24,8 @@ async def evaluate(
     """Samples every set with its `evaluation` settings, writes the samples as Parquet and returns the metrics, named
     `eval/<set>/<metric>`.
 
-    Every prompt counts, whatever `reward.on_failure` says about training: a sample that could not be scored has reward
-    0, and `failed` is the number of such samples, if there are any.
+    Every prompt counts, regardless of `reward.on_failure`: a sample that could not be scored has reward 0, and `failed`
+    is the number of such samples, if there are any.
     """
     metrics: dict[str, float] = {}
     with run.phase(Phase.EVALUATING):

@@ -1,4 +1,5 @@
-"""Forms the blocks of a batch, in which other models see it and it is trained on while other groups still generate."""
+"""Forms the blocks of a batch, which go to other models and to training while other groups are still being
+generated."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -18,19 +19,19 @@ from services.coordinator.services.clients.trainer import Model
 
 _BLOCKS_PER_STEP = 8
 
-# Told of each block of groups, in the order of the batch, once every model has answered.
+# Is called with each block of groups, in the order of the batch, once every model has answered.
 TakeBlock = Callable[[Sequence[ScoredGroup]], None]
 
 
 class Forwards:
     """Sends the groups of a batch in blocks, in its order, to every model that must see them before training.
 
-    Which samples share a block follows from that order alone. Timing must not decide it, because the numbers of a
-    forward depend, in their last bits, on what is packed together.
+    Only that order decides which samples share a block, and not timing, because the results of a forward depend, in
+    their last bits, on the samples that are packed together.
     """
 
     def __init__(self, models: Sequence[Model], config: Config, lengths: dict[str, int]):
-        """Creates the forwards of a run. `lengths` is where the replicas' client notes the tokens of groups."""
+        """Creates the forwards of a run. The replicas' client writes the tokens of groups so far to `lengths`."""
         # A reference that is the policy's base model runs on the policy's ranks and has no settings of its own.
         settings = [config.models.get(model.name, config.trainer) for model in models]
         self._models = {model: samples_at_once(own) for model, own in zip(models, settings, strict=True)}
@@ -44,7 +45,7 @@ class Forwards:
 
     @asynccontextmanager
     async def of_batch(self, take: TakeBlock | None = None) -> AsyncGenerator["BatchForwards", None]:
-        """Yields the forwards of one batch; a failure of one cancels the block. `take` gets the blocks.
+        """Yields the forwards of one batch. `take` gets each block. A failure of a forward cancels the `with` block.
 
         Raises:
             LockstepError: As a model's forward.
@@ -59,7 +60,7 @@ class Forwards:
         return in_order_of_length(groups) if self._orders_by_length else groups
 
     async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
-        """Returns, for each group, what every model says of its samples, by column of the batch."""
+        """Returns, for each group, every model's results for its samples, by column of the batch."""
         if not self._models:
             return [{} for _ in groups]
         samples = pa.concat_tables(to_table([group]) for group in groups)
@@ -83,7 +84,7 @@ class Forwards:
 
 
 class BatchForwards:
-    """The forwards of one batch. A block starts as soon as its groups are certain."""
+    """Runs the forwards of one batch. A block starts as soon as its groups are certain."""
 
     def __init__(
         self, forwards: Forwards, tasks: asyncio.TaskGroup, order: ByPrompt | ByLength, block_size: int, take: TakeBlock

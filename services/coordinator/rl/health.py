@@ -1,6 +1,5 @@
-"""Warns of steps from which the policy learns little: its entropy collapses, no group is mixed, groups are dropped.
-
-Everything that is compared with earlier steps is in their metrics, so a resumed run goes on counting.
+"""Warns of steps from which the policy learns little: its entropy collapses, no group is mixed, or groups are dropped.
+Comparisons with earlier steps use only their metrics, so a resumed run continues them.
 """
 
 import logging

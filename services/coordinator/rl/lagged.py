@@ -1,4 +1,4 @@
-"""The training loop with a lag of k versions: each batch is sampled while the trainer works on the batches before it.
+"""Runs the training loop with a lag of k versions: each batch is sampled while the trainer works on earlier batches.
 
 The batch that updates version t is sampled from exactly version t - k, and the first k from the version that the run
 begins with. The replicas hold one stamp at a time: a version is published only after the batch that is sampled from the
@@ -23,7 +23,7 @@ from services.coordinator.runs.run import Run
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """A batch and the stamp that its samples were generated from."""
+    """Holds a batch and the stamp that its samples were generated from."""
 
     samples: pa.Table
     stamp: PolicyStamp
@@ -56,7 +56,8 @@ async def train_lagged(run: Run, context: LoopContext) -> None:
 async def draw(run: Run, context: LoopContext, stamp: PolicyStamp, version: int) -> DrawnBatch | None:
     """Returns the batch that updates `version`, sampled from `stamp`; None if the run ends before it.
 
-    A batch that was sampled before a restart is read from disk. Its weights are gone if they were older than `stamp`.
+    A batch that was sampled before a restart is read from disk. It cannot be sampled again if its weights are older
+    than `stamp`.
 
     Raises:
         DataLoss: A batch of older weights is missing or damaged.

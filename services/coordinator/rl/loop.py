@@ -1,4 +1,4 @@
-"""The training loop: generate and score, train, publish. Synchronous and exactly on-policy."""
+"""Runs the training loop: generate and score, train, publish. It is synchronous and exactly on-policy."""
 
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
@@ -44,7 +44,7 @@ async def train(run: Run, context: LoopContext) -> None:
 
 
 async def save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
-    """Saves and evaluates the policy of `stamp`, as far as that is due and not recorded."""
+    """Saves and evaluates the policy of `stamp`, if this is due and not recorded yet."""
     if run.checkpoint_due(stamp.version):
         with run.phase(Phase.CHECKPOINTING):
             await run.checkpoints.begin(context.trained_models, stamp.version)

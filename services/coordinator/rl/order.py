@@ -1,4 +1,4 @@
-"""Says which groups of a batch come next, as soon as that is certain: in the order of prompts, or of lengths."""
+"""Decides which groups of a batch come next, as soon as that is certain: in the order of prompts or of lengths."""
 
 import math
 from bisect import insort
@@ -16,7 +16,7 @@ class ByPrompt:
         self._next = 0
 
     def begin(self, place: int, prompt_id: str) -> None:
-        """Does nothing: the order is that of places, whatever has begun."""
+        """Does nothing, because this order does not depend on the groups that have begun."""
 
     def decide(self, place: int, group: ScoredGroup | None) -> list[ScoredGroup]:
         """Takes the group at `place` in the order of prompts, None if it is not trained on. Returns what comes next."""
@@ -32,11 +32,11 @@ class ByPrompt:
 class ByLength:
     """Orders groups by the length of their longest completion, which is about the order in which they are finished.
 
-    The next group is certain when all of the batch have begun and all unfinished ones are known to be longer.
+    The next group is certain when all groups of the batch have begun and all unfinished ones are known to be longer.
     """
 
     def __init__(self, num_groups: int, lengths: Mapping[str, int]):
-        """Creates the order of a batch of `num_groups`; `lengths` tells, by prompt id, how long a group is at least."""
+        """Creates the order of `num_groups` groups; `lengths` has a lower bound of each one's length, by prompt id."""
         self._num_to_begin, self._lengths = num_groups, lengths
         self._unfinished: dict[int, str] = {}
         self._waiting: list[ScoredGroup] = []

@@ -50,7 +50,7 @@ class Publisher:
     async def publish(self, version: int) -> PolicyStamp:
         """Makes every replica that is not DEAD serve the trainer's weights. Returns their stamp.
 
-        If a replica fails, or is waited for in vain twice in a row, it is dropped and the others get the weights in a
+        A replica that fails, or that does not take part twice in a row, is dropped, and the others get the weights in a
         new epoch.
 
         Raises:
@@ -122,5 +122,5 @@ class Publisher:
         """Prepares an attempt. Nothing is needed if trainer and replicas have memory of their own."""
 
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
-        """Makes the replicas serve what they have received."""
+        """Makes the replicas serve the received weights."""
         await self._attendance.gather(replicas, [replica.commit(stamp) for replica in replicas])

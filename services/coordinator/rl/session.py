@@ -40,7 +40,7 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokenizer, the training prompts and the evaluation sets of a run."""
+    """Holds the tokenizer, the training prompts and the evaluation sets of a run."""
 
     tokenizer: Tokenizer
     train: PromptDataset

@@ -1,4 +1,4 @@
-"""The parts of a step: samples a batch, computes its advantages and updates the models."""
+"""Implements the parts of a step: samples a batch, computes its advantages and updates the models."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from services.coordinator.services.clients.trainer import Model, Trainer
 
 @dataclass(frozen=True)
 class LoopContext:
-    """The data and clients that the training loop uses."""
+    """Holds the data and clients that the training loop uses."""
 
     data: PromptDataset
     eval_data: dict[str, Prompts]

@@ -1,4 +1,4 @@
-"""Sends the blocks of a step's batch to the trainer while other groups are still generated.
+"""Sends the blocks of a step's batch to the trainer while other groups are still being generated.
 
 The trainer keeps the gradients of the blocks and applies nothing before the commit, which is sent once the batch is on
 disk. A stream that is lost costs only time: the batch is then sent as a whole, which gives the same weights.
@@ -23,13 +23,13 @@ from services.coordinator.services.clients.blocks import BlockStream
 
 log = logging.getLogger(__name__)
 
-# What says nothing against the batch: the connection, the deadline, or another call that needed the trainer.
+# Errors that are not the batch's fault: the connection, the deadline, or another call that needed the trainer.
 _LOST = {Reason.UNREACHABLE, Reason.DEADLINE, Reason.STREAM_ENDED}
 Updated = tuple[int, dict[str, float]]
 
 
 class Blocks:
-    """The blocks of one batch. A stream that fails for a reason of its own fails the step at once."""
+    """Sends the blocks of one batch. Unless the stream is lost on the way, its failure fails the step at once."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Blocks:
         num_wanted: int | None,
         tasks: asyncio.TaskGroup,
     ):
-        """Creates them. `num_wanted` is the number of groups of a batch whose mini-batches end where blocks say."""
+        """Creates the stream. With fewer groups than `num_wanted`, mini-batches would end elsewhere."""
         self._begin, self._to_block, self._num_wanted, self._tasks = begin, to_block, num_wanted, tasks
         self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
         self._groups: list[int] = []
@@ -79,7 +79,7 @@ class Blocks:
 
 @asynccontextmanager
 async def sending_blocks(run: Run, context: LoopContext, stamp: PolicyStamp) -> AsyncGenerator[Blocks, None]:
-    """Yields the blocks of the batch sampled from `stamp`. Leaving it without `commit` applies nothing.
+    """Yields the blocks of the batch sampled from `stamp`. Without `commit`, the `with` block applies nothing.
 
     Raises:
         LockstepError: As the trainer.

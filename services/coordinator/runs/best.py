@@ -1,4 +1,4 @@
-"""Finds the best evaluation of a run, and whether the run has stopped to get better. Both follow from the ledger."""
+"""Finds the best evaluation of a run, and whether the run has stopped improving. Both follow from the ledger."""
 
 from collections.abc import Mapping, Sequence
 

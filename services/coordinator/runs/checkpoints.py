@@ -17,7 +17,7 @@ _DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
 
 
 class SavedModel(Protocol):
-    """A model that can write its checkpoint."""
+    """Describes a model that can write its checkpoint."""
 
     name: str
 

@@ -9,7 +9,7 @@ from services.coordinator.runs.lanes import Busy, lane_metrics
 
 
 class Phase(StrEnum):
-    """What the loop is doing."""
+    """Names the phases of the loop."""
 
     GENERATING = "generating"
     TRAINING = "training"
@@ -23,7 +23,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self.lanes = {"publish": Busy()}
-        """What can be busy at the same time; clients add themselves."""
+        """Sides of the run that can be busy at the same time; clients add theirs."""
         self.restart()
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""A SQLite connection whose failures are typed errors with the file's path."""
+"""Wraps a SQLite connection, with failures as typed errors that have the file's path."""
 
 import sqlite3
 from collections.abc import Iterator

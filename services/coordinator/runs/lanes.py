@@ -1,4 +1,4 @@
-"""Measures when each side of a run is busy: what generates, scores, trains and publishes in a step."""
+"""Measures when each side of a run is busy in a step: generating, scoring, training and publishing."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ class Busy:
                 self._intervals.append((self._began, time.perf_counter()))
 
     def take(self, since: float, until: float) -> list[tuple[float, float]]:
-        """Returns the intervals between two times, in seconds after the first, and forgets what was before the second.
+        """Returns the intervals between two times, in seconds after the first, and forgets those before the second.
 
         A call in progress is cut at `until`.
         """

@@ -20,7 +20,7 @@ Decision = dict[str, Any]
 
 
 class Kind(StrEnum):
-    """Kind of a decision."""
+    """Names the kind of a decision."""
 
     OPENED = "opened"  # run id, config and versions, each time a coordinator opens the run
     BEGUN = "begun"  # newest finished step, each time a coordinator has opened the services
@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 
 class Ledger:
-    """An append-only list of decisions. Holds a lock file while open, so only one coordinator can have it open.
+    """Holds an append-only list of decisions. A lock file lets only one coordinator have it open.
 
     Raises:
         PreconditionFailed: Another coordinator has the run open.

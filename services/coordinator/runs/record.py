@@ -19,7 +19,7 @@ from services.coordinator.runs.reporter import in_order
 
 @dataclass(frozen=True)
 class CollectedBatch:
-    """A step's samples with advantages, and what the ledger keeps of how they came about."""
+    """Holds a step's samples with advantages, and the facts about their origin that the ledger keeps."""
 
     samples: pa.Table
     version: int

@@ -15,7 +15,7 @@ from services.coordinator.runs.resume import LEDGER
 
 @dataclass(frozen=True)
 class Row:
-    """A decision as it stands in the ledger."""
+    """Holds a decision as it is in the ledger."""
 
     seq: int
     """Counts rows from 1."""
@@ -39,7 +39,7 @@ class Row:
 
 
 class RecordedLedger(Ledger):
-    """Read-only ledger of a run, which another process may still be writing.
+    """Reads the ledger of a run, which another process may still be writing.
 
     While another process writes it, SQLite stores read marks in its shared-memory file; nothing else changes.
 

@@ -1,4 +1,4 @@
-"""The replicas that a run in progress should have: a file in its directory with an address on each line.
+"""Keeps the list of replicas that a run should have: a file in its directory with an address on each line.
 
 `lockstep replicas` changes the file, directly or through a daemon, and the coordinator follows it.
 """
@@ -22,7 +22,7 @@ REPLICAS = "replicas"
 
 @dataclass(frozen=True)
 class ListedReplica:
-    """A replica of a run."""
+    """Describes a replica of a run."""
 
     address: str
     version: int | None

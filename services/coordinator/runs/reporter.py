@@ -1,4 +1,4 @@
-"""Interface for everything that follows a run: terminal, files, Prometheus, trackers and the daemon."""
+"""Defines the interface for everything that follows a run: terminal, files, Prometheus, trackers and the daemon."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,13 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaCounts(Protocol):
-    """The numbers about rollout replicas that reporters show."""
+    """Describes the numbers about rollout replicas that reporters show."""
 
     num_redispatched: int
 
     @property
     def num_dead(self) -> int:
-        """Number of replicas that were lost and have not come back."""
+        """Returns the number of replicas that were lost and have not come back."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""Decides where a run starts: fresh, at the newest verified checkpoint, or at a given one. Never silently fresh."""
+"""Decides where a run starts: fresh, at the newest verified checkpoint, or at a given one. It never starts fresh
+silently."""
 
 import hashlib
 import json
@@ -37,7 +38,7 @@ _MAY_CHANGE |= {"trainer.max_logprob_gap", "trainer.streaming"}
 
 @dataclass(frozen=True)
 class Start:
-    """The run's id, its ledger and the checkpoints to load (empty to start from the model directory)."""
+    """Holds the run's id, its ledger and the checkpoints to load (empty to start from the model directory)."""
 
     run_id: str
     ledger: Ledger
@@ -130,7 +131,7 @@ def _same_resume(ledger: Ledger, asked: str) -> Decision | None:
 
 
 def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
-    """Returns the newest checkpoint saved since the run went back to that of `before`; that one if there is none."""
+    """Returns the newest checkpoint saved since the run went back to that of `before`, or that one itself."""
     if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
         return _newest(ledger, config)
     _require_checkpoint(before["resume"])

@@ -1,4 +1,4 @@
-"""A run in progress: its config, its version, its record, its clock and its checkpoints."""
+"""Holds a run in progress: its config, its version, its record, its clock and its checkpoints."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -166,7 +166,7 @@ class Run(Generic[ConfigT]):
         self._end_if_stalled(version)
 
     def _end_if_stalled(self, version: int) -> None:
-        """Makes `version` the last step if early stopping says so; what is recorded decides, so also on resuming."""
+        """Makes `version` the last step if early stopping says so; reads only the record, so it holds on resuming."""
         config, ledger = self.config.evaluation.early_stopping, self.record.ledger
         if config is None or not is_stalled(found := evaluations(ledger, version), config):
             return

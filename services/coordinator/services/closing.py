@@ -39,7 +39,7 @@ async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
 
 
 async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
-    """Tells services that were given by address to free what they hold for `run`, which ended without an error.
+    """Makes services that were given by address free the memory that they hold for `run`, which ended without an error.
 
     If a service fails to do so, it is only logged: it closes the run itself when the lease ends (timeouts.lease_s), or
     when the next run is opened there.

@@ -1,4 +1,4 @@
-"""`lockstep export`: writes a checkpoint as a model directory in the Hugging Face format, on this host's CPU."""
+"""Implements `lockstep export`, which writes a checkpoint as a Hugging Face model directory, on this host's CPU."""
 
 import json
 import math

@@ -1,10 +1,13 @@
-"""Command-line flags that pass the run's metrics, tracing and log settings to the services it starts."""
+"""Builds the command-line flags that pass the run's metrics, tracing and log settings to the services it starts."""
 
 import json
+import logging
 from contextlib import ExitStack
 
 from services.common.config.reading.any import AnyConfig
 from services.common.rpc.ports import hold_free_port
+
+log = logging.getLogger(__name__)
 
 TARGETS = "prometheus.json"
 
@@ -34,8 +37,13 @@ class ServiceFlags:
             (self._config.run_dir / TARGETS).write_text(json.dumps(self._targets, indent=1) + "\n")
 
     def remove_targets(self) -> None:
-        """Deletes the target list once the services have stopped."""
-        (self._config.run_dir / TARGETS).unlink(missing_ok=True)
+        """Deletes the target list once the services have stopped. A disk that forbids it does not end the run."""
+        path = self._config.run_dir / TARGETS
+        try:
+            if path.exists():  # a read-only disk refuses to delete also what is not there
+                path.unlink()
+        except OSError as error:
+            log.warning("%s is of a run that has ended, and cannot be deleted: %s", path, error.strerror)
 
     def _add_target(self, page: str, name: str) -> None:
         labels = {"job": self._config.name, "lockstep_process": name}

@@ -1,8 +1,8 @@
 """Lets trainer and engines hold the GPUs that they share one after the other.
 
 A client holds the GPUs for its side during every call that needs memory there. If each service has its own GPUs, that
-costs nothing. Otherwise a side waits until nobody holds them for the other one, and then the switch is made that
-`SharedGpus` was told.
+costs nothing. Otherwise a side waits until nobody holds them for the other side, and then the switch that was set with
+`on_switch` is made.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ Switch = Callable[[], Awaitable[None]]
 
 
 class Side(StrEnum):
-    """Who holds the GPUs."""
+    """Names the sides that can hold the GPUs."""
 
     TRAINER = "trainer"
     ENGINES = "engines"
 
 
 class OwnGpus:
-    """The GPUs of a run in which each service has its own."""
+    """Manages the GPUs of a run in which each service has its own."""
 
     @asynccontextmanager
     async def held_by(self, side: Side) -> AsyncIterator[None]:
@@ -37,7 +37,7 @@ class OwnGpus:
 
 
 class SharedGpus(OwnGpus):
-    """The GPUs of a colocated run. The engines hold them first."""
+    """Manages the GPUs of a colocated run. The engines hold them first."""
 
     def __init__(self) -> None:
         self._side, self._num_holders = Side.ENGINES, 0
@@ -46,7 +46,8 @@ class SharedGpus(OwnGpus):
         self._notifying: set[asyncio.Task[None]] = set()
 
     def on_switch(self, switches: Mapping[Side, Switch]) -> None:
-        """Sets what is awaited before a side gets the GPUs from the other one. Nobody holds them meanwhile."""
+        """Sets the function that is awaited when the GPUs go from one side to the other. Nobody holds them
+        meanwhile."""
         self._switches = switches
 
     @asynccontextmanager

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _GRACE_S = 10.0
 _LOG_LINES = 15
-# What to lower when a service is killed for memory.
+# Config key to lower when a service is killed for memory.
 _MEMORY_KEYS = {
     "reward": "reward.max_memory_gib, which each of its worker processes may use",
     "rollout": "rollout.max_samples or rollout.engine.kv_cache_memory_bytes",
@@ -41,7 +41,7 @@ SERVICES = ("trainer", "reward", "rollout")
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses of the services and how to connect to them. A service with an empty address is started here."""
+    """Holds the services' addresses and how to connect to them. A service with an empty address is started here."""
 
     rollout: tuple[str, ...] = ()
     reward: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Addresses:
 
     @property
     def trainers(self) -> dict[str, str]:
-        """Trainer address of each model, by config section; empty if none was given."""
+        """Returns the trainer address of each model, by config section; empty if none was given."""
         return {"trainer": self.trainer, "reference": self.reference, "critic": self.critic}
 
     @property
@@ -97,7 +97,7 @@ class Addresses:
 
 @dataclass
 class Child:
-    """One started service, the leader of its own process session."""
+    """Manages one started service, which is the leader of its own process session."""
 
     name: str
     command: Sequence[str]
@@ -171,18 +171,18 @@ class Child:
 
 
 class Fleet:
-    """The services that were started here."""
+    """Manages the services that were started here."""
 
     def __init__(self, addresses: Addresses, children: Sequence[Child]):
         self.addresses, self._children = addresses, children
 
     @property
     def has_started(self) -> bool:
-        """Whether there is one."""
+        """Returns whether there is one."""
         return bool(self._children)
 
     async def watch(self) -> None:
-        """Never returns; raises when a service has exited and has no restarts left."""
+        """Raises when a service has exited and has no restarts left; never returns."""
         await gather([*(child.watch() for child in self._children), asyncio.Event().wait()])
 
 

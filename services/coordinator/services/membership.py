@@ -1,4 +1,4 @@
-"""Keeps the replicas of a run those that its list says: a file, which is followed, or the addresses of a DNS name."""
+"""Keeps a run's replicas equal to a list: the lines of a file, which is followed, or the addresses of a DNS name."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ class Source(Protocol):
 
 
 class FileSource:
-    """The lines of a file."""
+    """Reads the lines of a file."""
 
     def __init__(self, file: Path):
         self.file: Path | None = file
@@ -56,7 +56,7 @@ class FileSource:
 
 
 class DnsSource:
-    """The IPv4 addresses of a DNS name, or its IPv6 addresses if it has no others: a host can have both."""
+    """Reads the IPv4 addresses of a DNS name, or its IPv6 addresses if it has no others: a host can have both."""
 
     file: Path | None = None
 
@@ -102,10 +102,10 @@ async def discovered(config: AnyConfig, given: Addresses) -> Addresses:
 
 @asynccontextmanager
 async def following_replicas(run: Run, rollout: Rollout, restarts: Restarts) -> AsyncIterator[None]:
-    """Keeps the replicas those that are listed, inside the block and before each publication.
+    """Keeps the replicas equal to the list, inside the block and before each publication.
 
     Without `rollout.discovery`, the list is a file in the run's directory. At first it has the addresses of `rollout`,
-    and what was changed in an earlier session of `restarts`. A list that is empty or cannot be read changes nothing.
+    with the changes of an earlier session in `restarts`. A list that is empty or cannot be read changes nothing.
     """
     config, discovery = run.config, run.config.rollout.discovery
     if config.placement == "colocated":
@@ -170,7 +170,7 @@ class Membership:
 
 
 async def read_source(source: Source) -> tuple[Sequence[str], str]:
-    """Returns the addresses and, if there are none, why."""
+    """Returns the addresses and, if there are none, the reason."""
     try:
         async with asyncio.timeout(_READ_S):
             found = await source.read()

@@ -19,7 +19,7 @@ from services.coordinator.services.launch import Addresses
 
 @dataclass(frozen=True)
 class Services:
-    """The open services of a run."""
+    """Holds the open services of a run."""
 
     trainer: Trainer
     rollout: Rollout
@@ -29,15 +29,15 @@ class Services:
     auxiliary: Mapping[str, Model]
     """The reference and the critic by name, if the run has them."""
     gpus: OwnGpus
-    """Who holds the GPUs."""
+    """Lets trainer and engines hold the GPUs."""
 
 
 @asynccontextmanager
 async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Services]:
     """Opens the trainer, then the other services; the replicas need the model card that the trainer returns.
 
-    If the block succeeds, services that were given by address free what they hold for the run. After a failure they
-    keep it, so that the run can resume.
+    If the block succeeds, services that were given by address free the memory that they hold for the run. After a
+    failure they keep it, so that the run can resume.
 
     Raises:
         LockstepError: The error of the first service that failed to open.

@@ -1,4 +1,4 @@
-"""`lockstep push`: uploads an exported model to the Hugging Face Hub."""
+"""Implements `lockstep push`, which uploads an exported model to the Hugging Face Hub."""
 
 import re
 from pathlib import Path
@@ -12,13 +12,13 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
     """Uploads all files of `directory` in one commit, and returns its URL. Makes the repository if there is none.
 
     Args:
-        directory: What a run or `lockstep export` has written.
+        directory: A model that a run or `lockstep export` has written.
         repository: OWNER/NAME.
         is_public: Whether a new repository is public. One that is there stays as it is.
 
     Raises:
         NotFound: There is no exported model in `directory`.
-        InvalidInput: `repository` is no id, or you may not write there.
+        InvalidInput: `repository` is not an id, or you may not write there.
         Unavailable: The Hub is unreachable.
     """
     if not _ID.fullmatch(repository):

@@ -1,4 +1,4 @@
-"""Counts the restarts of the services that a run has started, and keeps what a repeated session needs to know."""
+"""Counts the restarts of the services that a run has started, and keeps the state that a repeated session needs."""
 
 import time
 from collections import defaultdict, deque
@@ -18,14 +18,14 @@ class Restarts:
         self.run: Run[AnyConfig] | None = None
         """The session in progress, or the last one."""
         self.added: list[str] = []
-        """Replicas that joined a session after its start, and that the next session has too."""
+        """Replicas that joined a session after its start; the next session has them too."""
         self.removed: list[str] = []
-        """Replicas that left a session, and that the next session has no more."""
+        """Replicas that left a session; the next session does not have them."""
         self._times: defaultdict[str, deque[float]] = defaultdict(deque)
 
     @property
     def may_resume(self) -> bool:
-        """Whether a session is worth repeating: its services could be opened, and nobody has asked it to stop."""
+        """Returns whether to repeat a session: its services could be opened, and nobody has asked it to stop."""
         return self.run is not None and self.run.has_begun and not self.run.stopping
 
     def take(self, service: str) -> bool:

@@ -1,4 +1,4 @@
-"""Context managers that keep a run and its services open."""
+"""Defines context managers that keep a run and its services open."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from services.coordinator.services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
-# A trainer whose first rank is gone ends its others before it exits.
+# Time for a trainer that lost its first rank to end the others before it exits.
 _EXIT_ERROR_TIMEOUT_S = 20.0
 
 
@@ -72,7 +72,7 @@ async def running_services(
 ) -> AsyncIterator[Addresses]:
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
-    The block is cancelled as soon as a started service dies for good. See `launch` for `sharing` and `restarts`.
+    The block is canceled as soon as a started service dies for good. See `launch` for `sharing` and `restarts`.
 
     Raises:
         Unavailable: SERVICE_DIED, with the last lines of the service's log.
@@ -94,7 +94,7 @@ async def until_done(
 ) -> Outcome:
     """Runs `session` to its end. If a trainer that it started dies, runs it again as far as `config.restart` allows.
 
-    A repeated session resumes from what is recorded, as the same command does in a new process. A run that was asked to
+    A repeated session resumes from the record, as the same command would in a new process. A run that was asked to
     stop, or whose trainer died before it had loaded the model, is not repeated.
 
     Args:
@@ -113,7 +113,7 @@ async def until_done(
             trainer = _trainer_to_restart(error, given)
             if not trainer or not restarts.may_resume or not restarts.take(trainer):
                 raise
-            log.warning("%s: %s\nstarting again and resuming from what is recorded", error.reason, error.message)
+            log.warning("%s: %s\nstarting again and resuming from the record", error.reason, error.message)
         if config.resume == "never":  # the run has begun now
             config = config.model_copy(update={"resume": "auto"})
 

@@ -1,4 +1,4 @@
-"""Tokenized rows of an SFT run. A step's batch depends only on (dataset, seed, step)."""
+"""Loads the tokenized rows of an SFT run. A step's batch depends only on (dataset, seed, step)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 
 class SftDataset:
-    """Training rows in file order, and the batch of each step."""
+    """Holds the training rows in file order, and the order that assigns them to the steps' batches."""
 
     def __init__(self, examples: Sequence[Example], order: EpochOrder):
         self.examples, self._order = examples, order

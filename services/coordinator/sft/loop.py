@@ -1,4 +1,4 @@
-"""The SFT loop: takes the next rows and trains on them. It needs no rollout and no reward service.
+"""Runs the SFT loop: takes the next rows and trains on them. It needs no rollout and no reward service.
 
 Order and resumption are as exact as in RL: a batch names the version that it is for, and the trainer applies it once,
 to that version.
@@ -30,7 +30,7 @@ class SftData:
 
 
 class SftTrainer(Trainer):
-    """The trainer's client for batches that were not sampled from the policy; uses temperature 1."""
+    """Calls the trainer with batches that were not sampled from the policy; uses temperature 1."""
 
     async def nll(self, batch: pa.Table) -> tuple[float, int]:
         """Returns the negative log-likelihood in nats, summed over the unmasked tokens of `batch`, and their number."""
@@ -84,7 +84,7 @@ async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer) -> None
 
 
 async def _save_and_evaluate(run: Run[SftConfig], data: SftData, trainer: SftTrainer, version: int) -> None:
-    """Saves and evaluates `version`, as far as that is due and not recorded."""
+    """Saves and evaluates `version`, if this is due and not recorded yet."""
     if run.checkpoint_due(version):
         await run.checkpoints.begin([trainer], version)
     if run.eval_due(version) and not run.record.was_evaluated(version):

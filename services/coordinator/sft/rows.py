@@ -25,7 +25,7 @@ from services.coordinator.text.prefix_stable import check_prefix_stable
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One tokenized row. The loss covers the tokens of the assistant's answers, including the end token of each.
+    """Holds one tokenized row. The loss covers the tokens of the assistant's answers, including the end token of each.
 
     Example: for the conversation "2+2=", "4", "And 3+3=", "6": prompt_tokens are those of "2+2=", tokens those of
     "4<end>And 3+3=6<end>", and loss_mask is false on "And 3+3=".
@@ -41,12 +41,12 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Length of prompt and answers together."""
+        """Returns the length of prompt and answers together."""
         return len(self.prompt_tokens) + len(self.tokens)
 
 
 class SftFile(RowFile[SftDataConfig, Row, Example]):
-    """A file with a prompt and a response column, or with one column of conversations."""
+    """Reads a file with a prompt and a response column, or with one column of conversations."""
 
     noun = "rows"
 

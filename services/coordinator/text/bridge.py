@@ -20,7 +20,7 @@ _ANCHOR = "a"
 
 
 class Bridge:
-    """Tokenizes first prompts and what follows a turn of the policy.
+    """Tokenizes first prompts, and the text that follows a turn of the policy.
 
     Args:
         tokenizer: The model's tokenizer. Without a chat template it takes raw text only.
@@ -55,8 +55,8 @@ class Bridge:
     ) -> list[int]:
         """Returns the tokens of a first prompt, up to the first token to sample.
 
-        After the `messages` of the data comes what the environment has `said`, which cannot write special tokens.
-        Messages with an empty role are raw text, and come last: after the assistant header, or alone. With
+        The messages that the environment has `said` follow the `messages` of the data; they cannot write special
+        tokens. Messages with an empty role are raw text, and come last: after the assistant header, or alone. With
         `add_special_tokens`, the tokenizer adds its own, such as BOS, to a prompt of raw text alone.
 
         Raises:
@@ -148,7 +148,7 @@ class Bridge:
 
     @cached_property
     def end_token(self) -> int:
-        """Stop token that the template writes at the end of an assistant's turn.
+        """Returns the stop token that the template writes at the end of an assistant's turn.
 
         Raises:
             InvalidInput: It writes something else.
@@ -171,14 +171,14 @@ class Bridge:
 
     @property
     def end_text(self) -> str:
-        """Text of `end_token`."""
+        """Returns the text of `end_token`."""
         return self._text_of(self.end_token)
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _splits_at(self, text: str, tokens: list[int]) -> bool:
-        """Whether `text` has the same tokens after other text."""
+        """Returns whether `text` has the same tokens after other text."""
         return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
 
     def _as_text(self, message: Message) -> Message:

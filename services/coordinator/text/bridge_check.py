@@ -15,11 +15,11 @@ _SAID = ("Paris.", _THINKING + "Paris.", "", "  Paris \n\n", "Zoë 🎉 漢字",
 
 
 class Renders(Protocol):
-    """A Bridge."""
+    """Describes a Bridge."""
 
     @property
     def end_text(self) -> str:
-        """Text of the stop token at the end of an assistant's turn."""
+        """Returns the text of the stop token at the end of an assistant's turn."""
         ...
 
     def render(self, messages: Sequence[Message]) -> str:

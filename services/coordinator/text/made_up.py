@@ -1,4 +1,4 @@
-"""Messages of the made-up conversations from which the chat template's text between turns is taken."""
+"""Makes the messages of made-up conversations, from which the chat template's text between turns is taken."""
 
 from collections.abc import Sequence
 

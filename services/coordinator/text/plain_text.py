@@ -1,8 +1,8 @@
 """Encodes text whose author must not write special tokens, such as a web page that an environment shows.
 
-A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. So what an environment says is marked
-before it is rendered: each special token that is spelled in it becomes one character that nothing else contains, which
-chat templates pass on as they do any letter. What is still a special token in the rendered text is the template's.
+A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. An environment's text is therefore
+marked before it is rendered: each special token that is spelled in it becomes one character that nothing else contains,
+and chat templates pass this on like any letter. Special tokens in the rendered text are then the template's own.
 """
 
 import re
@@ -66,7 +66,7 @@ class PlainText:
             yield plain, False
 
     def _parts(self, text: str) -> Sequence[str]:
-        """Splits a text into special tokens, with the white space that they take, and what is between them."""
+        """Splits a text into special tokens, with the white space that they take, and the text between them."""
         parts, begin = [], 0
         for found in self._spelled.finditer(text):
             token = self._special[found[0]]
@@ -79,7 +79,7 @@ class PlainText:
 
     @cached_property
     def _without_special(self) -> tokenizers.Tokenizer:
-        """A copy of the tokenizer that reads special tokens as text."""
+        """Returns a copy of the tokenizer that reads special tokens as text."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend

@@ -16,7 +16,7 @@ _FIX_TURN = (
 
 
 class Renders(Protocol):
-    """A ChatTemplate or a Tokenizer."""
+    """Describes a ChatTemplate or a Tokenizer."""
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Renders `messages`; see ChatTemplate.render."""

@@ -1,4 +1,4 @@
-"""The model's tokenizer, without importing transformers or torch."""
+"""Loads and runs the model's tokenizer, without importing transformers or torch."""
 
 import datetime
 import json
@@ -55,17 +55,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, including added ones. A model's embedding may have more rows, as padding."""
+        """Returns the number of tokens, including added ones. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template, which `render` needs."""
+        """Returns whether the model has a chat template, which `render` needs."""
         return self._template is not None
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names of the variables that the chat template uses; none without a template."""
+        """Returns the names of the variables that the chat template uses; none without a template."""
         return self._template.variables if self._template else frozenset()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -88,7 +88,7 @@ class Tokenizer:
         return self._plain.mark(text)
 
     def encode_marked(self, text: str) -> list[int]:
-        """Returns the token ids of a text of which `as_text` made parts: what it marked stays text.
+        """Returns the token ids of a text with parts that `as_text` made: the marked special tokens stay text.
 
         Raises:
             InvalidInput: See `encode`.

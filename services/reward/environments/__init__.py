@@ -1,1 +1,1 @@
-"""Environments, one file for each kind."""
+"""Implements the environments, one file for each kind."""

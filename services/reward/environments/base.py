@@ -25,7 +25,7 @@ class EpisodeError(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """Adds to the conversation. An empty role is raw text, which continues the policy's turn."""
+    """Holds one message to add to the conversation. An empty role is raw text, which continues the policy's turn."""
 
     role: str
     content: str
@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Calls a tool by name."""
+    """Holds a call of a tool by its name."""
 
     name: str
     arguments: Mapping[str, object]
@@ -51,7 +51,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reply:
-    """Answers a turn: messages, the turn's reward, and whether the episode has ended."""
+    """Holds the answer to a turn: messages, the turn's reward, and whether the episode has ended."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -67,7 +67,7 @@ class Environment:
     """
 
     version: str
-    """Changes whenever the same turn could get another reply."""
+    """Text that changes whenever the same turn could get another reply."""
     roles: Sequence[str] = ("user",)
     """Roles of the messages that replies may have."""
     tools: Sequence[Mapping[str, object]] = ()

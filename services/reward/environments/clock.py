@@ -1,4 +1,4 @@
-"""Limits how long a call of an environment takes, without the time in which it waits for a place of ours."""
+"""Limits how long a call of an environment may take, not counting the time that it waits for its turn."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Does not count the time of the block, nor what else the call does in the meantime."""
+        """Stops the clock during the block, also for anything else that the call does meanwhile."""
         self._num_stops += 1
         if self._num_stops == 1:
             self._timer.cancel()
@@ -32,7 +32,7 @@ class Clock:
 
     def close(self) -> None:
         """Cancels the timer."""
-        self._num_stops += 1  # whoever stopped it may still start it again
+        self._num_stops += 1  # a block that stopped the clock may still end
         self._timer.cancel()
 
     def _run(self) -> None:
@@ -45,14 +45,14 @@ class Clock:
 
 
 CLOCK: ContextVar[Clock] = ContextVar("clock")
-"""The clock of the call that the current task is a part of."""
+"""Clock of the call that the current task belongs to."""
 
 
 @contextmanager
 def off_the_clock() -> Iterator[None]:
-    """Does not count the time of the block for `turn_s`. What is in it must have a limit of its own.
+    """Does not count the time of the block toward `turn_s`. The block must have a time limit of its own.
 
-    That of the episode (`episode_s`) holds in any case. Outside an episode there is no clock, and nothing to stop.
+    The episode's limit (`episode_s`) applies in any case. Outside of an episode this does nothing.
     """
     clock = CLOCK.get(None)
     with clock.stopped() if clock else nullcontext():

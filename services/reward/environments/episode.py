@@ -1,4 +1,4 @@
-"""Plays one episode: one call at a time, each applied once, and one end whatever happens."""
+"""Plays one episode: applies one call at a time, each of them once, and ends the episode exactly once."""
 
 import asyncio
 import logging
@@ -29,19 +29,19 @@ class Call(Generic[Response]):
         self.request, self.answer = request, asyncio.ensure_future(answer)
 
     async def repeat(self, request: pb.ResetRequest | pb.StepRequest) -> Response:
-        """Returns the answer. Whoever gives up leaves the call running: a repeat finds its answer.
+        """Returns the answer. If a caller gives up, the call runs on, so that a repeated request finds its answer.
 
         Raises:
             PreconditionFailed: The request is another one.
         """
         if request != self.request:
-            raise PreconditionFailed("this turn of the episode was played with another content")
+            raise PreconditionFailed("this turn of the episode was played with other content")
         return await asyncio.shield(self.answer)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Holds what all episodes of an environment share."""
+class EpisodeContext:
+    """Holds the objects and limits that all episodes of an environment share."""
 
     environment: Environment
     turn_s: float
@@ -55,19 +55,19 @@ class Episode:
     The environment's part ends with the first of: done, a failure, `end`. The memory stays until the table drops it.
     """
 
-    def __init__(self, key: str, stage: Stage):
-        self._key, self._stage = key, stage
+    def __init__(self, key: str, context: EpisodeContext):
+        self._key, self._context = key, context
         self._reset: Call[pb.ResetResponse] | None = None
         self._step: Call[pb.StepResponse] | None = None
         self._last_turn = -1
         self._playing: asyncio.Task[Any] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopped: EpisodeError | None = None
-        stage.metrics.count_episodes(1)
+        context.metrics.count_episodes(1)
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the last call is a step."""
+        """Returns whether the last call is a step."""
         return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
@@ -109,7 +109,7 @@ class Episode:
             raise PreconditionFailed("the episode is over: its environment said so, or failed")
 
     async def _play_reset(self, seed: int, row: dict[str, object]) -> pb.ResetResponse:
-        environment = self._stage.environment
+        environment = self._context.environment
         try:
             first = await self._limited("reset", environment.reset(self._key, seed, row))
             return messages.reset_response(first, environment.roles)
@@ -117,7 +117,7 @@ class Episode:
             return pb.ResetResponse(failure=self._fail(error))
 
     async def _play_step(self, turn: Turn) -> pb.StepResponse:
-        environment = self._stage.environment
+        environment = self._context.environment
         try:
             reply = await self._limited("step", environment.step(self._key, turn))
             response = messages.step_response(reply, environment.roles)
@@ -129,23 +129,23 @@ class Episode:
 
     def _fail(self, error: EpisodeError) -> pb.EnvironmentFailure:
         log.warning("episode %s: %s", self._key, error)
-        self._stage.metrics.count_environment_failure(error.reason)
+        self._context.metrics.count_environment_failure(error.reason)
         self._begin_end()
         return messages.failure(error)
 
     async def _limited(self, call: Literal["reset", "step"], play: Coroutine[object, object, Played]) -> Played:
-        """Returns what the environment does. Does not wait for it to react to a cancellation.
+        """Returns the environment's reply. Does not wait for the environment to react to a cancellation.
 
         Raises:
             EpisodeError: It failed, exceeded its time limit, or the episode was ended.
         """
-        began, turn_s, clock = time.monotonic(), self._stage.turn_s, Clock(self._stage.turn_s)
+        began, turn_s, clock = time.monotonic(), self._context.turn_s, Clock(self._context.turn_s)
         context = copy_context()
         context.run(CLOCK.set, clock)
         self._playing = playing = asyncio.create_task(play, context=context)
         await asyncio.wait({playing, clock.expired}, return_when=asyncio.FIRST_COMPLETED)
         clock.close()
-        self._stage.metrics.observe_environment(call, time.monotonic() - began)
+        self._context.metrics.observe_environment(call, time.monotonic() - began)
         if self._stopped:
             raise self._stopped
         if not playing.done():
@@ -167,11 +167,11 @@ class Episode:
             if self._playing and not self._playing.done():
                 self._playing.cancel()
                 await asyncio.wait({self._playing})
-            async with asyncio.timeout(self._stage.turn_s):
-                await self._stage.environment.end(self._key)
+            async with asyncio.timeout(self._context.turn_s):
+                await self._context.environment.end(self._key)
         except TimeoutError:
-            log.warning("episode %s did not end within %g s", self._key, self._stage.turn_s)
+            log.warning("episode %s did not end within %g s", self._key, self._context.turn_s)
         except Exception as error:  # noqa: BLE001 whatever it is, the episode is over and the others go on
             log.warning("episode %s did not end well: %s: %s", self._key, type(error).__name__, error)
         finally:
-            self._stage.metrics.count_episodes(-1)
+            self._context.metrics.count_episodes(-1)

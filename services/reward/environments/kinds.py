@@ -15,7 +15,7 @@ KINDS: Mapping[str, Callable[..., Environment]] = {
     "reasoning_gym": reasoning_gym,
     "openenv": OpenEnvironment,
 }
-"""Maps each kind to what makes its environment from its config."""
+"""Maps each kind to the function that makes its environment from its config."""
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:

@@ -1,4 +1,4 @@
-"""Checks an environment's replies and turns them into messages of the wire."""
+"""Checks an environment's replies and converts them to protobuf messages."""
 
 import json
 import math

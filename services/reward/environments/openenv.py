@@ -24,16 +24,16 @@ MAX_ANSWER_BYTES = 4 << 20
 _CLOSE_S = 5.0
 """How long the server may take to answer the end of a connection."""
 _REFUSED = ("CAPACITY_REACHED", "VALIDATION_ERROR", "UNKNOWN_TYPE", "INVALID_JSON")
-"""Codes with which a server says that it does not play, rather than that it failed."""
+"""Codes with which a server refuses an episode, rather than reports a failure."""
 _MAX_DETAIL_CHARS = 500
 _NUM_SEEDS = 2**31
-"""Servers pass the seed to numpy and others, which take no larger one."""
+"""Seeds are below this number, because servers pass them to numpy and others, which take no larger ones."""
 
 
 class OpenEnvironment(Environment):
     """Plays each episode on a connection of its own, which is a session of the server's.
 
-    The protocol tells no version of the environment: whoever changes the server must start another run.
+    The protocol has no version of the environment, so a server that was changed needs a new run.
     """
 
     version = "1"
@@ -54,7 +54,7 @@ class OpenEnvironment(Environment):
             raise _failed(EnvironmentFailure.TIMEOUT, f"{self._config.url} does not answer") from None
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        """Begins a session. Waits while there are as many as there may be."""
+        """Begins a session. Waits while max_concurrent sessions are open."""
         with off_the_clock():
             await self._slots.acquire()
         try:
@@ -103,7 +103,7 @@ class OpenEnvironment(Environment):
         """Returns what the policy sees, the reward and whether it is the end.
 
         Raises:
-            EpisodeError: INVALID_REPLY if the answer has not the form that the protocol says.
+            EpisodeError: INVALID_REPLY if the answer does not have the form that the protocol defines.
         """
         observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
@@ -132,7 +132,7 @@ async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, ob
     except (aiohttp.ClientError, OSError) as error:
         raise _failed(EnvironmentFailure.CRASHED, f"the connection broke: {error}") from error
     if answer.type is aiohttp.WSMsgType.ERROR:
-        raise _failed(EnvironmentFailure.INVALID_REPLY, f"the answer is none of a WebSocket: {answer.data}")
+        raise _failed(EnvironmentFailure.INVALID_REPLY, f"the answer is not a WebSocket message: {answer.data}")
     if answer.type is not aiohttp.WSMsgType.TEXT:
         detail = f"the server ended the connection ({answer.type.name} {socket.close_code})"
         reason = EnvironmentFailure.INVALID_REPLY if socket.close_code == 1009 else EnvironmentFailure.CRASHED

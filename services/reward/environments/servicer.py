@@ -11,7 +11,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
 from services.reward.environments.base import EpisodeError, Turn
-from services.reward.environments.episode import Stage
+from services.reward.environments.episode import EpisodeContext
 from services.reward.environments.kinds import make_environment
 from services.reward.environments.table import EpisodeTable
 from services.reward.metrics import RewardMetrics
@@ -38,7 +38,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._table: EpisodeTable | None = None
 
     async def open(self, run_id: str, config: EnvironmentConfig | None) -> reward_pb2.OpenRunResponse:
-        """Starts the environment, if there is one, and returns what the coordinator must know of it.
+        """Starts the environment, if there is one, and returns what the coordinator must know about it.
 
         Raises:
             InvalidInput: The environment cannot start.
@@ -56,12 +56,17 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             message = f"environment ({config.kind}) cannot start: {error.detail}"
             raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field="environment") from error
         self._run_id = run_id
-        self._table = EpisodeTable(Stage(environment, config.turn_s, self._metrics), config.episode_s)
+        self._table = EpisodeTable(EpisodeContext(environment, config.turn_s, self._metrics), config.episode_s)
         return reward_pb2.OpenRunResponse(
             environment=f"{config.kind} {environment.version}",
             tools_json=json.dumps(environment.tools) if environment.tools else "",
             roles=environment.roles,
         )
+
+    def end_episodes(self) -> None:
+        """Begins to end all episodes. The environment stays open."""
+        if self._table:
+            self._table.end_all("another coordinator goes on with the run")
 
     async def end(self) -> None:
         """Ends all episodes and the environment of the open run."""
@@ -85,7 +90,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Plays one turn, or repeats the answer to the last one.
 
         Raises:
-            PreconditionFailed: The run is not open; EPISODE_NOT_OPEN; or it is not the turn's time.
+            PreconditionFailed: The run is not open; EPISODE_NOT_OPEN; or the turn is out of order.
             InvalidInput: The request is malformed.
         """
         table = self._table_for(request.run_id)

@@ -7,14 +7,14 @@ from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import PreconditionFailed, Reason
 from services.reward.environments.base import EnvironmentFailure, Turn
-from services.reward.environments.episode import Episode, Stage
+from services.reward.environments.episode import Episode, EpisodeContext
 
 
 class EpisodeTable:
-    """Finds episodes by id. Each is a lease: a timer of its own ends it `episode_s` seconds after its reset."""
+    """Holds the episodes by id. A timer ends each of them `episode_s` seconds after its reset."""
 
-    def __init__(self, stage: Stage, episode_s: float):
-        self._stage, self._episode_s = stage, episode_s
+    def __init__(self, context: EpisodeContext, episode_s: float):
+        self._context, self._episode_s = context, episode_s
         self._episodes: dict[str, Episode] = {}
         self._leases: dict[str, asyncio.TimerHandle] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -22,7 +22,7 @@ class EpisodeTable:
         self._numbers = itertools.count()
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
-        """Begins an episode. If it has made steps, its player was restarted, and it begins anew."""
+        """Begins an episode. If it already has steps, its caller was restarted, and the episode begins again."""
         episode = self._episodes.get(request.episode_id)
         if episode and episode.has_stepped:
             self._drop(request.episode_id, EnvironmentFailure.CRASHED, "the episode began anew")
@@ -49,15 +49,19 @@ class EpisodeTable:
         if ending := self._drop(episode_id, EnvironmentFailure.CRASHED, "the episode was closed"):
             await asyncio.shield(ending)
 
+    def end_all(self, why: str) -> None:
+        """Begins to end all episodes, and forgets them."""
+        for episode_id in list(self._episodes):
+            self._drop(episode_id, EnvironmentFailure.CRASHED, why)
+
     async def close(self) -> None:
         """Ends all episodes and then the environment."""
-        for episode_id in list(self._episodes):
-            self._drop(episode_id, EnvironmentFailure.CRASHED, "the run was closed")
+        self.end_all("the run was closed")
         await asyncio.gather(*self._ending)
-        await self._stage.environment.close()
+        await self._context.environment.close()
 
     def _add(self, episode_id: str) -> Episode:
-        episode = Episode(f"{episode_id}/{next(self._numbers)}", self._stage)
+        episode = Episode(f"{episode_id}/{next(self._numbers)}", self._context)
         self._episodes[episode_id] = episode
         detail = f"the episode took longer than {self._episode_s:g} s (environment.episode_s)"
         lease = (episode_id, EnvironmentFailure.TIMEOUT, detail)

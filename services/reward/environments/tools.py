@@ -15,7 +15,7 @@ from services.reward.environments.toolbox.python import Python
 from services.reward.environments.toolbox.search import Search
 
 TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "search": Search, "calculator": Calculator}
-"""Maps each kind of a single tool to it; a `function` and an `mcp` server are others."""
+"""Maps the kinds of tools that are one tool to their classes. `function` and `mcp` are not among them."""
 
 
 class ToolsEnvironment(CallingEnvironment):
@@ -54,7 +54,7 @@ class ToolsEnvironment(CallingEnvironment):
         return ()
 
     async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
-        """Calls a tool. All calls of a turn together may take `turn_s`, if they take as long as they may."""
+        """Calls a tool. It may take its share of `turn_s`, so that all calls of a turn fit into it."""
         parameters = self._parameters.get(call.name)
         if parameters is None:
             raise BadArgumentsError(f"there is no tool {call.name[:100]!r}: there are {', '.join(self._parameters)}")

@@ -84,14 +84,14 @@ async def _serve(player: "Player", requests: TextIO) -> None:
     def receive() -> None:
         for line in requests:
             loop.call_soon_threadsafe(player.receive, json.loads(line))
-        os._exit(0)  # threads of the user's may run for ever
+        os._exit(0)  # threads of the user's may run forever
 
     threading.Thread(target=receive, daemon=True).start()
     await asyncio.Event().wait()
 
 
 class Player:
-    """Plays episodes, an object each."""
+    """Plays episodes, each with an object of its own."""
 
     def __init__(self, environment: Callable[..., object], kwargs: Mapping[str, object], replies: TextIO):
         self._environment, self._kwargs, self._replies = environment, kwargs, replies

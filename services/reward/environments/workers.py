@@ -95,7 +95,7 @@ class Worker:
         try:
             await self._child.write({"id": number, **message})
             answer = await asyncio.shield(reply)
-        except OSError:  # it died: whoever reads from it says why
+        except OSError:  # it died: the reader reports why
             answer = await asyncio.shield(reply)
         except asyncio.CancelledError:
             await self._cancel(number, reply)

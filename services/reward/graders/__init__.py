@@ -1,1 +1,1 @@
-"""Grading functions. Most run inside worker processes, because a text can make them hang or crash."""
+"""Implements grading functions. Most run inside worker processes, because a text can make them hang or crash."""

@@ -1,4 +1,5 @@
-r"""Reads what math-verify does not: `5.`, `1\,000`, `1e3`, inequalities for an interval, `\sqrt{-1}` for i."""
+r"""Reads notations that math-verify does not: `5.`, `1\,000`, `1e3`, inequalities for an interval, `\sqrt{-1}` for
+i."""
 
 import re
 from decimal import Decimal
@@ -14,7 +15,7 @@ Expression = sympy.Basic | sympy.MatrixBase | str
 
 
 def plain_number(text: str) -> str:
-    """Returns `text`; if it is a decimal number, it is without separators, exponent and point at its end."""
+    """Returns `text`; a decimal number is returned without separators, exponent and trailing point."""
     number = _to_decimal(text)
     return text if number is None else f"{number:f}"
 
@@ -50,7 +51,7 @@ def unify(gold: Expression, predicted: Expression) -> tuple[Expression, Expressi
 
 
 def _to_interval(expression: Expression) -> sympy.Set | None:
-    """Returns the set of the numbers of which inequalities such as 0 < x < 1 say where they lie, without solving."""
+    """Returns the interval that inequalities such as 0 < x < 1 state directly, without solving them."""
     parts = expression.args if isinstance(expression, sympy.And) else (expression,)
     symbols, interval = set(), sympy.S.Reals
     for part in parts:

@@ -22,7 +22,7 @@ from services.reward.inside.wire import Peer, pack, pack_error, unpack
 
 PASSED = "passed"
 CANNOT_PASS = "cannot pass "
-"""What begins the output of a test that hands the program an object which is not plain data."""
+"""Start of the output of a test that passes the program an object that is not plain data."""
 _RUN_TEST_CASES = """
 import sys
 if "unittest" in sys.modules:
@@ -61,7 +61,7 @@ class Remote:
         return self._result(self._ask({"names": names}))  # pyright: ignore[reportReturnType]
 
     def do(self, what: str, *args: object, **kwargs: object) -> object:
-        """Does with objects what the name says, in the other process. Raises what is raised there."""
+        """Runs the named operation on objects in the other process. Raises the exception that is raised there."""
         packed = {name: pack(value, self._refer) for name, value in kwargs.items()}
         reply = self._ask({"do": what, "args": [pack(value, self._refer) for value in args], "kwargs": packed})
         if "error" in reply:
@@ -125,7 +125,8 @@ class Remote:
         return self._exceptions[number]
 
     def _to_error(self, content: dict, *, may_stop: bool) -> BaseException:
-        """Returns what to raise. StopIteration would end a loop of the test, such as `all(map(f, inputs))`, early."""
+        """Returns the exception to raise. StopIteration would end a loop of the test early, as in `all(map(f,
+        inputs))`."""
         try:
             kind = content["kind"]
             error_type = _exception(kind) if isinstance(kind, str) else self._resolve(kind)

@@ -1,4 +1,5 @@
-"""Serves a program to the process that runs its test: loads it, and does with its objects what that process asks.
+"""Serves a program to the process that runs its test: loads it, and runs the operations on its objects that this asks
+for.
 
 Nothing in here is trusted, because the program runs in this process and can change all of it. It has no test, no
 expected value, and no descriptor but the two pipes to the test's process, which takes from it only data.
@@ -38,12 +39,12 @@ _DO: dict[str, Callable] = {
     "enter": lambda context: type(context).__enter__(context),
     "exit": lambda context, *error: type(context).__exit__(context, *error),
 }
-"""What a test can do with an object; everything else is a function of the module operator."""
+"""Operations that a test can run on an object; all others are functions of the module operator."""
 _CONTAINERS = (list, dict, set, bytearray)
 
 
 class Program:
-    """Has the program's objects that the test's process knows, by their numbers."""
+    """Holds the program's objects that the test's process knows, by their numbers."""
 
     def __init__(self, peer: Peer, printed: io.StringIO):
         self._peer, self._printed = peer, printed

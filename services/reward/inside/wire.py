@@ -25,7 +25,7 @@ _STANDARD: dict[str, Callable[..., tuple]] = {
     "decimal.Decimal": lambda value: (str(value),),
     "fractions.Fraction": lambda value: (value.numerator, value.denominator),
 }
-"""Arguments that make an equal value of a type of the standard library, by the type's name."""
+"""Maps the name of each type of the standard library to a function that returns the arguments of an equal value."""
 
 
 class Peer:

@@ -32,7 +32,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
+        """Returns whether the process is running."""
         return self._process is not None and self._process.returncode is None
 
     @property

@@ -1,4 +1,4 @@
-"""What every worker process does at its start. Imports nothing heavy."""
+"""Sets up every worker process at its start. Imports nothing heavy."""
 
 import ctypes
 import hashlib
@@ -25,7 +25,7 @@ def take_stdio() -> tuple[TextIO, TextIO]:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies."""
+    """Makes the kernel kill this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Member(Protocol):
-    """One worker process."""
+    """Describes a worker process."""
 
     @property
     def pid(self) -> int: ...
@@ -38,7 +38,7 @@ class Crew(Generic[W]):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Returns whether `close` was called."""
         return self._closed
 
     async def open(self) -> None:

@@ -42,7 +42,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
+        """Returns whether the process is running."""
         return self._child.alive
 
     @property

@@ -36,7 +36,7 @@ class AnswerScorer(Scorer):
             raise ScoringError(FailureReason.INVALID_ANSWER, detail)
         answers = item.extra[self._key]
         if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-            raise ScoringError(FailureReason.INVALID_ANSWER, f"{self._key} is no list of texts: {answers!r:.200}")
+            raise ScoringError(FailureReason.INVALID_ANSWER, f"{self._key} is not a list of texts: {answers!r:.200}")
         return answers
 
 

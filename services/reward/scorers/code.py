@@ -39,7 +39,7 @@ class CodeScorer(Scorer):
         await self._sandbox.open()
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Scores each item. The time that one waits for others does not count for it."""
+        """Scores each item. Time that an item waits for others does not count against its limit."""
         slots = self._config.max_concurrent
         limit_s = share_s(self._group_timeout_s, num_samples=len(items), num_slots=slots)
         limit_s = min(limit_s, self._config.program_timeout_s)

@@ -24,7 +24,7 @@ class MathScorer(WorkerScorer):
         self._num_workers, self._group_timeout_s = run.num_workers, run.group_timeout_s
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Scores each item. The time that one waits for others does not count for it."""
+        """Scores each item. Time that an item waits for others does not count against its limit."""
         limit_s = share_s(self._group_timeout_s, num_samples=len(items), num_slots=self._num_workers)
         results = await self._grade_all(items, limit_s)
         bombs = [index for index, result in enumerate(results) if self._is_bomb(result)]

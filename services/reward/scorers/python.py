@@ -1,4 +1,4 @@
-"""Scores with a function of the user's."""
+"""Scores with the user's function."""
 
 from collections.abc import Sequence
 

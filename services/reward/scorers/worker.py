@@ -1,4 +1,5 @@
-"""Base class of scorers whose work can hang or crash: they call a function in a pool of killable processes."""
+"""Defines the base class of scorers whose work can hang or crash: they call a function in a pool of killable
+processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -36,7 +36,7 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def writes_input(func: OpOverload) -> bool:
-    """Whether the operator writes to one of its inputs.
+    """Returns whether the operator writes to one of its inputs.
 
     Reason: only the operator's private schema says so.
     """

@@ -25,7 +25,7 @@ from services.rollout.weights.sleeping import ReceivingMember, SleepingWorker
 
 
 class Failed(TypedDict):
-    """Answers for a worker that failed. `absent` is as in WeightGroup's errors, empty if nobody is known to be."""
+    """Answers for a worker that failed. `absent` is as in WeightGroup's errors, empty if no absent member is known."""
 
     error: str
     absent: str
@@ -84,7 +84,7 @@ class WeightReceiver(SleepingWorker):
             if plan.has_adapter:
                 self._lockstep_base_sums = digest.sums()
                 self._lockstep_load_adapter(arrivals)
-            if next(arrivals, None) is not None:  # the end of the last bucket is told when the next is asked for
+            if next(arrivals, None) is not None:  # the last bucket ends only when another one is asked for
                 raise InternalError("more buckets arrived than the plan has")
             content = digest.hexdigest()
             group.acknowledge(version, content)
@@ -119,11 +119,11 @@ class WeightReceiver(SleepingWorker):
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
     def _lockstep_joined_group(self) -> ReceivingMember:
-        assert self._lockstep_group is not None, "the servicer has workers receive what they have joined"
+        assert self._lockstep_group is not None, "the servicer lets workers join before they receive"
         return self._lockstep_group
 
     def _lockstep_skips_base(self) -> bool:
-        """Whether all members have the same base, so that it is not sent again; the senders decide in the same way."""
+        """Returns whether all members have the same base, so that it is not sent again. The senders decide likewise."""
         if not self._lockstep_plan.has_adapter:
             return False
         agrees = self._lockstep_joined_group().agrees(self._lockstep_base_sums)

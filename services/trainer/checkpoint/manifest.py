@@ -30,7 +30,7 @@ class TrainState:
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the newest published weights by version, as far as samples of them may still arrive."""
     last_batch_sha256: str = ""
-    """Of the samples of the last batch, see blocks.content_sha256; empty in a checkpoint of an earlier release."""
+    """SHA-256 of the samples of the last batch (blocks.content_sha256); empty in a checkpoint of an earlier release."""
 
 
 def staging(path: Path) -> Path:

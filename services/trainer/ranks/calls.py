@@ -46,7 +46,7 @@ Phase = Callable[[str, str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Message:
-    """A command or an answer: a body of JSON values, and frames of bytes."""
+    """Holds a command or an answer: a body of JSON values, and frames of bytes."""
 
     body: dict[str, Any]
     frames: Sequence[bytes] = field(default=())

@@ -48,7 +48,7 @@ async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
     store, rank, world_size = _join_torchrun()
     worker = Worker(store, rank, world_size, _device(threads_per_rank))
     if rank > 0:
-        code = _follow_to_the_end(rank, store, worker)
+        code = _follow_commands(rank, store, worker)
     else:
         code = await _serve(options, worker, store, world_size)
     logging.shutdown()
@@ -57,7 +57,7 @@ async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
     os._exit(code)
 
 
-def _follow_to_the_end(rank: int, store: dist.Store, worker: Worker) -> int:
+def _follow_commands(rank: int, store: dist.Store, worker: Worker) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # torchrun signals all ranks. Only rank 0 reacts; it may need the others to shut down, so they end after it.
         signal.signal(number, signal.SIG_IGN)

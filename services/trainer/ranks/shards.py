@@ -67,7 +67,9 @@ def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
     for index, row in enumerate(routes):
         experts_TLK = shape.decode(row.as_buffer())
         if experts_TLK.max() >= shape.num_experts:
-            raise InvalidInput(f"routes: row {index} names expert {experts_TLK.max()} of {shape.num_experts}")
+            raise InvalidInput(
+                f"routes: row {index} names expert {experts_TLK.max()}, but there are only {shape.num_experts}"
+            )
         # Slots of the engine that were never written would name expert 0 twice.
         if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
             raise InvalidInput(f"routes: row {index} names an expert twice for one token", field="routes")

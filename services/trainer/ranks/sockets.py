@@ -21,7 +21,7 @@ _HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
 
 @dataclass(frozen=True)
 class RanksAddress:
-    """Where rank 0 listens for its ranks, and the key without which nobody can connect."""
+    """Holds the address on which rank 0 listens for its ranks, and the key that they need to connect."""
 
     url: str
     key: str = field(repr=False)

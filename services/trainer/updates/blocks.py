@@ -18,7 +18,7 @@ _LOSSES = ("loss", "policy_loss")
 
 
 class BlockUpdate:
-    """The updates of the policy on one batch: one for each of its mini-batches, which consist of whole blocks.
+    """Updates the policy on one batch: once for each of its mini-batches, which consist of whole blocks.
 
     Blocks of the first mini-batch add to the gradient as they arrive. Those of later ones are kept, because they are
     trained on by the weights that the updates before them leave. `apply` makes all updates, and computes each later

@@ -80,7 +80,7 @@ def means_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
 
 @contextmanager
 def later_update(index: int) -> Iterator[None]:
-    """Makes an error in update `index` of a batch, counted from 0, one that ends the trainer, unless it is the first.
+    """Converts an error to one that ends the trainer, unless update `index` of the batch, counted from 0, is the first.
 
     After an error that a rank survives, the trainer would hold neither the weights before the batch nor those after it.
 

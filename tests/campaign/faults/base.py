@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,4 +43,5 @@ class Fault:
     name: str
     victims: tuple[str, ...]
     inject: Callable[[Scene, str], Awaitable[None]]
-    needs_disk: bool = False
+    disk: Callable[..., AbstractContextManager[Any]] | None = None
+    """Mounts the disk that the run's directory is on, if the fault needs one of its own."""

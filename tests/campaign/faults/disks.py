@@ -1,14 +1,17 @@
-"""A full and a read-only disk below the run's directory, and files whose bytes flip while nobody has them open."""
+"""Full and read-only disks below the run's directory, and files whose bytes flip while nobody has them open."""
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.campaign.faults.base import Fault, Scene
+from tests.small_disk import bind_read_only, failing_disk, small_disk
 
 _FOR_S = 2.0
+_SESSION_S = 1e6
+"""Until the session ends."""
+_DIRECTORIES = {name: name for name in ("batches", "checkpoints", "history", "evaluations")} | {"run": "."}
 
 
 async def _fill(scene: Scene, victim: str) -> None:
@@ -17,13 +20,19 @@ async def _fill(scene: Scene, victim: str) -> None:
 
 
 async def _read_only(scene: Scene, victim: str) -> None:
-    try:
-        scene.disk.make_read_only()
-    except subprocess.CalledProcessError:  # the coordinator has a file open for writing
-        scene.notes["impossible"] = True
+    """Makes the whole disk read-only, as the kernel does after an error, or a directory for all that is opened there.
+
+    A disk is mounted again after the session; victim "resumed" only after the next one has met it too.
+    """
+    if victim in ("disk", "resumed"):
+        scene.disk.fail()
+        if victim == "disk":
+            scene.undos.append((_SESSION_S, scene.disk.repair))
+        else:
+            scene.notes["mend"] = scene.disk.repair
         return
-    again = ["mount", "-o", "remount,rw", scene.disk.path]
-    scene.undos.append((_FOR_S, lambda: subprocess.run(again, check=True) and None))
+    path = scene.run_dir / _DIRECTORIES[victim]
+    scene.undos.append((_FOR_S, bind_read_only(path if path.is_dir() else scene.run_dir)))
 
 
 def _damage(pattern: str, change: Callable[[bytes, Scene], bytes]):
@@ -70,8 +79,8 @@ def restore(notes: dict[str, object]) -> bool:
 
 
 FAULTS = (
-    Fault("full-disk", ("disk",), _fill, needs_disk=True),
-    Fault("read-only-disk", ("disk",), _read_only, needs_disk=True),
+    Fault("full-disk", ("disk",), _fill, disk=small_disk),
+    Fault("read-only-disk", ("disk", "resumed", *_DIRECTORIES), _read_only, disk=failing_disk),
     *(Fault(f"flip-{name}", ("file",), _damage(pattern, _flip)) for name, pattern in _FILES.items()),
     *(Fault(f"tear-{name}", ("file",), _damage(pattern, _tear)) for name, pattern in _FILES.items()),
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.campaign.faults.base import Fault, Scene
 
 _FOR_S = 1.0
-_SOME = ("coordinator", "trainer", "rollout-0", "reward")
+_SOME = ("coordinator", "trainer", "rollout-0", "reward", "worker")
 
 
 async def _descriptors(scene: Scene, victim: str) -> None:

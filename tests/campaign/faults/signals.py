@@ -10,19 +10,19 @@ MOMENT_S, LONG_S, VERY_LONG_S = 0.5, 8.0, 40.0
 
 
 async def _kill(scene: Scene, victim: str) -> None:
-    _send(scene.pid_of(victim), signal.SIGKILL)
+    send(scene.pid_of(victim), signal.SIGKILL)
 
 
 def _stop(for_s: float):
     async def stop(scene: Scene, victim: str) -> None:
         pid = scene.pid_of(victim)
-        _send(pid, signal.SIGSTOP)
-        scene.undos.append((for_s, lambda: _send(pid, signal.SIGCONT)))
+        send(pid, signal.SIGSTOP)
+        scene.undos.append((for_s, lambda: send(pid, signal.SIGCONT)))
 
     return stop
 
 
-def _send(pid: int | None, number: signal.Signals) -> None:
+def send(pid: int | None, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         if pid is not None:
             os.kill(pid, number)
@@ -31,6 +31,6 @@ def _send(pid: int | None, number: signal.Signals) -> None:
 FAULTS = (
     Fault("kill", (*PROCESSES, "worker"), _kill),
     Fault("stop", (*PROCESSES, "worker"), _stop(MOMENT_S)),
-    Fault("stop-long", PROCESSES, _stop(LONG_S)),
+    Fault("stop-long", (*PROCESSES, "worker"), _stop(LONG_S)),
     Fault("stop-40s", PROCESSES, _stop(VERY_LONG_S)),
 )

@@ -12,7 +12,7 @@ from services.common.rpc.lease import Lease
 from tests.support import PATIENCE_S
 
 
-class Held:
+class FakeService:
     """A service with an open run, and a clock that the test moves."""
 
     def __init__(self):
@@ -35,64 +35,64 @@ class Held:
 
 
 @pytest.fixture
-async def held() -> "Iterator[Held]":
-    held = Held()
-    with mock.patch.object(asyncio.get_running_loop(), "time", lambda: held.now):
-        yield held
+async def service() -> "Iterator[FakeService]":
+    service = FakeService()
+    with mock.patch.object(asyncio.get_running_loop(), "time", lambda: service.now):
+        yield service
 
 
 async def test_a_run_is_closed_when_its_lease_ends():
-    held = Held()
-    held.lease.begin(0.01)
+    service = FakeService()
+    service.lease.begin(0.01)
     async with asyncio.timeout(PATIENCE_S):
-        await held.closed.wait()
+        await service.closed.wait()
 
 
-async def test_a_renewed_lease_does_not_end(held: Held):
-    begin = held.now
-    held.lease.begin(100)
-    held.now += 60
-    held.lease.renew()
-    assert not await held.after(45, due=begin + 100)
-    assert await held.after(60, due=begin + 160)
+async def test_a_renewed_lease_does_not_end(service: FakeService):
+    begin = service.now
+    service.lease.begin(100)
+    service.now += 60
+    service.lease.renew()
+    assert not await service.after(45, due=begin + 100)
+    assert await service.after(60, due=begin + 160)
 
 
-async def test_who_was_stopped_itself_gives_the_coordinator_another_chance(held: Held):
+async def test_who_was_stopped_itself_gives_the_coordinator_another_chance(service: FakeService):
     """Its calls may have come meanwhile, and were not read."""
-    begin = held.now
-    held.lease.begin(100)
-    assert not await held.after(400, due=begin + 100)
-    assert await held.after(101, due=begin + 500)
+    begin = service.now
+    service.lease.begin(100)
+    assert not await service.after(400, due=begin + 100)
+    assert await service.after(101, due=begin + 500)
 
 
-async def test_a_coordinator_that_comes_while_the_run_is_about_to_be_closed_keeps_it(held: Held):
-    held.lease.begin(100)
-    held.now += 101
-    held.lease.begin(100)
-    await held.close()
-    assert not held.closed.is_set()
+async def test_a_coordinator_that_comes_while_the_run_is_about_to_be_closed_keeps_it(service: FakeService):
+    service.lease.begin(100)
+    service.now += 101
+    service.lease.begin(100)
+    await service.close()
+    assert not service.closed.is_set()
 
 
-async def test_without_a_lease_or_a_run_nothing_ends(held: Held):
-    held.lease.begin(0)
-    held.now += 1e9
-    assert not held.lease.has_ended("a")
-    held.lease.begin(1)
-    held.now += 2
-    assert held.lease.has_ended("a")
-    assert not held.lease.has_ended("")
+async def test_without_a_lease_or_a_run_nothing_ends(service: FakeService):
+    service.lease.begin(0)
+    service.now += 1e9
+    assert not service.lease.has_ended("a")
+    service.lease.begin(1)
+    service.now += 2
+    assert service.lease.has_ended("a")
+    assert not service.lease.has_ended("")
 
 
-async def test_only_calls_of_the_coordinator_renew(held: Held):
+async def test_only_calls_of_the_coordinator_renew(service: FakeService):
     fence = Fence()
     with new_token(100):
         mine = outgoing()
     with incoming(mine):
         fence.take_over("a")
-    held.now += 60
+    service.now += 60
     with incoming([(HEADER, "doctor")]):
         fence.renew_lease()
-    held.now += 60
+    service.now += 60
     assert fence.lease.has_ended("a")
     with incoming(mine):
         fence.require()

@@ -190,7 +190,9 @@ def test_a_tracker_that_does_not_open_leaves_the_metrics_address_free(
         assert value(scrape(page), "lockstep_coordinator_step") == 0
 
 
-def test_started_services_are_watched_too(tmp_path: Path, make_flags: Callable[..., ServiceFlags]) -> None:
+def test_started_services_are_watched_too(
+    tmp_path: Path, make_flags: Callable[..., ServiceFlags], caplog: pytest.LogCaptureFixture
+) -> None:
     flags = make_flags(metrics_address="127.0.0.1:9100", otel_endpoint="http://c:4317", log_format="json")
     reward, rollout = flags.of("reward"), flags.of("rollout-0")
     assert reward[0] == "--metrics" and reward[2:] == ["--otel", "http://c:4317", "--log-format", "json"]
@@ -200,6 +202,10 @@ def test_started_services_are_watched_too(tmp_path: Path, make_flags: Callable[.
     assert [target["labels"]["lockstep_process"] for target in targets] == ["reward", "rollout-0", "coordinator"]
     assert {target["labels"]["job"] for target in targets} == {"run"}
     flags.remove_targets()
+    (tmp_path / "run" / TARGETS).mkdir()  # it cannot be deleted, as on a read-only disk: the run ends as it would
+    flags.remove_targets()
+    assert f"{TARGETS} is of a run that has ended, and cannot be deleted" in caplog.text
+    (tmp_path / "run" / TARGETS).rmdir()
     make_flags().write_targets()
     assert make_flags().of("reward") == ["--log-format", "text"] and not (tmp_path / "run" / TARGETS).exists()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
@@ -36,6 +36,7 @@ from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.coordinator.daemon.harness import MODEL
+from tests.coordinator.fake_environment import FakeEnvironment, OpensEnvironment
 from tests.coordinator.fake_services import FakeReplica, FakeReward
 from tests.support import PATIENCE_S
 from tests.trainer.rank_threads import following
@@ -220,12 +221,15 @@ class Services:
 
 
 @contextlib.asynccontextmanager
-async def surviving_services() -> AsyncIterator[Services]:
+async def surviving_services(environment: FakeEnvironment | None = None) -> AsyncIterator[Services]:
     rank, failures, server, replica = CountingRank(), [], Server(), _Replica()
     ranks = Ranks(1, "127.0.0.1", failures.append)
     servicer = TrainerServicer(ranks, rank, ServedStore("127.0.0.1"))  # type: ignore[arg-type]
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(FakeReward(set()), server.grpc)
+    reward = OpensEnvironment(set()) if environment else FakeReward(set())
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(reward, server.grpc)
+    if environment:
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(environment, server.grpc)
     here = f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}"
     await replica.start()
     async with following(ranks, rank):

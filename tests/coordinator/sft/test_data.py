@@ -114,7 +114,7 @@ def test_what_nobody_answers_is_left_out(characters: Callable, load: Callable) -
     assert parts(data, 0) == parts(data, 1)
 
 
-def test_a_prompt_is_tokenised_as_it_is_for_an_answer(make_model: Callable, load: Callable) -> None:
+def test_a_prompt_is_tokenized_as_it_is_for_an_answer(make_model: Callable, load: Callable) -> None:
     """Holds even if a byte-level BPE has a token that would span the prompt's end, here " clips"."""
     tokenizer = Tokenizer.load(make_model(SPACED))
     messages = [user("How many?"), assistant("clips"), user("And then?"), assistant("half as many")]

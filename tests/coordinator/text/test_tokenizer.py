@@ -281,7 +281,7 @@ def test_refusals(template, message):
         ChatTemplate(template, {}).render(CHATS[0])
 
 
-def test_a_misspelt_template_variable_is_an_error(tokenizer):
+def test_a_misspelled_template_variable_is_an_error(tokenizer):
     with pytest.raises(InvalidInput, match=r"no variable enable_thinkng; it has .*enable_thinking"):
         tokenizer.render(CHATS[0], enable_thinkng=False)
 

@@ -65,7 +65,7 @@ class Service:
     @property
     def pids(self) -> list[int]:
         """Worker processes of the open environment."""
-        return self.servicer.environments._table._stage.environment._workers.pids
+        return self.servicer.environments._table._context.environment._workers.pids
 
     async def hang_up(self) -> None:
         await self._runs.close()

@@ -8,6 +8,7 @@ import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
+from services.common.rpc.fence import new_token
 from services.reward.environments import servicer as servicer_module
 from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
 from services.reward.environments.clock import off_the_clock
@@ -134,7 +135,7 @@ async def test_what_is_out_of_order_is_refused(service, environment):
     await refused(service.reset(seed=8))
     await refused(service.step(1, "a"))
     await service.step(0, "a")
-    assert "another content" in await refused(service.step(0, "b"))
+    assert "other content" in await refused(service.step(0, "b"))
     await refused(service.step(2, "c"))
     await service.step(1, "done")
     assert "over" in await refused(service.step(2, "c"))
@@ -248,6 +249,20 @@ async def test_closing_the_run_ends_open_episodes_and_those_in_a_call(service, e
     assert environment.calls.count("end") == 3
     assert environment.calls[-1] == "closed"
     await refused(service.step(0, "a", "idle"), Reason.RUN_NOT_OPEN)
+
+
+async def test_another_coordinator_of_the_run_ends_the_episodes_of_the_one_before(service, environment):
+    await service.open(**CONFIG)
+    await service.reset()
+    await service.open(**CONFIG)  # as a coordinator does that has lost the connection for a moment
+    assert (await service.step(0, "a")).reward == 1.0
+    with new_token():
+        await service.open(**CONFIG)
+        await environment.ended.wait()
+        await service.reset("other")
+        await refused(service.step(1, "b"), Reason.EPISODE_NOT_OPEN)
+    await refused(service.step(1, "b", "other"), Reason.RUN_REPLACED)
+    assert environment.calls == ["reset 7", "step a 3 False", "end", "reset 7"]
 
 
 async def test_an_environment_that_cannot_start_closes_the_scorers(service, environment):

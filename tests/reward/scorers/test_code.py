@@ -83,7 +83,7 @@ def attack(score):
 
         async def one(program: str) -> float:
             async with four:
-                async with asyncio.timeout(PATIENCE_S):  # without limits they would take for ever
+                async with asyncio.timeout(PATIENCE_S):  # without limits they would take forever
                     return await score(run, program, tests)
 
         results = await asyncio.gather(*(one(program) for program in programs.values()))
@@ -318,7 +318,7 @@ async def test_a_sandbox_that_does_not_start_is_a_failure_and_no_score(open_run,
 
 
 @sandboxed
-async def test_cancelling_and_closing_leave_no_process(open_run, make_item):
+async def test_canceling_and_closing_leave_no_process(open_run, make_item):
     before = _foreign_processes()
     item = make_item("import time; print(5, flush=True); time.sleep(600)", extra={"tests": pairs(("", "5"))})
     async with open_run({"kind": "code", "timeout_s": 600, "max_concurrent": 2}) as run:

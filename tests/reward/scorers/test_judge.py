@@ -25,7 +25,7 @@ def judge(url: str, **fields: object) -> dict:
 
 
 def in_turn(*replies: web.Response | None):
-    """One after the other, then the last for ever; None never answers."""
+    """One after the other, then the last forever; None never answers."""
     left = list(replies)
 
     async def reply(_body: object, _request: web.Request) -> web.StreamResponse:

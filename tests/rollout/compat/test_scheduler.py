@@ -78,7 +78,7 @@ def test_every_token_comes_once_in_order_with_its_logprob(num_tokens: int, at_on
     assert np.concatenate([each.sampled_token_ranks for each in lists]).tolist() == [number + 100 for number in numbers]
     assert [output.finish_reason for output in mine] == [None] * (len(mine) - 1) + [FinishReason.STOP]
     assert mine[-1].stop_reason == 7
-    assert list(played._held) == ["other"]
+    assert list(played._unsent) == ["other"]
     assert num_messages <= 3 + num_tokens // 32 + num_tokens // at_once // 32
 
 
@@ -103,7 +103,7 @@ def test_a_sample_without_logprobs_and_one_of_another_client() -> None:
     assert answers[0].outputs[0].new_logprobs is None
     answers = played.say({1: step(token("b", 5, **LENGTH))})
     assert list(answers) == [1] and sent(answers) == [("b", [1, 2, 4, 5])]
-    assert not played._held
+    assert not played._unsent
 
 
 def test_one_that_fails_costs_no_other_its_tokens() -> None:
@@ -114,7 +114,7 @@ def test_one_that_fails_costs_no_other_its_tokens() -> None:
     answers = played.say({0: step(token("a", 3, **LENGTH))})
     assert sent(answers) == [("a", [1, 2, 3]), ("b", [])]
     assert [output.finish_reason for output in answers[0].outputs] == [FinishReason.LENGTH, FinishReason.ERROR]
-    assert not played._held
+    assert not played._unsent
 
 
 def test_what_vllm_counts_is_sent_at_once() -> None:
@@ -134,7 +134,7 @@ def test_what_is_aborted_is_forgotten() -> None:
     played = PlayedInChunks()
     played.say({0: step(token("a", 5), token("b", 6))})
     assert [request.request_id for request in played.finish_requests(["a", "c"], None)] == ["a", "c"]
-    assert list(played._held) == ["b"]
+    assert list(played._unsent) == ["b"]
 
 
 @pytest.mark.parametrize("returns_routes", [False, True])

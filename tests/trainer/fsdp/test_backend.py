@@ -105,7 +105,7 @@ def test_replayed_routes_are_used_and_the_router_learns(worlds: dict[int, Path])
         assert_close(gradients, own, 100 * REFERENCE_TOLERANCE)
 
 
-def test_the_comparison_sees_a_wrong_normalisation(worlds: dict[int, Path]) -> None:
+def test_the_comparison_sees_a_wrong_normalization(worlds: dict[int, Path]) -> None:
     # 11/12 is what leaving one of 12 samples out of the count would make of every gradient.
     want, _ = read(worlds[1], "untied-large-gradients")
     with pytest.raises(AssertionError):

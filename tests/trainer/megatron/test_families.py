@@ -38,7 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3-bf16": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
     "qwen3_moe-bf16": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
-    "qwen3_moe-unnormalised": {"head_dim": 32, **EXPERTS, "norm_topk_prob": False},
+    "qwen3_moe-unnormalized": {"head_dim": 32, **EXPERTS, "norm_topk_prob": False},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80},
     "qwen2_moe-normalized": {
         **EXPERTS,

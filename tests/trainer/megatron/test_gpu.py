@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on(harness: GpuHarness, saved, before: str, after: st
     path, went_on = saved[before]
     harness.open_with(after, checkpoint=str(path))
     harness.train(samples(5), version=3)
-    # Another Adam rounds differently: weights may land on a neighbour in bfloat16.
+    # Another Adam rounds differently: weights may land on a neighbor in bfloat16.
     tolerance = {"rtol": 0, "atol": 0} if before == after else {"rtol": 2**-7, "atol": 1e-6}
     torch.testing.assert_close(harness.weights(), went_on, **tolerance)
 

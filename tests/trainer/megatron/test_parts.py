@@ -264,10 +264,10 @@ def test_no_dropout_is_applied(tmp_path: Path) -> None:
     assert transformer_settings(hf)["attention_dropout"] == 0.0
 
 
-@pytest.mark.parametrize(("is_normalised", "is_before"), [(True, False), (False, True)])
-def test_router_weights_are_normalised_as_the_model_says(tmp_path: Path, is_normalised: bool, is_before: bool) -> None:
+@pytest.mark.parametrize(("is_normalized", "is_before"), [(True, False), (False, True)])
+def test_router_weights_are_normalized_as_the_model_says(tmp_path: Path, is_normalized: bool, is_before: bool) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    hf = read_config(write_config(tmp_path, "qwen3_moe", **experts, norm_topk_prob=is_normalised))
+    hf = read_config(write_config(tmp_path, "qwen3_moe", **experts, norm_topk_prob=is_normalized))
     assert transformer_settings(hf)["moe_router_pre_softmax"] is is_before
 
 

@@ -209,7 +209,7 @@ BAD_ROUTES = {
     "one is missing": ({2: None}, "row 2 is missing"),
     "a row too few": ({2: WHOLE[:-4]}, "row 2 has another number of tokens"),
     "a row too many": ({2: WHOLE + WHOLE[:4]}, "row 2 has another number of tokens"),
-    "an expert that does not exist": ({2: b"\4" + WHOLE[1:]}, "row 2 names expert 4 of 4"),
+    "an expert that does not exist": ({2: b"\4" + WHOLE[1:]}, "row 2 names expert 4, but there are only 4"),
     "slots that were never written": ({2: bytes(len(WHOLE))}, "row 2 names an expert twice"),
 }
 

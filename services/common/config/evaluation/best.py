@@ -1,4 +1,4 @@
-"""Defines which held-out metric says what the best policy is, and when a run stops because it gets no better."""
+"""Defines the held-out metric by which the best policy is chosen, and when a run ends because it no longer improves."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,10 +34,10 @@ class BestConfig(Strict):
 
 
 class EarlyStoppingConfig(BestConfig):
-    """Ends a run whose held-out metric no longer gets better."""
+    """Ends a run when its held-out metric stops improving."""
 
     patience: int = Field(default=3, ge=1)
-    """Number of evaluations in a row without a better value after which the run ends."""
+    """The run ends after this many evaluations in a row without a better value."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """A value counts as better only if it differs from the best one by more than this."""
 
@@ -50,8 +50,7 @@ class EvaluationFrequency(Strict):
     eval_before_train: bool = True
     """Evaluate the starting weights before the first step, if data.eval names a file."""
     early_stopping: EarlyStoppingConfig | None = None
-    """End the run, as if num_steps were reached, when this held-out metric no longer gets better; null trains all
-    steps."""
+    """End the run, as if num_steps were reached, when this held-out metric stops improving; null trains all steps."""
 
 
 def check_best(
@@ -60,7 +59,8 @@ def check_best(
     """Checks the rules that involve several sections.
 
     Raises:
-        ValueError: A metric is of no set in data.eval, or nothing is evaluated, or an evaluated step is not saved.
+        ValueError: A metric names a set that is not in data.eval, nothing is evaluated, or an evaluated step is not
+            saved.
     """
     eval_freq = evaluation.eval_freq
     named = {"checkpoint.keep_best": keep_best, "evaluation.early_stopping": evaluation.early_stopping}

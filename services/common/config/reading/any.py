@@ -1,4 +1,4 @@
-"""Joins the configs of both kinds of run, reinforcement learning and supervised."""
+"""Loads the config of either kind of run: reinforcement learning or supervised."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def role_section(config: AnyConfig, name: str) -> RoleConfig | None:
 
 
 def load_any(args: Sequence[str]) -> AnyConfig:
-    """Loads the config of either kind: a supervised run has no section `reward`, and data.samples_per_step.
+    """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`.
 
     Raises:
         InvalidInput: See `services.common.config.reading.load.load`.

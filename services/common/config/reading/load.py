@@ -71,7 +71,8 @@ def parse_json(model: type[Model], text: str) -> Model:
 def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel], str] | None = None) -> Iterator[Key]:
     """Yields all keys of `model`, depth first and in field order. An optional table is expanded only the first time.
 
-    Of a table that is one of several kinds, keys that all kinds have come first: `a.b`, and then `a[kind].c` of each.
+    For a table that is one of several kinds, the keys that all kinds have come first: `a.b`, and then `a[kind].c` of
+    each.
     """
     listed = {} if listed is None else listed
     for name, field in model.model_fields.items():

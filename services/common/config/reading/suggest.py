@@ -1,4 +1,4 @@
-"""Suggests the key that somebody meant who wrote one that does not exist."""
+"""Suggests an existing key in place of an unknown one."""
 
 import difflib
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ def suggest(known: Sequence[str], path: str, value: object) -> str:
     Args:
         known: All dotted keys, the more usual before the less usual.
         path: The dotted key as it was written, up to its first unknown part.
-        value: Its value; the only key of a table belongs to what was written.
+        value: Its value. If it is a table with only one key, that key is taken as part of the path.
     """
     while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
         ((name, value),) = table.items()
@@ -65,7 +65,7 @@ def _by_leaf(among: Collection[str], leaf: str) -> str:
 
 
 def _best(among: Sequence[str], parent: str) -> str:
-    """Returns the key whose table is called most like `parent`; of equal ones, the first that is in no list."""
+    """Returns the first key whose table is named like `parent`, else the first key. Keys in lists are left out."""
     plain = [key for key in among if "[" not in key and "<" not in key]
     written = parent.rpartition(".")[2]
     return next((key for key in plain if _split(key)[0].endswith(written)), plain[0] if plain else "")

@@ -130,19 +130,19 @@ class RewardConfig(Strict):
 
     scorers: tuple[ScorerConfig, ...] = ()
     """List of scorers, each with its kind. The reward of a sample is the weighted sum of their scores. At least one is
-    needed, unless the run has an environment, which gives rewards too. Of an episode, scorers see the text of the last
-    turn."""
+    needed, unless the run has an environment, which gives rewards too. In an episode, scorers see only the text of the
+    last turn."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time limit in seconds for one sample (for one group, if the scorer takes groups), from when a worker process
     takes it. On a timeout the worker is killed and replaced; the sample has no score, except for kind math, where an
-    answer that takes for ever is wrong."""
+    answer that takes forever is wrong."""
     group_timeout_s: float = Field(default=240.0, gt=0, le=86400)
-    """Time limit in seconds for a math or code scorer's work on one prompt group, without waiting for its turn. Each
-    sample may take an equal share: with 16 samples of which 2 run at once, an eighth of this, if its other limits are
-    not below that. Must be below timeouts.score_s."""
+    """Time limit in seconds for a math or code scorer's work on one prompt group, not counting the time that it waits
+    for its turn. Each sample may take an equal share (with 16 samples of which 2 run at once, an eighth of this),
+    unless its other limits are lower. Must be below timeouts.score_s."""
     num_workers: int = Field(default=2, ge=1, le=1024)
-    """Number of worker processes of each math, format and python scorer. A math scorer has one more, which takes the
-    place of a killed one at once."""
+    """Number of worker processes of each math, format and python scorer. A math scorer has one more, which replaces a
+    killed one at once."""
     max_memory_gib: float = Field(default=4.0, gt=0.1)
     """Maximum address space of one worker, in GiB. A scorer that imports CUDA libraries needs far more address space
     than memory."""

@@ -1,4 +1,4 @@
-"""Defines the config of a lag between the weights that samples are drawn from and those that are trained on them."""
+"""Defines the config of a lag between the weights that generate samples and the weights that are trained on them."""
 
 from typing import Self
 
@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import Strict
 from services.common.config.trainer.loss import LossConfig
 
-# Their ratio to the old policy is bounded for every token.
+# The kinds of loss that bound the ratio to the old policy for every token.
 _TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
 
 

@@ -219,12 +219,12 @@ class LossConfig(MeanConfig):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether an engine sampled the tokens, so that they have advantages and behavior log-probabilities."""
+        """Returns whether an engine sampled the tokens, so that they have advantages and behavior log-probabilities."""
         return self.kind != "sft"
 
     @property
     def needs_covariance(self) -> bool:
-        """Whether the loss selects tokens by the covariance of their log-probabilities and advantages."""
+        """Returns whether the loss selects tokens by the covariance of their log-probabilities and advantages."""
         return self.kind in ("clip_cov", "kl_cov")
 
 

@@ -112,12 +112,12 @@ class MegatronConfig(Strict):
 
     @property
     def has_sequence_parallel(self) -> bool:
-        """Whether sequence parallelism is on, with null resolved."""
+        """Returns whether sequence parallelism is on, with null resolved."""
         return self.tensor_model_parallel_size > 1 and self.sequence_parallel is not False
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Whether the router of experts has a loss of its own."""
+        """Returns whether the router of experts has a loss of its own."""
         return bool(self.moe.aux_loss_coeff or self.transformer_config_kwargs.get("moe_z_loss_coeff"))
 
     @property

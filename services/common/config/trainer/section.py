@@ -167,7 +167,7 @@ class TrainerConfig(Strict):
     """Maximum number of tokens in one micro-batch of packed sequences on one rank. It must be at least the length of
     the longest possible sequence."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Number of mini-batches per batch, each an equal share of the prompt groups and an optimizer update."""
+    """Number of mini-batches per batch. Each is an equal share of the prompt groups and one optimizer update."""
     num_epochs: int = Field(default=1, ge=1)
     """Number of passes over the mini-batches of a batch (verl ppo_epochs, TRL num_iterations, SkyRL
     update_epochs_per_batch). The comparison with the engine's log-probabilities comes before the first update."""
@@ -199,15 +199,16 @@ class TrainerConfig(Strict):
 
     @property
     def adds_blocks(self) -> bool:
-        """Whether a batch can be trained on in blocks whose gradients are added up and applied once."""
+        """Returns whether a batch can be trained on in blocks whose gradients are added up and applied once."""
         is_sum = self.loss.is_sampled and not self.loss.needs_covariance
-        # Auxiliary losses are divided by other counts than the loss. Of dropout, a stream that is lost uses up numbers.
+        # Auxiliary losses are divided by other counts than the loss. With dropout, a lost stream would use up random
+        # numbers.
         is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
         return self.num_epochs == 1 and is_sum and is_alone
 
     @property
     def replays_routes(self) -> bool:
-        """Whether the policy computes with the engine's routes, if the samples have them."""
+        """Returns whether the policy computes with the engine's routes, if the samples have them."""
         is_possible = self.loss.is_sampled and not (self.strategy == "megatron" and ignores_routes(self.megatron))
         return self.moe.replay_routes != "off" and is_possible
 

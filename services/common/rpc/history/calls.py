@@ -24,7 +24,7 @@ _current: ContextVar["CallHistory | None"] = ContextVar("lockstep_call_history",
 
 
 class CallHistory:
-    """The history of one session of a run, in files of `directory`; `num_rows` is the ledger's newest row before it."""
+    """Writes the history of one session of a run to files in `directory`; the ledger had `num_rows` rows before it."""
 
     def __init__(self, directory: Path, run_id: str, num_rows: int):
         self._numbers = itertools.count(1)
@@ -69,7 +69,7 @@ def _now_s() -> float:
 
 
 class NotedCall:
-    """One call in a history."""
+    """Notes one call in a history."""
 
     def __init__(self, history: CallHistory | None, number: int):
         self._history, self._number = history, number

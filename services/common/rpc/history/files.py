@@ -1,4 +1,4 @@
-"""Writes lines of JSON in a thread, to files of a limited size, of which the oldest are deleted."""
+"""Writes lines of JSON in a thread, to files of a limited size, and deletes the oldest files."""
 
 import json
 import logging
@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 16 << 20
 NUM_FILES = 16
-# Lines that wait for a slow disk: some tens of megabytes. Those beyond are dropped, and counted in a line.
+# Maximum number of lines that wait for a slow disk, some tens of megabytes. Further lines are dropped, and a line says
+# how many.
 _MAX_WAITING = 1 << 16
 _CLOSE_S = 10.0
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -23,15 +24,16 @@ Line = Mapping[str, Any]
 
 
 class LineFiles:
-    """Appends lines to calls-<number>.jsonl in `directory`, each session and each FILE_BYTES to a new file.
+    """Appends lines to calls-<number>.jsonl in `directory`. A new file begins with each session and after FILE_BYTES.
 
     A disk that fails is logged once and ends the history of this session, never the run. What was written survives a
     kill of the process; lines of its last moments may be lost.
 
     Args:
         directory: Where the files are. It is created.
-        first_line: The first line of the session. A file that continues another begins with the same line, with
-            "continues", the time "t" of the last line before it and the last ledger row before it as "rows".
+        first_line: The first line of the session. A file that continues another begins with the same line plus
+            "continues"; its "t" is then the time of the last line before it, and its "rows" the last ledger row before
+            it.
     """
 
     def __init__(self, directory: Path, first_line: Line):
@@ -44,7 +46,7 @@ class LineFiles:
         self._thread.start()
 
     def put(self, line: Line) -> None:
-        """Adds a line, which is on disk soon after. Never waits and never fails."""
+        """Adds a line, which is soon on disk. Never waits and never fails."""
         if self._waiting.qsize() >= _MAX_WAITING:
             self._num_lost += 1
             return

@@ -153,7 +153,7 @@ LOCAL = Transport()
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an IP address instead of a name."""
+    """Returns whether `host` is an IP address instead of a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

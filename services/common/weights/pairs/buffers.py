@@ -1,4 +1,4 @@
-"""The buffers of a pair: memory that the trainer rank packs buckets into and the engine worker loads them from.
+"""Makes the buffers of a pair: memory that the trainer rank packs buckets into and the engine worker loads them from.
 
 On a GPU a buffer is plain memory of cudaMalloc that the other process maps by its CUDA IPC handle. Events order the
 work of the two processes on the device. On CPU it is anonymous shared memory (memfd), whose file descriptor is passed
@@ -26,7 +26,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class OwnedBuffers(Protocol):
-    """The trainer rank's end."""
+    """Holds the buffers on the trainer rank's end."""
 
     message: pb.PairBuffers
 
@@ -58,11 +58,11 @@ class OwnedBuffers(Protocol):
 
 
 class MappedBuffers(Protocol):
-    """The engine worker's end."""
+    """Holds the buffers on the engine worker's end."""
 
     answer: pb.PairMapped
     is_kept: bool
-    """Whether they stay mapped between publications."""
+    """Whether the buffers stay mapped between publications."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Implements what both ends of a pair do: they meet, wait for one another's messages, and compare numbers."""
+"""Implements the parts that both ends of a pair share: they meet, wait for each other's messages, and compare
+numbers."""
 
 import os
 from collections.abc import Sequence
@@ -11,14 +12,14 @@ from services.common.weights.pairs.link import Link
 
 
 class PairEnd(Epoch):
-    """One member of a weight group whose engine workers share devices with trainer ranks."""
+    """Implements one member of a weight group in which engine workers share devices with trainer ranks."""
 
     _link: Link | None = None
     _partner = -1  # rank of the other end in the weight group
     _num_agreed = 0
 
     def agrees(self, values: Sequence[int]) -> bool:
-        """Whether the first trainer rank and all engine workers pass the same 64-bit integers. Only they may call this.
+        """Returns whether the first trainer rank and all engine workers, the only callers, pass the same integers.
 
         Raises:
             Aborted: A member failed, left or timed out.

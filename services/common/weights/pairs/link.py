@@ -18,7 +18,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group, as in SO_PEERCRED
 
 
 class Link:
-    """One end of a connection. All methods raise OSError if the other end is gone."""
+    """Holds one end of a connection. All methods raise OSError if the other end is gone."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -26,7 +26,7 @@ class Link:
 
     @classmethod
     def to(cls, name: str) -> "Link":
-        """Connects to the door `name`."""
+        """Connects to the listener `name`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(_address(name))
@@ -37,11 +37,11 @@ class Link:
         return cls(connection)
 
     def send(self, message: pb.PairMessage, fds: Sequence[int] = ()) -> None:
-        """Sends a message. It never waits: the kernel keeps more messages than a pair ever has under way."""
+        """Sends a message. It never waits, because the kernel buffers more messages than a pair ever has in flight."""
         socket.send_fds(self._socket, [message.SerializeToString()], list(fds))
 
     def has_message(self, timeout_s: float = 0) -> bool:
-        """Whether `receive` returns or raises without waiting. Waits for that until the timeout."""
+        """Returns whether `receive` returns or raises without waiting. Waits for that until the timeout."""
         return bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def receive(self) -> tuple[pb.PairMessage, list[int]]:
@@ -62,7 +62,7 @@ class Link:
         self._socket.close()
 
 
-class Door:
+class Listener:
     """Listens for the other end of a pair. `name` is for that end only, but does not need to be secret."""
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class Door:
         self._socket.listen()
         self._socket.setblocking(False)
 
-    def has_visitor(self) -> bool:
-        """Whether `accept` returns without waiting."""
+    def has_connection(self) -> bool:
+        """Returns whether `accept` returns without waiting."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def accept(self) -> Link | None:
-        """Returns the connection of the next visitor; None if it runs as another user."""
+        """Returns the next connection; None if the other end runs as another user."""
         connection, _ = self._socket.accept()
         try:
             _require_same_user(connection)

@@ -15,7 +15,7 @@ from services.common.weights.plan import Bucket
 
 
 class PairReceiver(PairEnd):
-    """The engine worker's end of a pair."""
+    """Implements the engine worker's end of a pair."""
 
     _buffers: MappedBuffers | None = None
 
@@ -40,7 +40,7 @@ class PairReceiver(PairEnd):
                 self._tell_read(buffers, buffer)
 
     def free_buffers(self) -> bool:
-        """Does nothing and returns that: the buffers are the trainer rank's memory."""
+        """Returns False: it frees nothing, because the buffers are the trainer rank's memory."""
         return False
 
     def acknowledge(self, version: int, digest: str) -> None:

@@ -1,8 +1,9 @@
 """Sends weights to the engine worker on this trainer rank's device.
 
 Every rank has a worker of its own, which needs all weights. The plan's sender of a bucket packs it, the ranks spread it
-among themselves over their own process group, and each hands it to its worker. These collectives stand in a fixed order
-with those that gather the weights. So a rank whose pair is broken takes part to the end, and raises only then.
+among themselves over their own process group, and each hands it to its worker. All ranks run these collectives, and
+those that gather the weights, in the same order. A rank with a broken pair therefore takes part to the end, and raises
+only then.
 """
 
 import hmac
@@ -17,7 +18,7 @@ from services.common.errors import Aborted
 from services.common.weights.group import Transfer
 from services.common.weights.pairs.buffers import NUM_BUFFERS, OwnedBuffers, make_buffers
 from services.common.weights.pairs.end import PairEnd
-from services.common.weights.pairs.link import Door
+from services.common.weights.pairs.link import Listener
 from services.common.weights.pairs.members import device_name, partners
 from services.common.weights.plan import Bucket
 
@@ -30,7 +31,7 @@ _graveyard: list[OwnedBuffers] = []
 
 
 class PairSender(PairEnd):
-    """The trainer rank's end of a pair; all trainer ranks send at the same time."""
+    """Implements the trainer rank's end of a pair; all trainer ranks send at the same time."""
 
     def __init__(
         self, group: types_pb2.WeightGroup, *, rank: int, device: torch.device, senders: Sequence[int], spread: Spread
@@ -103,7 +104,7 @@ class PairSender(PairEnd):
         return Transfer([])
 
     def _unless_broken(self, action: Callable[[], None]) -> None:
-        """Does something with the other end. A failure is kept for the end, because the other ranks go on."""
+        """Runs a step that involves the other end. A failure is raised at the end only, as the other ranks go on."""
         if self._partner < 0 or self._broken is not None:
             return
         try:
@@ -149,7 +150,7 @@ class PairSender(PairEnd):
             self._give_up(f"member {self._partner} has read buffer {buffer} out of order")
 
     def _finish(self) -> None:
-        """Waits until the other end has read everything.
+        """Waits until the other end has read all buffers.
 
         Raises:
             Aborted: The pair broke, now or before.
@@ -168,18 +169,18 @@ class PairSender(PairEnd):
             buffers.free()
 
     def _connect(self, group: types_pb2.WeightGroup) -> None:
-        door = Door()
+        listener = Listener()
         try:
-            members = self._meet(pb.PairMember(device=device_name(self.device, self.rank), socket=door.name))
+            members = self._meet(pb.PairMember(device=device_name(self.device, self.rank), socket=listener.name))
             trainer_of = partners(members, self.num_trainer_ranks)
             self._partner = next((worker for worker, rank in trainer_of.items() if rank == self.rank), -1)
             while self._partner >= 0 and self._link is None:
-                self._wait_until(door.has_visitor, f"member {self._partner} to connect", partner=self._partner)
-                self._link = door.accept()
+                self._wait_until(listener.has_connection, f"member {self._partner} to connect", partner=self._partner)
+                self._link = listener.accept()
                 if self._link is not None and not self._is_partner(group.store_secret):
                     super()._disconnect()
         finally:
-            door.close()
+            listener.close()
         while _graveyard:
             _graveyard.pop().free()
 

@@ -1,1 +1,1 @@
-"""`lockstep doctor`: checks a host and services before a run starts on them. Changes nothing."""
+"""Implements `lockstep doctor`, which checks a host and services before a run starts on them. Changes nothing."""

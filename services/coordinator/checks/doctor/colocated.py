@@ -28,7 +28,7 @@ def examine_colocated(
 
 
 def check_namespaces(given: Addresses) -> Finding:
-    """Says whose namespaces trainer and rollout are in: they share memory through CUDA IPC and Unix sockets."""
+    """Reports the namespaces of trainer and rollout, which must be shared for CUDA IPC and abstract Unix sockets."""
     if not given.trainer:
         return Finding("namespaces", "those of this process: both services are started here")
     fix = "if they run in containers, give both the same network, IPC and PID namespaces, or publications fail"

@@ -1,4 +1,4 @@
-"""The result of a check and the table that shows results."""
+"""Defines the result of a check, and the table that shows results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 class Verdict(StrEnum):
-    """Severity of a finding."""
+    """Names the severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -23,7 +23,7 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check; `fix` says what to do if the verdict is not ok."""
+    """Holds the result of one check; `fix` says what to do if the verdict is not ok."""
 
     check: str
     found: str

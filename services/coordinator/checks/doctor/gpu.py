@@ -48,7 +48,7 @@ def check_driver(driver: str, cuda: str | None) -> Finding:
 
 
 def check_compiler(headers: Path) -> Finding:
-    """Checks that Triton can compile what starts its kernels on a GPU; `headers` is the directory of Python's."""
+    """Checks that Triton can compile the code that launches kernels; `headers` is the directory of Python's."""
     named = os.environ.get("CC")
     compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

@@ -1,4 +1,4 @@
-"""Checks that this host has what a run needs, before anything is started."""
+"""Checks that this host meets the needs of a run, before anything is started."""
 
 import os
 import re

@@ -26,7 +26,7 @@ _FIX_BUSY = "stop the run, or use a certificate with role coordinator, and try a
 
 @dataclass(frozen=True)
 class _BroadcastResult:
-    """Result of one broadcast: at the trainer (`sent`) and at each replica (`received`, by address)."""
+    """Holds the result of one broadcast: at the trainer (`sent`) and at each replica (`received`, by address)."""
 
     group: WeightGroup
     sent: TestBroadcast | LockstepError

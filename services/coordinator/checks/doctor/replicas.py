@@ -1,4 +1,4 @@
-"""Checks where a run finds its replicas, and what it does if a service that it started dies."""
+"""Checks how a run finds its replicas, and reports how it reacts if a service that it started dies."""
 
 import asyncio
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def check_discovery(config: Config) -> Finding:
 
 
 def check_restarts(config: AnyConfig) -> Finding:
-    """Says from where the run resumes if its trainer dies."""
+    """Reports from where the run resumes if its trainer dies."""
     if not config.restart.max:
         return Finding("restart", "no service is started again: the run ends when one dies")
     often = f"each service up to {config.restart.max} times in {config.restart.window_s:g} s"

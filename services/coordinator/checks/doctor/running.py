@@ -32,7 +32,7 @@ _SKEW_WARN_S, _SKEW_FAIL_S = 1.0, 300.0
 _MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transformers")
 
 _TRAINER = (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest())
-"""Of the policy; a reference or a critic may have one of its own."""
+"""The policy's trainer; a reference or a critic may have a trainer of its own."""
 _KINDS = {
     "rollout": (RolloutServiceStub, RolloutService.GetInfo, rollout_pb2.GetInfoRequest()),
     "reward": (RewardServiceStub, RewardService.GetInfo, reward_pb2.GetInfoRequest()),
@@ -41,7 +41,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """A service's answer to GetInfo: the fastest call's latency, and how far its clock is ahead of this host's."""
+    """Holds a service's answer to GetInfo, the fastest call's latency, and how far its clock is ahead of ours."""
 
     info: ServiceInfo
     latency_s: float

@@ -32,7 +32,7 @@ def examine(config: AnyConfig | None, given: Addresses, console: Console) -> boo
 
 
 def examine_run(config: AnyConfig, given: Addresses, console: Console) -> bool:
-    """Checks only what the config of a run says, and prints the findings. Returns whether no check failed."""
+    """Runs only the checks of a run's config, and prints the findings. Returns whether no check failed."""
     with console.status("checking"):
         findings = list(_of_run(config, given))
     return _show(findings, console)

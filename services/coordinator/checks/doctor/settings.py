@@ -24,7 +24,7 @@ _GIB = 2**30
 
 
 def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
-    """Checks what the services that would be started here will be given."""
+    """Checks the settings of the services that would be started here."""
     if isinstance(config, Config):
         if not given.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
             yield check_scorers(config)

@@ -15,7 +15,7 @@ _POLICY = (0, 1)  # ROLE_UNSPECIFIED means the policy too
 
 @dataclass
 class _Call:
-    """A call that was sent, and its answers once it has ended."""
+    """Describes a call that was sent, and its answers once it has ended."""
 
     method: str
     peer: str
@@ -37,7 +37,7 @@ class _Call:
 
 @dataclass
 class _Session:
-    """What is known after the lines so far of one coordinator; less is known if it is not whole: lines were lost."""
+    """Holds the state that one coordinator's lines imply so far; if `is_whole` is false, lines were lost."""
 
     run_id: str
     is_whole: bool

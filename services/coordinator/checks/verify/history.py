@@ -18,12 +18,12 @@ _LAYOUT = ("model", "trainer", "weights")
 
 
 class ViolationError(Exception):
-    """Says in a sentence what is wrong with a row."""
+    """Describes in a sentence what is wrong with a row."""
 
 
 @dataclass
 class _Session:
-    """What one coordinator has done since it opened the run."""
+    """Holds the actions of one coordinator since it opened the run."""
 
     config: Mapping[str, Any]
     checkpoint: str
@@ -212,7 +212,8 @@ class History:
         return self._session.published
 
     def _lag(self) -> int:
-        """Returns how many versions older than the one that it updates a batch is, but for a session's first ones."""
+        """Returns by how many versions a batch is older than the one it updates, except in a session's first
+        batches."""
         return self._session.config["trainer"].get("lag", {}).get("versions", 0)
 
     def _layout(self) -> str:

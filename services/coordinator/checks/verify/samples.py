@@ -15,7 +15,7 @@ _COLUMNS = ["prompt_id", "group", "sample", "seed", "policy_version", "policy_di
 
 
 class SampleChecks:
-    """Remembers over all batches which place of the data has which prompt."""
+    """Checks the samples of batch after batch, and remembers which prompt is at which place in the data."""
 
     def __init__(self) -> None:
         self.num_samples = 0

@@ -1,4 +1,4 @@
-"""`lockstep verify`: checks that a run's record could have come about in the only legal order."""
+"""Implements `lockstep verify`, which checks that a run's record is possible in the only legal order of actions."""
 
 import json
 from collections import deque
@@ -24,7 +24,7 @@ _HIDDEN = ("config", "versions", "metrics")  # too long for a line
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a verification."""
+    """Holds the result of a verification."""
 
     rows: Sequence[Row]
     """The shortest prefix of the ledger that is illegal; all of it if none is."""
@@ -114,7 +114,7 @@ def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _text(metrics: Mapping[str, object] | None) -> str:
-    """Returns text that is equal for equal metrics, NaN included."""
+    """Returns text that is equal for equal metrics, including NaN."""
     return json.dumps(metrics, sort_keys=True)
 
 

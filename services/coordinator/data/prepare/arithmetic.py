@@ -18,7 +18,7 @@ _TEST_ONE_IN = 10
 
 
 class Problem(TypedDict):
-    """One row. `level` is the number of carries, or of borrows for a subtraction: 0 to 2."""
+    """Holds one row. `level` is the number of carries, or of borrows for a subtraction: 0 to 2."""
 
     prompt: str
     answer: str

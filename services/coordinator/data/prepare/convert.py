@@ -29,7 +29,7 @@ class _Row(TypedDict):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Result of a conversion."""
+    """Reports the result of a conversion."""
 
     dataset: str
     source: str

@@ -1,4 +1,4 @@
-"""DeepScaleR-Preview: 40 thousand competition problems with LaTeX answers, in one split."""
+"""Reads DeepScaleR-Preview: 40 thousand competition problems with LaTeX answers, in one split."""
 
 from services.coordinator.data.prepare.formats import Example, Format, Record, text
 

@@ -12,7 +12,7 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One problem. `solution` is the worked solution, or empty."""
+    """Holds one problem. `solution` is the worked solution, or empty."""
 
     problem: str
     answer: str
@@ -21,7 +21,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Format:
-    """A dataset: its id on the Hub, its files and the function that reads a row."""
+    """Describes a dataset: its id on the Hub, its files and the function that reads a row."""
 
     name: str
     hub_id: str

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, arXiv 2110.14168. An answer's last line looks like `#### 1,234`."""
+"""Reads GSM8K: grade-school word problems, arXiv 2110.14168. An answer's last line looks like `#### 1,234`."""
 
 from services.coordinator.data.prepare.formats import Example, Format, Record, text
 from services.coordinator.data.reading.bad_rows import BadRow

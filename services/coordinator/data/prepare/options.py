@@ -1,4 +1,5 @@
-"""The datasets that can be converted, and how: what the command line needs to know before it converts anything."""
+"""Defines the datasets that can be converted and the options, which the command line needs before it converts
+anything."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPS
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Options of a conversion."""
+    """Holds the options of a conversion."""
 
     bad_rows: Literal["fail", "drop"] = "fail"
     test_size: int = 500

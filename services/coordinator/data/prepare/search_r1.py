@@ -80,7 +80,7 @@ def _answers(record: Record) -> list[str]:
     value = record[column]
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not found or not all(isinstance(a, str) and a.strip() for a in found):
-        raise BadRow(f"{column} is no text and no list of texts")
+        raise BadRow(f"{column} is neither text nor a list of texts")
     return [answer.strip() for answer in found]
 
 

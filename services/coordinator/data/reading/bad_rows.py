@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
-    """A row cannot be used; the message says why. Callers that know the row's place catch it."""
+    """Says why a row cannot be used. Callers that know the row's place catch it."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Base class for files of prompts and of SFT rows: reads files and tokenizes their rows."""
+"""Defines the base class for files of prompts and of SFT rows: reads files and tokenizes their rows."""
 
 import difflib
 import hashlib
@@ -27,7 +27,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row that can be used. `content_hash` covers the row as stored, before the chat template.
+    """Holds a row that can be used. `content_hash` covers the row as stored, before the chat template.
 
     `pieces` are either the prompt alone, or prompt, answer, text in between, answer, and so on. Each is tokenized
     separately, like the prompt is at generation.
@@ -40,16 +40,16 @@ class Row:
 
     @property
     def prompt_id(self) -> str:
-        """`<row number>-<hash of the row>`: unique in its dataset and independent of the model and the template."""
+        """Returns `<row number>-<hash of the row>`, unique in its dataset and independent of model and template."""
         return f"{self.number}-{self.content_hash.hex()[:8]}"
 
 
 class HasLength(Protocol):
-    """Is a tokenized row."""
+    """Describes a tokenized row."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the config limits."""
+        """Returns the number of tokens, which the config limits."""
         ...
 
 
@@ -71,7 +71,7 @@ Tokenized = TypeVar("Tokenized", bound=HasLength)
 
 
 class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
-    """One file with checked columns."""
+    """Reads one file with checked columns."""
 
     noun: ClassVar[str]
     """Name of the rows in messages."""

@@ -16,7 +16,7 @@ _MODEL = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*?)(@(?P<revision>[\w.-]+))
 _DATASET_FILE = re.compile(r"hf:/{1,2}datasets/(?P<id>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w.-]+))?(/(?P<file>.+))?")
 # How files of the training split are named on the Hub: train.parquet, data/train-00000-of-00002.parquet, train/1.jsonl.
 _OF_TRAINING = re.compile(r"(^|[/._-])train([/._-])")
-# What a model card is made of, and weights. Other files of a repository are often the same weights in another format.
+# The files of a model card, and weights. Other files of a repository are often the same weights in another format.
 _CARD = ("*.json", "*.jinja", "*.txt")
 _WEIGHTS = ("model*.safetensors",)
 _ROLES = ("reference", "critic")

@@ -1,4 +1,4 @@
-"""The type of a row, apart from what reads it: the command line needs it, and pyarrow is slow to import."""
+"""Defines the type of a row, apart from the code that reads rows, which imports pyarrow and is slow to load."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -18,7 +18,7 @@ from services.coordinator.text.chat_template import Message
 
 @dataclass(frozen=True, slots=True)
 class PromptRow(Row):
-    """A row with its answer, further columns (`extra`) and, once tokenized, its tokens.
+    """Holds a row with its answer, further columns (`extra`) and, once tokenized, its tokens.
 
     Tokens are an array because a list of ints takes nine times the memory. Rows with a chat template keep their
     messages, and `text` renders them again, because both would take twice the memory.
@@ -32,22 +32,22 @@ class PromptRow(Row):
 
     @property
     def text(self) -> str:
-        """The text that was tokenized, after the chat template."""
+        """Returns the text that was tokenized, after the chat template."""
         return self.render(self.messages) if self.render else self.pieces[0]
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages before the chat template; without one, a message without a role that has the whole text."""
+        """Returns the messages before the chat template; without one, a message without a role with the whole text."""
         return tuple(json.loads(self.messages_json)) if self.render else ({"role": "", "content": self.pieces[0]},)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the prompt."""
+        """Returns the number of tokens of the prompt."""
         return len(self.tokens)
 
 
 class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
-    """A file with a prompt column, an answer column and extra columns for the scorers."""
+    """Reads a file with a prompt column, an answer column and extra columns for the scorers."""
 
     noun = "prompts"
 

@@ -1,1 +1,1 @@
-"""`lockstep report`: writes a run's results as one HTML page that needs no network and no server."""
+"""Implements `lockstep report`, which writes a run's results as one HTML page that needs no network and no server."""

@@ -13,7 +13,7 @@ Row = Mapping[str, float]
 Item = TypeVar("Item")
 
 MAX_STEPS = 2000
-"""Most steps in a curve, about as many as a screen has pixels; longer runs are thinned evenly."""
+"""Maximum number of steps in a curve, about as many as a screen has pixels; longer runs are thinned evenly."""
 
 _PHASES = ("generating", "training", "publishing", "checkpointing", "evaluating")
 _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
@@ -37,7 +37,8 @@ class Plot(TypedDict):
 
 @dataclass(frozen=True)
 class _Panel:
-    """A plot: title and series (name -> metric). `held_out` adds a series eval/<set>/<held_out> for every set."""
+    """Describes a plot: title and series (name -> metric). `held_out` adds a series eval/<set>/<held_out> for every
+    set."""
 
     title: str
     series: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Collects the head of the page: the run's identity, progress and library versions."""
+"""Collects the facts at the top of the page: the run's identity, progress and library versions."""
 
 import datetime
 import hashlib

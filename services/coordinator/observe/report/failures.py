@@ -24,7 +24,7 @@ _MAX_TEXT = 400
 
 @dataclass
 class Failure:
-    """One kind of failure: how often it occurred, when it last did, and its last message."""
+    """Describes one kind of failure: how often it occurred, when it last did, and its last message."""
 
     what: str
     reason: str
@@ -34,8 +34,8 @@ class Failure:
 
 
 def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
-    """Returns refused calls, samples without a score, lost replicas, dropped groups and warnings of steps that teach
-    little, most frequent first.
+    """Returns refused calls, samples without a score, lost replicas, dropped groups and warnings about steps from which
+    little was learned, most frequent first.
     """
     found: dict[tuple[str, str], Failure] = {}
     for failure in (*_logged(run_dir), *_dropped(steps), *_warnings(steps)):

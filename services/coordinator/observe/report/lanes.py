@@ -11,8 +11,8 @@ _WIDTH = 60
 def lanes(rows: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     """Returns each step that has lanes: `step`, its `seconds`, and `lanes` of name, begin, end and busy seconds.
 
-    All steps have the same lanes. One that was idle for a whole step has zeros, as the replicas have in the last steps
-    of a run with a lag.
+    All steps have the same lanes. A lane that was idle for a whole step has zeros, such as that of the replicas in the
+    last steps of a run with a lag.
     """
     steps = [row for row in thin(steps_of(rows)) if "time/generate_end_s" in row or "time/train_end_s" in row]
     names = [name for name in LANES if any(f"time/{name}_end_s" in row for row in steps)]

@@ -31,7 +31,7 @@ _NAME = re.compile(r"(?:(?P<set>.+)-)?step-(?P<version>\d+)\.parquet")
 
 @dataclass(frozen=True)
 class Source:
-    """A Parquet file of samples: the batch of a step, or an evaluation of a held-out set after a step."""
+    """Describes a Parquet file of samples: the batch of a step, or an evaluation of a held-out set after a step."""
 
     path: Path
     step: int
@@ -39,7 +39,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Label for users."""
+        """Returns the label for users."""
         return f"held-out {self.held_out} after step {self.step}" if self.held_out else f"step {self.step}"
 
 

@@ -1,4 +1,4 @@
-"""Experiment trackers. The library of each kind is an optional extra and is imported only when configured."""
+"""Opens experiment trackers. The library of each kind is an optional extra and is imported only when configured."""
 
 from services.common.config.observability import TrackerConfig, WandbConfig
 from services.common.config.reading.any import AnyConfig

@@ -1,4 +1,4 @@
-"""Generalized advantage estimation with a critic (arXiv 1506.02438)."""
+"""Implements generalized advantage estimation with a critic (arXiv 1506.02438)."""
 
 import numpy as np
 

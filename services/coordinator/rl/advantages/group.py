@@ -1,4 +1,4 @@
-"""Advantages that compare a sample with the others of its prompt; all tokens of a sample get the same advantage.
+"""Implements advantages that compare a sample with the others of its prompt; all its tokens get the same advantage.
 
 r is the sample's reward minus the KL penalties of its tokens, if there is a KL penalty.
 """
@@ -17,12 +17,12 @@ def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """r - mean. Does not divide by the std, which would favor too easy and too hard prompts (arXiv 2503.20783)."""
+    """Returns r - mean. Dividing by the std would favor too easy and too hard prompts (arXiv 2503.20783)."""
     return centered(samples.net_rewards_S, samples.group_S)[samples.sample_M]
 
 
 def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """(r - mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300, section 4.1.2)."""
+    """Returns (r - mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300, section 4.1.2)."""
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     if config.normalize_std:
         size = np.bincount(samples.group_S)
@@ -32,20 +32,20 @@ def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
 
 def rloo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """r - mean of the other samples, which is n / (n - 1) * (r - mean of all n) (arXiv 2402.14740, section 2.2)."""
+    """Returns r - mean of the others, which is n / (n - 1) * (r - mean of all n) (arXiv 2402.14740, section 2.2)."""
     size_S = np.bincount(samples.group_S)[samples.group_S]
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     return (centered_S * size_S / (size_S - 1))[samples.sample_M]
 
 
 def opo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """r - mean weighted by the number of trained tokens, the baseline of least variance (arXiv 2505.23585)."""
+    """Returns r - mean weighted by trained tokens, the baseline of least variance (arXiv 2505.23585)."""
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     return (centered_S - _mean(centered_S, samples.group_S, samples.count_S))[samples.sample_M]
 
 
 def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """(r - mean) * samples / samples in groups of differing rewards; others have no gradient (arXiv 2504.02546)."""
+    """Returns (r - mean) * samples / samples in groups of differing rewards; others get 0 (arXiv 2504.02546)."""
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     mixed = np.bincount(samples.group_S, centered_S != 0) > 0
     num_mixed = np.count_nonzero(mixed[samples.group_S])

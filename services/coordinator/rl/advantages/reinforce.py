@@ -1,4 +1,4 @@
-"""REINFORCE on each token's return. Does not compare samples within a group, so one sample per prompt is enough."""
+"""Implements REINFORCE on each token's return. Compares no samples within a group, so one per prompt is enough."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The columns of a batch as flat arrays. Suffixes: S samples, N completion tokens, M trained tokens."""
+"""Reads the columns of a batch as flat arrays. Suffixes: S samples, N completion tokens, M trained tokens."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -14,7 +14,7 @@ from services.coordinator.rl.advantages.kl import token_kl
 
 @dataclass(frozen=True)
 class Samples:
-    """Input of the estimators, in the order of the batch. Tokens that loss_mask excludes are treated as observations.
+    """Holds the estimators' input, in the order of the batch. Tokens that loss_mask excludes are observations.
 
     Attributes:
         rewards_S: float64, before KL penalties.
@@ -88,22 +88,22 @@ class Samples:
 
     @property
     def net_rewards_S(self) -> np.ndarray:
-        """Reward of each sample minus the KL penalties of its tokens."""
+        """Returns each sample's reward minus the KL penalties of its tokens."""
         return self.rewards_S - np.bincount(self.sample_M, self.penalty_M, minlength=len(self.rewards_S))
 
     @property
     def trained_S(self) -> np.ndarray:
-        """Whether each sample has trained tokens."""
+        """Returns whether each sample has trained tokens."""
         return self.count_S > 0
 
     @property
     def last(self) -> np.ndarray:
-        """Index of the last trained token, among all M, of each sample that has trained tokens."""
+        """Returns the index of the last trained token, among all M, of each sample that has trained tokens."""
         return np.cumsum(self.count_S)[self.trained_S] - 1
 
     @property
     def token_rewards_M(self) -> np.ndarray:
-        """Reward of each token: minus its KL penalty, plus the sample's reward at the last trained token."""
+        """Returns each token's reward: minus its KL penalty, plus the sample's reward at the last trained token."""
         rewards_M = -self.penalty_M
         rewards_M[self.last] += self.rewards_S[self.trained_S]
         return rewards_M

@@ -1,4 +1,4 @@
-"""Discounted sums over the rest of each sample."""
+"""Computes discounted sums over the rest of each sample."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Finds out which replicas a publication waits for in vain: their services answer, but their engines hang."""
+"""Finds the replicas that do not take part in a publication: their services answer, but their engines hang."""
 
 import asyncio
 from collections import Counter
@@ -10,7 +10,7 @@ from services.coordinator.services.clients.replica import Replica
 
 Result = TypeVar("Result")
 
-# Attempts in a row that a replica may miss. One can be the fault of a busy host or of the network.
+# Number of attempts in a row after which a replica is dropped. A single one can be due to a busy host or network.
 _MAX_MISSES = 2
 
 
@@ -43,7 +43,7 @@ class Attendance:
         """Runs one call to each of `replicas` and, if given, the trainer's. Returns their results in this order.
 
         Raises:
-            LockstepError: The first failure. Its message names the replicas that were waited for in vain.
+            LockstepError: The first failure. Its message names the replicas that did not take part.
         """
         self._absent = ()
         tasks = [asyncio.ensure_future(call) for call in (*calls, *trainer)]
@@ -65,7 +65,7 @@ class Attendance:
         raise _naming(self._absent, failures[0])
 
     def took_part(self, replicas: Sequence[Replica]) -> None:
-        """Forgets what `replicas` have missed, because all of them took part in a whole publication."""
+        """Resets the counts of `replicas`, because all of them took part in a whole publication."""
         for replica in replicas:
             del self._misses[replica]
 
@@ -92,7 +92,7 @@ def _is_abort(error: BaseException) -> bool:
 
 
 def _silent(replicas: Sequence[Replica], tasks: Sequence[asyncio.Task[object]]) -> list[Replica]:
-    """Returns the replicas without an answer. If the trainer has none either, nobody knows whom it waits for."""
+    """Returns the replicas without an answer. Returns none if the trainer has no answer either and may be the cause."""
     is_silent = [not task.done() or isinstance(task.exception(), DeadlineExceeded) for task in tasks]
     if any(is_silent[len(replicas) :]):
         return []

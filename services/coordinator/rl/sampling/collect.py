@@ -21,7 +21,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Draw:
-    """How to sample one prompt, and from which weights."""
+    """Says how to sample one prompt, and from which weights."""
 
     num_samples: int
     sampling: SamplingConfig
@@ -29,7 +29,7 @@ class Draw:
     step: int
     """Determines the seeds. It is the stamp's version, unless several batches are sampled from that version."""
     keep_failed: bool = False
-    """Keep all groups; a sample that could not be scored gets a reward of 0."""
+    """Whether to keep all groups; a sample that could not be scored then gets a reward of 0."""
 
 
 class Collector:
@@ -72,7 +72,7 @@ class Collector:
         return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of what was collected since the last call."""
+        """Returns the metrics of the groups that were collected since the last call."""
         failed = {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
         return failed | self._drafts.take_metrics()
 

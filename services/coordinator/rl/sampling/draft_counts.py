@@ -1,16 +1,16 @@
-"""Adds up what speculative decoding drafted for the samples of a step."""
+"""Adds up the counts of tokens that speculative decoding drafted for the samples of a step."""
 
 from lockstep.rollout.v1.rollout_pb2 import Drafts
 
 
 class DraftCounts:
-    """Sums over groups, until they are taken as metrics."""
+    """Sums counts over groups, until they are taken as metrics."""
 
     def __init__(self) -> None:
         self._sum = Drafts()
 
     def add(self, drafts: Drafts) -> None:
-        """Adds those of one group."""
+        """Adds the counts of one group."""
         for field in drafts.DESCRIPTOR.fields:
             setattr(self._sum, field.name, getattr(self._sum, field.name) + getattr(drafts, field.name))
 

@@ -10,7 +10,7 @@ from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
 from services.common.config.run import Config
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
@@ -101,6 +101,7 @@ class EpisodeCollector(Collector):
             params = self._params(draw, self._max_tokens - len(stream.tokens))
             seeds = [self._turn_seed(prompt, draw, sample, turn)]
             group = await self._rollout.generate(0, context, seeds, params, draw.stamp, affinity)
+            _require_stamp(group, draw, sample, turn)
             (completion,) = group.completions
             self._count_drafts(group, draw)
             if turn:
@@ -150,10 +151,25 @@ def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config
 
 
 def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> Collector:
-    """Returns what collects the run's groups: of episodes, if it has an environment, else of single completions."""
+    """Returns the collector of the run's groups: of episodes, if it has an environment, else of single completions."""
     if services.environments is None:
         return Collector(services.rollout, services.reward, tokenizer, config.seed)
     return EpisodeCollector(services.rollout, services.reward, tokenizer, config, services.environments)
+
+
+def _require_stamp(turn_of: SampledGroup, draw: Draw, sample: int, turn: int) -> None:
+    """Checks that a turn comes from the stamp that its whole sample will carry to the trainer.
+
+    Raises:
+        PreconditionFailed: STALE_STAMP, it does not.
+    """
+    if turn_of.stamp != draw.stamp:
+        raise PreconditionFailed(
+            f"prompt {turn_of.prompt.prompt_id} sample {sample}: turn {turn} was sampled from version "
+            f"{turn_of.stamp.version} ({turn_of.stamp.digest[:8]}), and not from version {draw.stamp.version} "
+            f"({draw.stamp.digest[:8]}) like the others; see the log of the replica",
+            reason=Reason.STALE_STAMP,
+        )
 
 
 def _shared_prompt(played: Sequence[_Played]) -> Prompt:

@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 # (index in the order of prompts, prompt) -> scored group, or None if it has no score.
 DrawOne = Callable[[int, Prompt], Awaitable[ScoredGroup | None]]
-# Told of each group as it is decided, by its place in the order of prompts; None if the group is not useful.
+# Is called with each group as it is decided, and its place in the order of prompts; with None if it is not useful.
 Decide = Callable[[int, ScoredGroup | None], None]
 
 
 class Drop(StrEnum):
-    """Why a group is not used."""
+    """Says why a group is not used."""
 
     NO_SCORE = "no_score"
     ALL_TRUNCATED = "all_truncated"
@@ -41,7 +41,7 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True)
 class Selected:
-    """The groups of a batch, the record of how they were chosen, and the outcomes that the curriculum uses."""
+    """Holds the groups of a batch, the record of how they were chosen, and the outcomes that the curriculum uses."""
 
     groups: Sequence[ScoredGroup]
     decision: Mapping[str, object]
@@ -59,7 +59,7 @@ async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, decid
         config: The run's config.
         prompts: Distinct prompts, in the order in which they are tried.
         draw: Samples and scores one of them.
-        decide: Told of every tried group; with `keep: arrival` places count in order of arrival.
+        decide: Is called with every tried group; with `keep: arrival` places count in order of arrival.
 
     Raises:
         LockstepError: TOO_FEW_GROUPS if too few groups are useful; or as `draw`.
@@ -74,7 +74,7 @@ async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, decid
 
 
 class _EnoughError(Exception):
-    """Raised to cancel the draws in progress when the batch is complete."""
+    """Cancels the draws in progress when the batch is complete."""
 
 
 @dataclass(frozen=True)

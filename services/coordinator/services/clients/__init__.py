@@ -1,1 +1,1 @@
-"""Clients of the rollout, reward and trainer services."""
+"""Calls the rollout, reward and trainer services."""

@@ -9,12 +9,12 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from services.common.batches import batch as batches
 from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
 
-# Makes the call with these requests.
+# A function that makes the call with these requests.
 Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]
 
 
 class BlockStream:
-    """One TrainBlocks call: `run` makes it, `send` gives it blocks, and `commit` ends it."""
+    """Makes one TrainBlocks call: `run` starts it, `send` gives it blocks, and `commit` ends it."""
 
     def __init__(self, header: pb.TrainHeader, call: Call):
         self._header, self._call = header, call

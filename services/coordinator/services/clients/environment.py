@@ -1,4 +1,4 @@
-"""Client of the environments. Spreads episodes over the reward services and gives failures one type."""
+"""Calls the environments. Spreads episodes over the reward services and gives failures one type."""
 
 import asyncio
 import json
@@ -29,14 +29,14 @@ _MARGIN_S = 30.0
 
 
 class EnvironmentFailure(StrEnum):
-    """Says why an episode failed without the policy's doing. It counts in the metrics under this word."""
+    """Says why an episode failed, which was not the policy's fault. Metrics count it under this word."""
 
     TIMEOUT = "timeout"
     CRASHED = "crashed"
     REFUSED = "refused"
     INVALID_REPLY = "invalid_reply"
     LOST = "lost"
-    """The reward service was lost or restarted, and with it the episode."""
+    """The reward service was lost or restarted, and its episodes with it."""
 
 
 class EpisodeFailed(LockstepError):
@@ -72,7 +72,7 @@ class EpisodeClient:
         return answer.messages
 
     async def step(self, text: str, num_tokens: int, finish_reason: FinishReason) -> pb.StepResponse:
-        """Gives the environment the policy's next turn. Returns its reply.
+        """Sends the policy's next turn to the environment. Returns its reply.
 
         Raises:
             EpisodeFailed: The environment failed.

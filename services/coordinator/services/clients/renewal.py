@@ -15,17 +15,17 @@ _PER_LEASE = 4
 
 
 class Renewal:
-    """Calls GetInfo on one service as often as its lease needs it, from `begin` to `end`."""
+    """Calls GetInfo on one service as often as its lease requires, from `begin` to `end`."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, client: Client, method: Method[Request, Message], request: Request, lease_s: float) -> None:
-        """Begins, if it has not begun yet; `method` and `request` are the service's GetInfo."""
+        """Begins the calls, if it has not begun yet; `method` and `request` are the service's GetInfo."""
         self._task = self._task or asyncio.create_task(self._renew(client, method, request, lease_s / _PER_LEASE))
 
     async def end(self) -> None:
-        """Ends."""
+        """Ends the calls."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -35,5 +35,5 @@ class Renewal:
             await asyncio.sleep(every_s)
             try:
                 await client.call(method, request, timeout_s=every_s)
-            except LockstepError as error:  # calls that need the service find out, and act on it
+            except LockstepError as error:  # calls that need the service notice it themselves
                 log.info("the lease at %s could not be renewed: %s", client.address, error.message)

@@ -1,4 +1,4 @@
-"""Client of one rollout replica, with its state."""
+"""Calls one rollout replica, and keeps its state."""
 
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -18,12 +18,12 @@ from services.coordinator.services.clients.renewal import Renewal
 
 log = logging.getLogger(__name__)
 
-# Enough for a connection that was reset. The others wait for the answer of a replica that is gone.
+# Long enough for a connection that was reset. Other replicas wait while a replica that is gone is retried.
 _MAX_RETRY_S = 2.0
 
 
 class ReplicaState(StrEnum):
-    """State of a replica. A DEAD one becomes STALE first: after its return it has no weights until a publication."""
+    """Names the states of a replica. A DEAD one becomes STALE first: it has no weights until a publication."""
 
     DEAD = "dead"
     STALE = "stale"

@@ -1,4 +1,4 @@
-"""Client of the reward service. Applies `reward.on_failure` to groups with a sample that could not be scored."""
+"""Calls the reward service. Applies `reward.on_failure` to groups with a sample that could not be scored."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ class Reward:
         self._opening = asyncio.Lock()
         self.address, self.run_id, self.num_opens = address, "", 0
         self.opened = pb.OpenRunResponse()
-        """What the service answered when it was opened first; the scorers and the environment never change."""
+        """The service's first answer to OpenRun; the scorers and the environment never change after it."""
 
     async def open(self, run_id: str) -> None:
         """Starts the scorers and the environment.

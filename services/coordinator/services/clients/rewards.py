@@ -1,4 +1,4 @@
-"""Client of all reward services of a run."""
+"""Calls all reward services of a run."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Client of all rollout replicas: dispatches by load, re-dispatches groups of dead replicas and revives replicas."""
+"""Calls all rollout replicas: dispatches by load, re-dispatches groups of dead replicas and revives replicas."""
 
 import asyncio
 import itertools
@@ -35,8 +35,8 @@ from services.coordinator.services.gpus import OwnGpus, Side
 
 log = logging.getLogger(__name__)
 
-# Samples sent to a replica, as a multiple of those its engine runs at once, so that the slots of finished samples are
-# refilled at once instead of waiting for the slowest sample of a group.
+# Number of samples sent to a replica, as a multiple of those its engine runs at once, so that the slots of finished
+# samples are refilled at once instead of waiting for the slowest sample of a group.
 _IN_FLIGHT_FACTOR = 2
 # Errors that a retry cannot fix.
 _PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
@@ -60,9 +60,9 @@ class Rollout:
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched, self.busy = 0, Busy()
         self.lengths: dict[str, int] = {}
-        """The number of tokens that the longest sample of a group has at least, by prompt id, if blocks need it."""
+        """A lower bound of the tokens of each group's longest sample, by prompt id, if blocks need it."""
         self.before_publication: Callable[[], Awaitable[None]] | None = None
-        """Finds out which replicas the run should have."""
+        """Reads the list of replicas that the run should have."""
         self._config, self._transport = config, transport
         self._reports_unfinished = orders_by_length(config)
         self._changed = asyncio.Condition()
@@ -74,12 +74,12 @@ class Rollout:
 
     @property
     def num_dead(self) -> int:
-        """Number of replicas that were lost and have not come back."""
+        """Returns the number of replicas that were lost and have not come back."""
         return sum(replica.state is ReplicaState.DEAD and replica.num_opens > 0 for replica in self.replicas)
 
     @property
     def members(self) -> list[Replica]:
-        """Replicas that can take part in a publication. Those that leave do so only if there are no others."""
+        """Returns the replicas that can take part in a publication; those that leave only if there are no others."""
         living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
         return [replica for replica in living if not replica.is_leaving] or living
 
@@ -111,7 +111,7 @@ class Rollout:
         self.drop_leavers()
 
     def drop_leavers(self) -> None:
-        """Drops the replicas that leave and have no group any more, if another one serves; a dead one at once."""
+        """Drops replicas that leave: a dead one at once, others when they have no group left and another one serves."""
         stay = any(one.state is ReplicaState.SERVING and not one.is_leaving for one in self.replicas)
         for replica in [replica for replica in self.replicas if replica.is_leaving]:
             is_dead = replica.state is ReplicaState.DEAD
@@ -132,8 +132,8 @@ class Rollout:
         """Samples one prompt group on a replica that serves `stamp`; tries another one if it dies, hangs or is not
         serving any more.
 
-        With `affinity`, the replica that it remembers is used while it serves, and waited for if it has no room;
-        otherwise any replica, which it remembers then.
+        With `affinity`, uses the replica that it remembers as long as that serves, and waits if it has no room. If none
+        is remembered, uses any replica and remembers it.
 
         Raises:
             Unavailable: NO_REPLICA, no replica serves the current weights.
@@ -162,7 +162,8 @@ class Rollout:
             self.lengths[prompt_id] = max(num_tokens, self.lengths.get(prompt_id, 0))
 
     async def _answers(self, replica: Replica, request: pb.GenerateRequest) -> list[pb.GenerateResponse] | None:
-        """Returns what `replica` answers; None if it died, hangs or is not serving any more, and is marked as dead."""
+        """Returns the answers of `replica`. If it died, hangs or no longer serves, marks it as dead and returns
+        None."""
         try:
             return [require_sealed(request, answer) async for answer in replica.generate(request)]
         except Unavailable as error:

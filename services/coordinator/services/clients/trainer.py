@@ -1,4 +1,4 @@
-"""Clients of the trainers: the policy's, and those of the reference and the critic."""
+"""Calls the trainers: the policy's, and those of the reference and the critic."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -31,7 +31,7 @@ _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
 
 
 class Model:
-    """One model of a run, named like its config section. It may share its ranks with other models."""
+    """Calls one model of a run, named like its config section. It may share its ranks with other models."""
 
     def __init__(
         self, name: str, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None
@@ -161,7 +161,7 @@ class Model:
 
 
 class Trainer(Model):
-    """Client of the policy's trainer, which also publishes and exports weights."""
+    """Calls the policy's trainer, which also publishes and exports weights."""
 
     def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None):
         super().__init__("trainer", address, config, transport, gpus)
@@ -173,7 +173,7 @@ class Trainer(Model):
         return await self.open(run_id, checkpoint)
 
     def stream(self, batch_id: str, stamp: PolicyStamp) -> BlockStream:
-        """Begins to send the blocks of a batch that is sampled from `stamp`, whose result is that of `train`."""
+        """Begins to send the blocks of a batch that is sampled from `stamp`. The result is that of `train`."""
         # While blocks are sent, other groups are generated.
         timeout_s = self._timeouts.generate_s + self._timeouts.train_s
 

@@ -1,4 +1,4 @@
-"""Calls functions of the user's, in a worker process."""
+"""Calls the user's functions in a worker process."""
 
 import hashlib
 import inspect
@@ -14,7 +14,7 @@ Step = tuple[str, float, bool]
 
 
 class Functions:
-    """Tells the functions' schemas, then answers calls. A ValueError is the caller's fault, any other the function's.
+    """Returns the functions' schemas, then answers calls. A ValueError is the caller's fault, any other the function's.
 
     reset() -> '[{"type": "function", ...}, ...]'
     step('{"name": "weather", "arguments": {"city": "Oslo"}}') -> '{"result": "rain"}' or '{"error": "no such city"}'
@@ -24,7 +24,7 @@ class Functions:
 
     @classmethod
     def prepare(cls, paths: Sequence[str]) -> None:
-        """Imports the functions. Their sources make the version.
+        """Imports the functions. The version is the hash of their sources.
 
         Raises:
             TypeError: One cannot be a tool, or two have the same name. Importing may raise anything.

@@ -17,7 +17,7 @@ _LOCK = threading.Lock()
 class Game:
     """Shows only what is new in each turn. The reward of the game comes with its end; turns before have none.
 
-    Games draw from the global generators of `random` and numpy. Each has states of its own, which are put in place for
+    Games draw from the global generators of `random` and numpy. Each game has its own states of them, which are set for
     each call, so that a seed gives the same game whatever else the worker plays.
     """
 

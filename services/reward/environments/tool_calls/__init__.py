@@ -1,1 +1,1 @@
-"""What environments with tools share: how the policy calls tools, and what describes them."""
+"""Implements the parts that environments with tools share: the calls in the policy's text, and the tools' schemas."""

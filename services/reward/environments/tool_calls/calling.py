@@ -1,4 +1,4 @@
-"""Plays episodes in which the policy calls tools; what the tools are is for the class that derives from this."""
+"""Plays episodes in which the policy calls tools, which a derived class provides."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class CallingEnvironment(Environment):
         self._arguments: dict[str, str] = {}
 
     async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
-        """Returns the result of a call, which is this `share` of the turn's calls.
+        """Returns the result of a call, which may use this `share` of the turn's time.
 
         Raises:
             BadArgumentsError: There is no such tool, or no result for these arguments. The policy gets the text.
@@ -36,10 +36,10 @@ class CallingEnvironment(Environment):
         raise NotImplementedError
 
     def offer(self, schemas: Sequence[Schema]) -> None:
-        """Tells which tools there are. With syntax tags, it is the prompt that describes them.
+        """Sets the tools that the policy can call. With syntax tags, the prompt must describe them.
 
         Raises:
-            EpisodeError: A tool has not the one text argument that syntax tags needs, or two have the same name.
+            EpisodeError: With syntax tags, a tool does not take one text argument; or two have the same name.
         """
         names = [schema["function"]["name"] for schema in schemas]
         if len(set(names)) < len(names):

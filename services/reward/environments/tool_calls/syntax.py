@@ -1,4 +1,4 @@
-"""Finds the tool calls in the policy's text, which may be anything. The policy is told what cannot be read."""
+"""Finds the tool calls in the policy's text, which may be anything. Errors in calls are described for the policy."""
 
 import json
 import math
@@ -123,7 +123,7 @@ def _not_json(error: Exception) -> BadCall:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is set twice")
     return result
 
 

@@ -1,1 +1,1 @@
-"""Tools that a policy can call."""
+"""Implements the tools that a policy can call."""

@@ -14,7 +14,7 @@ class Tool:
 
     schema: Schema
     version: str
-    """Changes whenever the same call could get another result."""
+    """Text that changes whenever the same call could get another result."""
 
     async def open(self) -> None:
         """Starts what the tool needs.

@@ -1,4 +1,4 @@
-"""Calls functions of the user's in worker processes."""
+"""Calls the user's functions in worker processes."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _ASKING = "schemas"
 
 
 class FunctionTools:
-    """Has all functions of an environment. Each episode stays with one worker; its functions may keep no state."""
+    """Offers all functions of an environment. An episode stays with one worker, but functions must keep no state."""
 
     def __init__(self, paths: Sequence[str], num_workers: int, max_memory_bytes: int):
         self.schemas: Sequence[Schema] = ()
@@ -35,7 +35,7 @@ class FunctionTools:
         await self._workers.end(_ASKING)
 
     async def begin(self, episode_id: str) -> None:
-        """Gives the episode to a worker.
+        """Assigns the episode to a worker.
 
         Raises:
             EpisodeError: None can be started.

@@ -16,7 +16,7 @@ _MAX_TOOLS = 1000
 
 
 class McpTools:
-    """Has the tools that a server lists. All episodes share one session, so the tools may keep no state.
+    """Offers the tools that a server lists. All episodes share one session, so the tools must keep no state.
 
     A session that broke or did not answer in time is replaced by a new one with the next call.
     """
@@ -32,7 +32,7 @@ class McpTools:
         """Opens a session and asks for the tools.
 
         Raises:
-            EpisodeError: The package is missing, the server does not answer, or it has not the wanted tools.
+            EpisodeError: The package is missing, the server does not answer, or it lacks a wanted tool.
         """
         _require_package()
         try:

@@ -1,6 +1,6 @@
-"""Holds one session of an MCP server: a process of ours with pipes, or an address.
+"""Holds one session of an MCP server, which is a process that we start or an address.
 
-The session belongs to the task that opened it, as anyio wants it. Others ask it for something through `ask`.
+anyio requires that only the task that opened the session uses it. Other tasks send it requests with `ask`.
 """
 
 from __future__ import annotations

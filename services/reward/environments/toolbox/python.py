@@ -18,7 +18,7 @@ _SUPERVISOR = Path(__file__).with_name("supervise.py").read_text()
 _START_S = 5.0
 """Extra time for the start of two interpreters."""
 _MARK_CHARS = 200
-"""More than supervise.py adds to the output."""
+"""Number of characters that is more than supervise.py adds to the output."""
 _MEMORY_BYTES, _DISK_BYTES, _MAX_PROCESSES = 1 << 30, 64 << 20, 16
 
 
@@ -49,9 +49,9 @@ class Python(Tool):
             raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
 
     async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
-        """Runs the program, for as long as both limits allow; the policy hears of one that takes longer.
+        """Runs the program within both time limits; the policy is told if it takes longer.
 
-        For `turn_s` nothing of it counts. Waiting for a place is no fault of the program, and the program is limited.
+        Nothing of this counts toward `turn_s`: waiting is not the program's fault, and the program has its own limit.
         """
         job = {"program": arguments["code"], "timeout_s": min(self._config.timeout_s, limit_s)}
         test = {"kind": "stdin", "input": json.dumps({**job, "max_chars": self._config.max_output_chars})}

@@ -41,7 +41,7 @@ class Search(Tool):
             raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
 
     async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
-        """Returns the documents with their numbers and titles. Waiting for a thread does not count for `turn_s`."""
+        """Returns the documents with their numbers and titles. Waiting for a thread does not count toward `turn_s`."""
         query = arguments["query"]
         if not query.strip():
             raise BadArgumentsError("the query is empty")

@@ -51,7 +51,7 @@ def _read(running: subprocess.Popen, half: int, deadline: float) -> tuple[bytes,
     if not ended:
         running.kill()
     os.set_blocking(pipe, False)
-    left = 1 << 20  # what is in the pipe; a process that the program left behind may write for ever
+    left = 1 << 20  # what is in the pipe; a process that the program left behind may write forever
     while left > 0 and (size := _take(pipe, head, tail, half)):
         left -= size
     return bytes(head), bytes(tail), ended

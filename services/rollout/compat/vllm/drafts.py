@@ -24,14 +24,14 @@ _KEY = "lockstep_drafts"
 
 @dataclass(slots=True)
 class Drafts:
-    """What was drafted for one sample."""
+    """Counts the tokens that were drafted for one sample."""
 
     num_drafts: int = 0
     """Number of times that tokens were drafted and verified."""
     num_drafted: int = 0
     """Number of drafted tokens."""
     num_accepted: int = 0
-    """Number of them that became tokens of the sample, or would have if it had not ended before."""
+    """Number of drafted tokens that became tokens of the sample, or would have if it had not ended before them."""
     seconds: float = 0.0
     """Time that the engine spent looking for drafts since another sample had ended. Only ngram is measured, and only in
     engines with one worker."""

@@ -27,8 +27,8 @@ from services.rollout.compat.vllm.routes import ReturnsRoutes, are_hooked
 _CHUNK_TOKENS = 32
 
 
-class _Held:
-    """Holds the tokens of a sample that were not sent yet."""
+class _Unsent:
+    """Collects the tokens of a sample that were not sent yet."""
 
     def __init__(self) -> None:
         self._tokens, self._logprobs, self._ranks = array("i"), array("f"), array("i")
@@ -59,7 +59,7 @@ class InChunks(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._held: dict[str, _Held] = {}
+        self._unsent: dict[str, _Unsent] = {}
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -78,22 +78,22 @@ class InChunks(_Base):
         """Aborts requests and drops their unsent tokens."""
         aborted = super().finish_requests(request_ids, finished_status)
         for request in aborted:
-            self._held.pop(request.request_id, None)
+            self._unsent.pop(request.request_id, None)
         return aborted
 
     def _is_due(self, output: EngineCoreOutput) -> bool:
-        """Whether `output` is to be sent now; if so, adds the unsent tokens to it."""
-        is_finished, held = output.finish_reason is not None, self._held.get(output.request_id)
+        """Returns whether `output` is to be sent now; if so, adds the unsent tokens to it."""
+        is_finished, held = output.finish_reason is not None, self._unsent.get(output.request_id)
         if held is None:
             if not is_finished:
-                self._held[output.request_id] = _Held()
+                self._unsent[output.request_id] = _Unsent()
             return True
         held.add(output)
         if not (is_finished or output.events or held.is_chunk):
             return False
         held.move_into(output)
         if is_finished:
-            del self._held[output.request_id]
+            del self._unsent[output.request_id]
         return True
 
 

@@ -19,7 +19,7 @@ from services.common.families.record import Weight
 
 
 class Sliceable(Protocol):
-    """Is a tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
+    """Describes a tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 

@@ -296,9 +296,9 @@ def test_an_error_of_the_sender_is_raised(store, pool) -> None:
 
 
 def test_visitors_without_the_secret_are_not_let_in(store, pool, monkeypatch) -> None:
-    begun = sender_module.Door.__init__
+    begun = sender_module.Listener.__init__
 
-    def visited(self: sender_module.Door) -> None:
+    def visited(self: sender_module.Listener) -> None:
         begun(self)
         visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         visitor.connect(b"\0" + self.name.encode())
@@ -306,7 +306,7 @@ def test_visitors_without_the_secret_are_not_let_in(store, pool, monkeypatch) ->
         visitors.append(visitor)
 
     visitors: list[socket.socket] = []
-    monkeypatch.setattr(sender_module.Door, "__init__", visited)
+    monkeypatch.setattr(sender_module.Listener, "__init__", visited)
     members = Members(store, pool, asked(store))
     received = members.receive(PLAN, 1)
     publication = members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)

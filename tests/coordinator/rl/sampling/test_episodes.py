@@ -11,6 +11,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
+from services.common.files.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import ScoredGroup, to_table
@@ -239,6 +240,22 @@ async def test_a_turn_goes_elsewhere_when_its_replica_dies():
     assert died.is_set()
     assert group is not None and undisturbed is not None
     assert to_table([group]).equals(to_table([undisturbed]))
+
+
+async def test_a_turn_of_other_weights_than_its_sample_is_refused():
+    """All of a sample carries one stamp to the trainer, which cannot see of which turn it is."""
+
+    class Forgetful(FakeReplica):
+        async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            async for answer in super().Generate(request, context):
+                answer.stamp.version += len(request.prompts[0].tokens) > 3  # not in the first turn
+                answer.ClearField("sha256")
+                yield seal(request, answer)
+
+    async with replicas(1, Forgetful) as fakes:
+        with pytest.raises(LockstepError, match=r"turn 1 was sampled from version 3 .* not from version 2") as raised:
+            await played_on(fakes, FakeEnvironment(ends_after(3)))
+    assert raised.value.reason is Reason.STALE_STAMP
 
 
 async def test_an_environment_must_begin_alike_for_all_samples():

@@ -265,7 +265,7 @@ async def test_over_sampling_aborts_in_the_engine_and_replicas_go_on(tmp_path: P
         given.replica.before_answer = before_answer
         batch = (await given.live(0, 1))[0]
         assert not set(batch["prompt_id"].to_pylist()) & slow
-        await until(lambda: not given.replica.in_flight)  # the calls are cancelled in the engine too
+        await until(lambda: not given.replica.in_flight)  # the calls are canceled in the engine too
         replica = given.collector._rollout.replicas[0]
         assert replica.state is ReplicaState.SERVING and replica.samples_in_flight == 0
         # A restarted coordinator uses the recorded batch, although other groups would be faster now.
