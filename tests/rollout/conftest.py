@@ -54,6 +54,7 @@ async def replicas(lent_services: Lent) -> AsyncIterator[list[Replica]]:
         found.append(Replica(client, lent_services.processes[name].pid, log, lent_services.page(name)))
     yield found
     for replica in found:
+        await replica.close()
         await replica.client.close()
 
 
