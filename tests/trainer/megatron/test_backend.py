@@ -1,6 +1,7 @@
 """The Megatron backend: whatever the layout, the weights, log-probabilities and updates of one process, of FSDP2, and
 of transformers."""
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -217,6 +218,7 @@ def test_logprobs_are_those_of_transformers(megatron: Path, trainer_files: Path,
     assert_rows_close(Result(megatron, name).logprobs, transformers_logprobs(path), LOGPROB_TOLERANCE)
 
 
+@functools.cache
 def transformers_logprobs(model_path: Path) -> list[list[float]]:
     """Of the first batch of the harness, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
