@@ -4,6 +4,7 @@ To start a replica or a trainer takes longer than most runs on them.
 """
 
 import gc
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.e2e.lockstep_command import Lent
+
+# Before any test imports torch. Threads that wait for work of tiny tensors would take the cores from other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts background jobs with SIGINT ignored, and their children inherit that; tests send SIGINT to commands.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -125,16 +125,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             ]
             for prompt in request.prompts
         ]
+        answers = [asyncio.create_task(coroutine) for coroutine in map(answer, request.prompts, tasks)]
         self._num_generating += 1
         try:
             with self._fence.guarding():  # another run would close the engine
-                for finished in asyncio.as_completed(list(map(answer, request.prompts, tasks))):
+                for finished in asyncio.as_completed(answers):
                     for message in await finished:
                         yield message
         finally:
             self._num_generating -= 1
             for task in itertools.chain(*tasks):  # if the caller is gone or a group failed, abort the rest
                 task.cancel()
+            # Takes the errors of the other groups, each of which asyncio would log as one that nobody has seen.
+            asyncio.gather(*answers, return_exceptions=True)
 
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Context

@@ -191,21 +191,6 @@ def _options() -> Iterator[tuple[str, Layout]]:
 
 
 LAYOUTS = dict(_layouts())
-# What is in others too, each with something else.
-LONG = {
-    "tied-1-small",
-    "deep-1-small",
-    "tied-tp2",
-    "tied-pp2",
-    "tied-cp2",
-    "tied-dp2",
-    "tied-dp2-plain",
-    "tied-pp2-dp2",
-    "tied-tp2-cp2",
-    "untied-tp2-pp2",
-    "untied-pp2-dp2",
-    "moe-ep2-pp2",
-}
 # Run when they are named only; their models are made where they are tested.
 FAMILY_LAYOUTS = {
     **{kind: Layout(kind, 1, num_updates=1) for kind in FAMILIES},

@@ -18,7 +18,7 @@ from tests.support import make_model, with_routes
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.megatron_harness import FULL_LOSS, LAYOUTS, LONG, LOSS, content
+from tests.trainer.megatron_harness import FULL_LOSS, LAYOUTS, LOSS, content
 
 WORLDS = (1, 2, 4)
 # Log-probabilities are float32 logits of size 5 less their norm: 5 x 2^-24 = 3e-7, a few times over. A sum in another
@@ -29,6 +29,21 @@ METRIC_TOLERANCE = 5e-6
 # Relative to the largest entry of a tensor, after two updates of up to 3e-2: up to 1e-6 here. A missing all-reduce of
 # the norms' gradients alone makes 5e-2, see the test of it.
 WEIGHT_TOLERANCE = 3e-6
+# What is in others too, each with something else.
+LONG = {
+    "tied-1-small",
+    "deep-1-small",
+    "tied-tp2",
+    "tied-pp2",
+    "tied-cp2",
+    "tied-dp2",
+    "tied-dp2-plain",
+    "tied-pp2-dp2",
+    "tied-tp2-cp2",
+    "untied-tp2-pp2",
+    "untied-pp2-dp2",
+    "moe-ep2-pp2",
+}
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in LAYOUTS]
 COMPARED = [
     param for param, layout in zip(NAMES, LAYOUTS.values(), strict=True) if layout.like and not layout.has_broken_norms
