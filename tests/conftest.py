@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.e2e.lockstep_command import Lent
 
-# Before any test imports torch. Threads that wait for work of tiny tensors would take the cores from other processes.
+# Before any test imports torch: one thread here, and in services that have more, those that wait for work sleep. If they
+# spin, operations on tiny tensors take 16 times the CPU time while other processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shell starts background jobs with SIGINT ignored, and their children inherit that; tests send SIGINT to commands.
 signal.signal(signal.SIGINT, signal.default_int_handler)
