@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.e2e.lockstep_command import Lent
 
-# Before any test imports torch: one thread here, and in services that have more, those that wait for work sleep. If they
+# Before any test imports torch: one thread here, and the threads of services sleep while they wait for work. If they
 # spin, operations on tiny tensors take 16 times the CPU time while other processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
