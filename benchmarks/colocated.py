@@ -42,7 +42,7 @@ _UNITS = ("[s]", "[GB freed]", "[GB taken]", "[GB free on the GPU]")
 
 
 class Phases(logging.Handler):
-    """Collects what the colocated publisher logs of each phase."""
+    """Collects the numbers that the colocated publisher logs for each phase."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -5,9 +5,9 @@ Run `python -m benchmarks.cpu_profile NAME MODEL [--samples N] [--lengths PROMPT
 benchmarks.megatron_layouts.MODELS, which gets random weights. One rank has all cores, as `lockstep run` gives them.
 
 The phases are those of benchmarks.memory_rank; a publication has no receiver here (benchmarks.sync measures it with
-real engines). The first update also allocates the optimizer's state, so that its seconds are kept apart. Seconds of
-operators are those of the last repeat, which the profiler slows down a little. What has the size of the vocabulary in
-one of its inputs is counted apart. Processor time is that of all threads; on a busy machine it tells more than seconds.
+real engines). The first update also allocates the optimizer's state, so its seconds are separate. Seconds of operators
+are those of the last repeat, which the profiler slows down a little. Operators with the size of the vocabulary in one
+of their inputs are counted separately. CPU time is that of all threads; on a busy machine it says more than seconds.
 """
 
 import argparse

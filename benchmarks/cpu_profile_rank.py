@@ -1,4 +1,4 @@
-"""Is the trainer rank that `benchmarks.cpu_profile` profiles."""
+"""Runs the trainer rank that `benchmarks.cpu_profile` profiles."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ def _serve(directory: Path) -> None:
 
 
 class ProfiledRank(Rank):
-    """Measures the seconds of each phase too, and in the last repeat those of its operators."""
+    """Also measures the seconds of each phase and, in the last repeat, those of its operators."""
 
     def __init__(self, directory: Path, case: dict[str, Any], store: dist.Store):
         super().__init__(directory, case, store, 0, 1)

@@ -1,7 +1,7 @@
 """Measures how a small model improves in episodes of several turns.
 
 `python -m benchmarks.episodes_learn NAME [CONFIG] [key=value ...]` saves the curves as NAME. CONFIG is one of
-deploy/runs: tries.yaml (the default), lookup.yaml or search.yaml; its first lines say what makes its model and data.
+deploy/runs: tries.yaml (the default), lookup.yaml or search.yaml; its first lines say how to make its model and data.
 """
 
 import json

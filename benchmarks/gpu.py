@@ -27,7 +27,7 @@ _WITH_MODEL = ("sync", "step", "rollout", "colocated", "routing")
 _BF16 = "trainer.strategy=megatron trainer.compute_dtype=bfloat16"
 _SYNC = "rollout.engine.gpu_memory_utilization=0.5 rollout.engine.enforce_eager=true"
 _STEP = "rollout.engine.gpu_memory_utilization=0.8 rollout.engine.additional_config.shorter_by=4"
-# Fits 8 billion weights with their gradients, float32 moments and activations on one GPU.
+# Makes 8 billion weights with their gradients, float32 moments and activations fit one GPU.
 _FITS = (
     "trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192 "
     "'trainer.megatron.ddp_config={grad_reduce_in_fp32: false}' trainer.megatron.fully_reshardable=false "

@@ -1,4 +1,4 @@
-"""Measures what the history of calls costs: the processor time for the calls and rows of a quickstart step.
+"""Measures the cost of the history of calls: the CPU time for the calls and rows of a quickstart step.
 
 `python -m benchmarks.history` keeps the lines of many steps, with messages of the sizes that the quickstart has, and
 compares with the median step of `loop.json`.
@@ -30,7 +30,7 @@ def _call(method: str, request: object, *answers: object) -> None:
 
 
 def _step(step: int) -> None:
-    """Notes what the coordinator does in a step of the quickstart, with two replicas."""
+    """Writes the history of one step of the quickstart with two replicas."""
     for group in range(_NUM_GROUPS):
         seeds = list(range(_NUM_SAMPLES))
         prompt = rollout_pb2.Prompt(prompt_id=f"{group}-0a1b2c3d", tokens=list(range(10)), seeds=seeds)
@@ -56,7 +56,7 @@ def _step(step: int) -> None:
 
 
 def _seconds(directory: Path | None) -> list[float]:
-    """Returns the processor time of each step, of all threads; without a directory no history is kept."""
+    """Returns the CPU time of each step, of all threads; without a directory no history is kept."""
     found = []
     for step in range(_NUM_STEPS):
         begin = time.process_time()

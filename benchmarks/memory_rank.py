@@ -91,7 +91,7 @@ class Rank:
 
     @contextmanager
     def _split_updates(self) -> Iterator[None]:
-        """Measures the two phases of Worker.train: what the backend accumulates, and its step."""
+        """Measures the two phases of Worker.train: the backend's accumulation and its step."""
         backend = type(self._worker._backends[Role.POLICY])  # pyright: ignore[reportPrivateUsage]
 
         def measured(name: str, phase: str) -> Any:

@@ -1,10 +1,10 @@
-"""Opens a trainer and replicas for publishing, without a run."""
+"""Opens a trainer and replicas to publish weights, without a run."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from services.common.config.run import Config
-from services.coordinator.rl.publication import Publisher
+from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Trainer
 

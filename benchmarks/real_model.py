@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -53,23 +54,24 @@ def main() -> None:
 
 
 def peaks(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Waits until the run ends. Returns the largest resident set that a process of each service has had."""
+    """Waits until the run ends. Returns the largest resident set of the processes of each service."""
     found: dict[str, float] = {}
     while True:
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
-            try:
-                words, status = child.cmdline(), Path(f"/proc/{child.pid}/status").read_text()
-            except (psutil.Error, OSError):
-                continue  # it has just ended
-            for service in ("trainer", "rollout", "reward"):
-                if f"services.{service}" in words and "VmHWM:" in status:
-                    kib = int(status.split("VmHWM:")[1].split()[0])
-                    found[service] = max(found.get(service, 0.0), kib / 2**20)
+            with suppress(psutil.Error, OSError):  # it has just ended
+                _add_peak(found, child.cmdline(), Path(f"/proc/{child.pid}/status").read_text())
         try:
             process.wait(_LOOK_S)
             return found
         except subprocess.TimeoutExpired:
             continue
+
+
+def _add_peak(found: dict[str, float], words: list[str], status: str) -> None:
+    for service in ("trainer", "rollout", "reward"):
+        if f"services.{service}" in words and "VmHWM:" in status:
+            kib = int(status.split("VmHWM:")[1].split()[0])
+            found[service] = max(found.get(service, 0.0), kib / 2**20)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Comparison:
         self._samples: dict[str, list[float]] = defaultdict(list)
 
     async def warm_up(self) -> None:
-        """Samples a small batch of short samples, which compiles what is not compiled yet."""
+        """Samples a small batch of short samples, so that everything is compiled."""
         batch = self._batch("warm-up", _WARM_UP_SAMPLES, _WARM_UP_TOKENS)
         for end in self._ends.values():
             self._check(await end.draw(batch), batch)

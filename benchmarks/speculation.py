@@ -2,10 +2,10 @@
 
 `python -m benchmarks.speculation NAME SHAPE [--concurrency 64,512] [--repeats 3] [--num-tokens 4] [--tiny]`
 
-SHAPE is one of benchmarks.megatron_layouts.MODELS. It needs one GPU, or none with `--tiny`. What the model samples is
-made up (benchmarks.speculation_engine), so that acceptance is known: this shows what a step costs with drafted tokens,
-and not how many tokens a real policy would have accepted. It also compares what is sampled: the share of successors
-must be the same with and without speculation but for chance.
+SHAPE is one of benchmarks.megatron_layouts.MODELS. It needs one GPU, or none with `--tiny`. The model's distribution is
+made up (benchmarks.speculation_engine), so that the acceptance is known: this shows the cost of a step with drafted
+tokens, and not how many tokens of a real policy would be accepted. It also compares the samples: the share of
+successors must be the same with and without speculation, up to chance.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _LARGEST_Z = 5.0
 
 
 def sampled(directory: Path, options: argparse.Namespace, speculation: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns what one engine measured, in a process of its own."""
+    """Returns the measurements of one engine, in a process of its own."""
     prompt_tokens, max_tokens = (16, 48) if options.tiny else (64, 256)
     settings = {
         "shape": options.shape,
@@ -59,9 +59,9 @@ def compare(without: dict[str, Any], speculating: dict[str, Any], num_tokens: in
             if on["num_drafts"]:
                 quantities[f"{label}: accepted for each draft"].append(on["num_accepted"] / on["num_drafts"])
                 quantities[f"{label}: looking for drafts [s]"].append(on["seconds"])
-            for end, numbers in (("without", off), ("with", on)):
-                for name in ("successors", "mean log-probability"):
-                    quantities[f"{label}: {name} {end}"].append(numbers[name])
+            for name in ("successors", "mean log-probability"):
+                quantities[f"{label}: {name} without"].append(off[name])
+                quantities[f"{label}: {name} with"].append(on[name])
         shares = [sum(batch["successors"] for batch in batches) / len(plain) for batches in (plain, speculating[label])]
         error = math.sqrt(sum(share * (1 - share) for share in shares) / (num_tokens * len(plain) * _at_once(label)))
         z = (shares[1] - shares[0]) / error if error else 0.0

@@ -2,11 +2,11 @@
 
 `python -m benchmarks.speculation_engine MODEL SETTINGS RESULT` reads the settings and writes the result, both JSON.
 
-The model has a real shape, and its layers compute all that they would, but add nothing to the hidden states. The next
-token therefore depends on the last one only: with probability LIKELY at temperature 1 it is the next of a cycle of
-CYCLE tokens, which is repetitive text, and at temperature 2 it is any token (but for one in 80 with the vocabulary
-of Qwen3, and one in 6 with --tiny), which is random text. So how many drafted tokens can be
-accepted is known, and the speed of a step is that of the shape.
+The model has a real shape. Its layers do all their computation, but add nothing to the hidden states. The next token
+therefore depends on the last one only: with probability LIKELY at temperature 1 it is the next of a cycle of CYCLE
+tokens, which is repetitive text, and at temperature 2 it is any token (but for one in 80 with the vocabulary of Qwen3,
+and one in 6 with --tiny), which is random text. The number of drafted tokens that can be accepted is therefore known,
+and a step is as fast as with that shape.
 """
 
 import asyncio
@@ -78,11 +78,11 @@ async def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     try:
         await draw(engine, "repetitive", min(settings["concurrency"]), settings, repeat=-1)  # warms up
+        batches = [(text, num_samples) for text in TEMPERATURES for num_samples in settings["concurrency"]]
         for repeat in range(settings["repeats"]):
-            for text in TEMPERATURES:
-                for num_samples in settings["concurrency"]:
-                    numbers = await draw(engine, text, num_samples, settings, repeat)
-                    results.setdefault(f"{text}, {num_samples} at once", []).append(numbers)
+            for text, num_samples in batches:
+                numbers = await draw(engine, text, num_samples, settings, repeat)
+                results.setdefault(f"{text}, {num_samples} at once", []).append(numbers)
     finally:
         await engine.close()
     return results

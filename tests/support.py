@@ -19,6 +19,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches.kept import encode_kept
 
 PATIENCE_S = 120.0
 """How long a test waits for an event before it fails. A test that passes never waits that long."""
@@ -97,9 +98,8 @@ def make_model(directory: Path, kind: str) -> Path:
         config = AutoConfig.for_model(kind, **_OTHER_SHAPE, **OTHER_FAMILIES[kind], tie_word_embeddings=False)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:  # what is 1 or 0 everywhere hides a mistake in its place
-                    parameter += 0.2 * torch.randn(parameter.shape)
+            for vector in (parameter for parameter in model.parameters() if parameter.ndim == 1):
+                vector += 0.2 * torch.randn(vector.shape)  # a vector of only 1 or 0 hides a mistake in its place
     elif kind in ("moe", "deep-moe"):
         shape = _SHAPE | ({"num_hidden_layers": 4} if kind == "deep-moe" else {})
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **_EXPERTS, tie_word_embeddings=False))
@@ -167,6 +167,20 @@ def with_routes(samples: pa.Table, *, num_layers: int = 2) -> pa.Table:
         routes.append(order[..., : _EXPERTS["num_experts_per_tok"]].astype(np.uint8).tobytes())
     index = samples.schema.get_field_index("routes")
     return samples.set_column(index, samples.schema.field(index), pa.array(routes, pa.large_binary()))
+
+
+def with_kept(samples: pa.Table) -> pa.Table:
+    """Returns the samples with random kept sets of up to eight tokens; masked tokens have some too, or none."""
+    random = np.random.default_rng(0)
+    rows = []
+    for row in samples.to_pylist():
+        sets: list[list[int]] = []
+        for token, is_trained in zip(row["tokens"], row["loss_mask"] or [True] * len(row["tokens"]), strict=True):
+            others = random.choice(VOCAB, random.integers(8), replace=False).tolist()
+            sets.append(sorted({token, *others}) if is_trained or random.random() < 0.5 else [])
+        rows.append(encode_kept(sets))
+    index = samples.schema.get_field_index("kept")
+    return samples.set_column(index, samples.schema.field(index), pa.array(rows, pa.large_binary()))
 
 
 def free_port() -> int:
@@ -246,15 +260,18 @@ def cpu_seconds(pid: int) -> float:
 
 def still_there(pids: Iterable[int], *, after_s: float = PATIENCE_S) -> list[int]:
     """Those of `pids` that have not ended after `after_s`; returns as soon as all have."""
-    deadline, left = time.monotonic() + after_s, []
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            try:
-                poller = select.poll()  # select() takes no descriptor above 1023
-                poller.register(descriptor, select.POLLIN)
-                if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    left.append(pid)
-            finally:
-                os.close(descriptor)
-    return left
+    deadline = time.monotonic() + after_s
+    return [pid for pid in pids if not _ends(pid, deadline)]
+
+
+def _ends(pid: int, deadline: float) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(1000 * max(0.0, deadline - time.monotonic())))
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The pages agree with the repository: README.md quotes the loop as it is, and every file that a page names exists."""
+"""Tests that the pages agree with the repository: README.md quotes the loop, and files that a page names exist."""
 
 import re
 from collections.abc import Iterator

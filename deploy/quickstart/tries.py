@@ -1,10 +1,10 @@
-"""An environment of several turns for the quickstart's model: a wrong answer may be corrected."""
+"""Implements an environment of several turns for the quickstart's model: a wrong answer may be corrected."""
 
 from collections.abc import Mapping
 
 
 class Tries:
-    """Asks the row's sum again after a wrong answer. A right answer in turn k, from 0, is worth 1 / 2^k and ends it."""
+    """Asks for the row's sum again after a wrong answer. A right answer in turn k, from 0, gets 1 / 2^k and ends it."""
 
     def reset(self, seed: int, row: Mapping[str, str]) -> None:
         """Remembers the row's sum, such as `47+85=`, which is the first prompt."""

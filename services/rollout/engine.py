@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import torch
 from lockstep.types.v1.types_pb2 import Completion, DeviceMemory, FinishReason, ModelCard, SamplingParams
-from vllm import SamplingParams as EngineSampling
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.batches.routes import RouteShape
-from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
 from services.common.memory.device import DeviceState, changed, gib
@@ -34,9 +32,11 @@ from services.rollout.arguments import Needs, check_adapters_run, engine_argumen
 from services.rollout.compat.vllm.client import abort_samples, lengths_so_far, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.drafts import Drafts, drafts_of
+from services.rollout.compat.vllm.kept import kept_of, refusal, returning_kept
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
 from services.rollout.failures import log_size, see_log, start_failure
+from services.rollout.sampling import engine_sampling
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.sleeping import Fit
@@ -65,6 +65,8 @@ class Sample:
     """Counts of drafted tokens; empty without speculative decoding."""
     routes: bytes = b""
     """The routes of all tokens but the last (services.common.batches.routes); empty if there are none."""
+    kept: bytes = b""
+    """The kept sets of its tokens (services.common.batches.kept); empty if they were not asked for."""
 
 
 class Engine:
@@ -112,6 +114,8 @@ class Engine:
         os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there
         try:
             made = engine_arguments(config, directory.name, seed, needs)
+            if config.sampling.is_truncated:
+                made = returning_kept(made, is_gpu=torch.cuda.is_available())
             returning = returning_routes(made, is_gpu=torch.cuda.is_available()) if needs.routes else None
             if returning:
                 keep_in_one_frame()
@@ -128,6 +132,9 @@ class Engine:
         if returning:
             engine.routes = needs.routes
             await engine.call_workers(WeightReceiver.lockstep_record_routes)
+        if config.sampling.is_truncated and not all(await engine.call_workers(WeightReceiver.lockstep_record_kept)):
+            await engine.close()
+            raise refusal("the model runner of this vLLM does not tell which tokens it has kept")
         return engine
 
     @property
@@ -153,7 +160,7 @@ class Engine:
             InvalidInput: The prompt exceeds the engine's context or vocabulary, vLLM rejects the sampling, or there are
                 stop strings and the model has no tokenizer.
             PreconditionFailed: The sample was aborted because the weights changed.
-            InternalError: A log-probability is not finite.
+            InternalError: A log-probability is not finite, or kept sets are missing.
             Unavailable: The engine died.
         """
         limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
@@ -178,7 +185,7 @@ class Engine:
         try:
             request_id = f"{prompt_id}/{uuid.uuid4().hex}"
             outputs = self._llm.generate(
-                prompt, _engine_sampling(sampling, seed), request_id, lora_request=self._adapter
+                prompt, engine_sampling(sampling, seed), request_id, lora_request=self._adapter
             )
             async for last in outputs:
                 output = last
@@ -199,7 +206,8 @@ class Engine:
         completion = _completion(result, seed)
         routes = self._routes(output) if sampling.return_routes else b""
         cached = output.num_cached_tokens or 0
-        return Sample(completion, output.prompt_token_ids or (), cached, drafts_of(output), routes)
+        kept = kept_of(output) if sampling.return_kept else b""
+        return Sample(completion, output.prompt_token_ids or (), cached, drafts_of(output), routes, kept)
 
     async def call_workers(
         self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
@@ -366,28 +374,3 @@ def _completion(result: CompletionOutput, seed: int) -> Completion:
     assert result.finish_reason, "it is finished"
     finish_reason = _FINISH[result.finish_reason]
     return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
-
-
-def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
-    least = SamplingParams(temperature=MIN_TEMPERATURE).temperature  # rounded to float32, as in a message
-    if 0 < sampling.temperature < least:
-        raise ValueError(
-            f"temperature {sampling.temperature:g}: must be 0 or at least {MIN_TEMPERATURE}, which vLLM would use"
-        )
-    return EngineSampling(
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        top_p=sampling.top_p or 1.0,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        ignore_eos=True,  # only the request's stop tokens end a sample; vLLM would add eos_token_id of config.json
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # these parameters are used only once
-    )

@@ -1,10 +1,11 @@
 """Implements RolloutService: a replica serves only committed weights, and nothing during a publication."""
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
@@ -100,6 +101,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 await self._close()
         return rollout_pb2.CloseRunResponse()
 
+    @contextlib.contextmanager
+    def _generating(
+        self,
+        tasks: Sequence[Sequence[asyncio.Task[Sample]]],
+        answers: Sequence[asyncio.Task[list[rollout_pb2.GenerateResponse]]],
+    ) -> Iterator[None]:
+        """Counts a call of Generate. Aborts samples left at its end, because the caller is gone or a group failed."""
+        self._num_generating += 1
+        try:
+            yield
+        finally:
+            self._num_generating -= 1
+            for task in itertools.chain(*tasks):
+                task.cancel()
+            # Takes the errors of the other groups, each of which asyncio would log as one that nobody has seen.
+            asyncio.gather(*answers, return_exceptions=True)
+
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
@@ -116,7 +134,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             group = _group(prompt.prompt_id, samples, self._stamp)
             if request.report_unfinished:
                 group.unfinished.update(engine.unfinished())
-            return [seal(request, message) for message in (*_routes(group, samples), group)]
+            return [seal(request, message) for message in (*_routes(group, samples), *_kept(group, samples), group)]
 
         tasks = [
             [
@@ -126,18 +144,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             for prompt in request.prompts
         ]
         answers = [asyncio.create_task(coroutine) for coroutine in map(answer, request.prompts, tasks)]
-        self._num_generating += 1
-        try:
-            with self._fence.guarding():  # another run would close the engine
-                for finished in asyncio.as_completed(answers):
-                    for message in await finished:
-                        yield message
-        finally:
-            self._num_generating -= 1
-            for task in itertools.chain(*tasks):  # if the caller is gone or a group failed, abort the rest
-                task.cancel()
-            # Takes the errors of the other groups, each of which asyncio would log as one that nobody has seen.
-            asyncio.gather(*answers, return_exceptions=True)
+        with self._generating(tasks, answers), self._fence.guarding():  # another run would close the engine
+            for finished in asyncio.as_completed(answers):
+                for message in await finished:
+                    yield message
 
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Context
@@ -322,3 +332,11 @@ def _routes(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> l
         return []
     parts = to_parts([sample.routes for sample in samples])
     return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, routes=[part]) for part in parts]
+
+
+def _kept(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:
+    """Returns the messages with the group's kept sets, which come before the group itself; none if it has none."""
+    if not any(sample.kept for sample in samples):
+        return []
+    parts = to_parts([sample.kept for sample in samples])
+    return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, kept=[part]) for part in parts]

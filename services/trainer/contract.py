@@ -14,7 +14,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.ranks.shards import check_routes, check_samples, vocab_size_of
+from services.trainer.ranks.shards import check_kept, check_routes, check_samples, vocab_size_of
 
 ROLES: Mapping[int, Role] = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
@@ -127,8 +127,10 @@ def check_values(samples: pa.Table, held: OpenRole) -> None:
     Raises:
         InvalidInput: A column is invalid.
     """
-    check_samples(samples, vocab_size=vocab_size_of(held.config_json))
+    vocab_size = vocab_size_of(held.config_json)
+    check_samples(samples, vocab_size=vocab_size)
     check_routes(samples, held.routes)
+    check_kept(samples, vocab_size=vocab_size)
 
 
 def check_header(header: pb.TrainHeader) -> None:

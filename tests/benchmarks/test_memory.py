@@ -1,4 +1,4 @@
-"""`lockstep plan` against real ranks on CPU: the peak is estimated within 15 %, and no phase needs much more."""
+"""Compares `lockstep plan` with real ranks on CPU: the peak is estimated within 15 %, and no phase needs much more."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/operations.md says of every reason of a failure what happened and what to do."""
+"""Tests that docs/operations.md explains every reason of a failure."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Processes: they end with the one that started them, and the coordinator needs no torch."""
+"""Tests that processes end with the one that started them, and that the coordinator needs no torch."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""math-verify and sympy still evaluate text as Python, at the two places that are replaced and nowhere else."""
+"""Tests that math-verify and sympy evaluate text as Python only at the two places that are replaced."""
 
 import inspect
 import re

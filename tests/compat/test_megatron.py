@@ -1,4 +1,4 @@
-"""What the trainer uses inside Megatron-Core is there, and Megatron still does what each patch is for."""
+"""Tests the internals of Megatron-Core that the trainer uses, and that each patch is still needed."""
 
 import ast
 import inspect

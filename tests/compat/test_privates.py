@@ -1,4 +1,4 @@
-"""Outside of the compat packages no module uses what is private in a third-party library, or changes one."""
+"""Tests that only the compat packages use or change private parts of third-party libraries."""
 
 import ast
 import sys
@@ -19,7 +19,7 @@ def is_private(name: str) -> bool:
 
 
 def is_foreign(module: str) -> bool:
-    """Whether a module is neither ours nor the standard library's."""
+    """Returns whether a module is neither ours nor the standard library's."""
     return module.split(".")[0] not in OURS | PYTHONS
 
 

@@ -1,4 +1,4 @@
-"""The event writer of tensorboardX comes without torch, and the rest of the package can still be imported."""
+"""Tests that tensorboardX's event writer is imported without torch, and that the rest can still be imported."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the services use inside torch is there, does what is said of it, and has no public substitute yet."""
+"""Tests the internals of torch that the services use, and that none has a public substitute yet."""
 
 import inspect
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""What the trainer uses inside transformers is there."""
+"""Tests the internals of transformers that the trainer uses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The supported versions are those of pyproject.toml, the locks are within them, and another version is refused."""
+"""Tests that the supported versions agree with pyproject.toml and the locks, and that other versions are refused."""
 
 import re
 import tomllib

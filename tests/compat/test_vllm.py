@@ -1,4 +1,4 @@
-"""What the rollout service uses inside vLLM is there, and vLLM still does what each patch is for. Starts no engine."""
+"""Tests the internals of vLLM that the rollout service uses, and that each patch is still needed. Starts no engine."""
 
 import asyncio
 import inspect

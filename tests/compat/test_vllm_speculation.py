@@ -1,4 +1,4 @@
-"""What speculative decoding uses inside vLLM is there, and vLLM still does what each patch is for. Starts no engine."""
+"""Tests the internals of vLLM that speculative decoding uses, and that each patch is still needed. Starts no engine."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The dashboard and the manual name every metric that a process exports, and no other."""
+"""Tests that the dashboard and the manual name exactly the metrics that a process exports."""
 
 import itertools
 import json

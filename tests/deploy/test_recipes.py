@@ -1,4 +1,4 @@
-"""The runs that ship with the repository: their configs, and the small models' teachers."""
+"""Tests the runs that ship with the repository: their configs, and the demonstrations for the small models."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def test_a_colocated_run_has_the_plan_that_its_file_promises(tmp_path: Path, nam
     assert "placement=colocated" in fits.output, fits.output
 
 
-def test_the_pupil_looks_up_badly_and_the_model_can_say_all_of_it(tmp_path: Path):
+def test_the_demonstration_looks_up_badly_and_the_model_can_say_all_of_it(tmp_path: Path):
     make_lookup.write_start(str(tmp_path))
     tokenizer, rng = Tokenizer.load(tmp_path), random.Random(0)
     Bridge(tokenizer).check(("tool",))
@@ -94,11 +94,13 @@ def test_the_pupil_looks_up_badly_and_the_model_can_say_all_of_it(tmp_path: Path
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_the_pupil_searches_badly_and_the_model_can_say_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_demonstration_searches_badly_and_the_model_can_say_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(make_search, "NUM_WORLDS", 1)
     make_search.OUT.mkdir(parents=True)
-    texts = asyncio.run(make_search.write_homework())
+    texts = asyncio.run(make_search.write_demonstrations())
     make_search.write_start("model", texts)
     tokenizer = Tokenizer.load(tmp_path / "model")
     answers = [f"<answer> {question.answer}</answer>" for question in World(make_search.SEED + 1).questions()]

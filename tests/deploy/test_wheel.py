@@ -1,4 +1,4 @@
-"""The wheel: it has everything that the services read, and nothing else; what is not installed is named."""
+"""Tests that the wheel has exactly the files that the services read, and that missing packages are named."""
 
 import sys
 import tomllib

@@ -1,4 +1,4 @@
-"""Every mistake of a user is one line on stderr that names it, exit code 2, and nothing left running."""
+"""Tests that a user's mistake gives one line on stderr that names it, exit code 2, and leaves nothing running."""
 
 import json
 import re
@@ -57,7 +57,7 @@ MISTAKES = {
     "batch and mini-batches": (["trainer.num_minibatches=3"], ["prompts_per_step 8", "num_minibatches 3", "nearest"]),
     "lengths": (["rollout.max_model_len=32"], ["rollout.max_model_len", "at least 80"]),
     "one sample": (["rollout.completions_per_prompt=1"], ["rollout.completions_per_prompt", "at least 2"]),
-    "truncated sampling": (["rollout.sampling.top_p=0.9"], ["rollout.sampling", "top_p"]),
+    "truncated sampling": (["rollout.sampling.top_p=0.9"], ["rollout.sampling", "set top_k"]),
     "no such config": (["no-such.yaml"], ["no-such.yaml", "does not exist"]),
     "config is a list": (["list.yaml"], ["list.yaml", "list"]),
     "config is not YAML": (["broken.yaml"], ["broken.yaml", "not YAML"]),

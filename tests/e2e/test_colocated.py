@@ -1,4 +1,4 @@
-"""A colocated run over shared memory equals one over gloo, in which each service has its own GPUs, to the last bit."""
+"""Tests that a colocated run equals, to the last bit, one over gloo in which each service has its own GPUs."""
 
 import json
 import sqlite3

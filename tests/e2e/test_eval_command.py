@@ -1,4 +1,4 @@
-"""`lockstep eval` with real services: the given model is what is served, and every number follows from the samples."""
+"""Tests `lockstep eval` with real services: it serves the given model, and its numbers follow from the samples."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The quickstart with its trainer on Megatron, tensor-parallel: it learns as on FSDP."""
+"""Tests that the quickstart learns with a tensor-parallel Megatron trainer as it does with FSDP."""
 
 import json
 from collections.abc import Sequence

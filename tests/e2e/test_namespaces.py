@@ -1,4 +1,4 @@
-"""One service per host, on two hosts that are network namespaces, over mTLS: the numbers are those of loopback."""
+"""Runs one service per host over mTLS on two hosts (network namespaces); the numbers equal those on loopback."""
 
 import os
 import re

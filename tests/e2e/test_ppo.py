@@ -1,4 +1,4 @@
-"""PPO with real services: what critic and reference say is in the batch, and after a kill both models go on exactly."""
+"""Tests PPO with real services: the outputs of critic and reference are in the batch, and both resume exactly."""
 
 import json
 import re
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from services.common.batches.kept import decode_kept
 from services.common.errors import DataLoss
 from services.coordinator.replay.record import Record
 from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers
@@ -23,10 +24,13 @@ KL_COEF = 0.1
 def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Path:
     """Of a run of four steps that was killed after the third and went on from the second. `before` has the third step's
     numbers before the kill. The critic has a trainer of its own, the reference is on the policy's ranks. The first
-    replica is a borrowed one."""
+    replica is a borrowed one. Sampling is truncated."""
+    sampling = {"max_tokens": 64, "top_p": 0.9, "top_k": 20}
+    samples = {"completions_per_prompt": 4, "max_model_len": 96, "max_samples": 4}
     directory = make_workspace(
         tmp_path_factory.mktemp("ppo"),
         num_steps=4,
+        rollout={"num_replicas": 2, **samples, "sampling": sampling},
         advantage={"kind": "gae", "kl": {"coef": KL_COEF}},
         trainer={"num_ranks": 1, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
         critic={"deployment": "own", "num_ranks": 1, "warmup_steps": 1, "optim": {"lr": 1e-2}},
@@ -69,6 +73,15 @@ def test_every_token_has_what_the_other_models_say_of_it(workspace: Path):
     np.testing.assert_allclose(flat(batch["returns"]), rewards, atol=KL_COEF * 1e-4 * 64)
     later = pq.read_table(workspace / "runs" / "run" / "batches" / "step-000002.parquet").to_pydict()
     assert np.abs(flat(later["ref_logprobs"]) - flat(later["logprobs"])).max() > 1e-3
+
+
+def test_every_token_has_what_it_was_drawn_from(workspace: Path):
+    """Policy and reference, which agree with the engine, have normalized over these tokens."""
+    batch = pq.read_table(workspace / "runs" / "run" / "batches" / "step-000000.parquet").to_pydict()
+    for tokens, kept in zip(batch["tokens"], batch["kept"], strict=True):
+        counts, sets = decode_kept(kept, len(tokens))
+        assert all(token in own for token, own in zip(tokens, np.split(sets, counts.cumsum()[:-1]), strict=True))
+    assert all(1 < line["sampling/kept_tokens_mean"] <= 20 for line in steps(workspace)[1:])
 
 
 def test_both_models_go_on_from_one_step(workspace: Path):

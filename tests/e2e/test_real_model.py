@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real model with a chat template, on the recipe deploy/runs/smollm2.yaml.
+"""Runs the recipe deploy/runs/smollm2.yaml with SmolLM2-135M-Instruct, a real model with a chat template.
 
 Needs data/smollm2 and data/chain_sum; the recipe says how to make them. Takes minutes and 8 GB of memory.
 """

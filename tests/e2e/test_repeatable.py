@@ -1,4 +1,4 @@
-"""Two undisturbed runs of one config are equal to the last bit, whatever arrives first in them."""
+"""Tests that two undisturbed runs of one config are equal to the last bit, regardless of the order of arrival."""
 
 import sqlite3
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`lockstep replay` with real services: a step of a run is the same again, and what was changed is named."""
+"""Tests `lockstep replay` with real services: it repeats a step exactly, and names what was changed."""
 
 import hashlib
 import json

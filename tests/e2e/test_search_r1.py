@@ -1,4 +1,4 @@
-"""Search-R1 from end to end on the small corpus of deploy/quickstart: its questions, its run, the real services."""
+"""Runs Search-R1 from end to end on the small corpus of deploy/quickstart, with real services."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
 
 
 def teach(model: Path, num_updates: int = 40) -> None:
-    """Fits the random start to some of the pupil's homework, so that it writes tags."""
-    rows = pq.read_table("data/search/homework.parquet").slice(0, 48).to_pylist()
+    """Fits the random start to some of the demonstrations, so that it writes tags."""
+    rows = pq.read_table("data/search/demonstrations.parquet").slice(0, 48).to_pylist()
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     texts = [row["prompt"] + row["response"] for row in rows if "Doc 2" not in row["response"]]
     batch = tokenizer(texts, padding=True, return_tensors="pt")
@@ -46,7 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> 
         patch.setattr(make_search, "NUM_WORLDS", 1)
         make_search.OUT.mkdir(parents=True)
         make_search.write_questions()
-        make_search.write_start(str(START), asyncio.run(make_search.write_homework()))
+        make_search.write_start(str(START), asyncio.run(make_search.write_demonstrations()))
         teach(START)
     config = yaml.safe_load((ROOT / "deploy" / "runs" / "search.yaml").read_text())
     config |= {

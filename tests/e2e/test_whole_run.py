@@ -1,4 +1,4 @@
-"""A run from end to end with services given by address: what it leaves, and that every number hangs together."""
+"""Tests a run from end to end with services given by address: its files, and that all numbers are consistent."""
 
 import hashlib
 import json

@@ -9,7 +9,7 @@ from tests.support import engine_of
 
 
 def all_idle(addresses: list[str]) -> bool:
-    """Whether nothing is in the engines for three seconds: a next group would be there at once."""
+    """Returns whether nothing is in the engines for three seconds: a next group would be there at once."""
     for _ in range(10):
         if any(replica_info(address).samples_in_flight for address in addresses):
             return False

@@ -1,4 +1,4 @@
-"""Colocated processes that die while the engines sleep: the run goes on, or resumes by itself."""
+"""Kills colocated processes while the engines sleep: the run goes on, or resumes by itself."""
 
 import os
 import signal

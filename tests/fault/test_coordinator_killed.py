@@ -1,4 +1,4 @@
-"""A coordinator that is killed, stopped and interrupted: nothing is left running, and the run goes on exactly."""
+"""Kills, stops and interrupts a coordinator: nothing is left running, and the run resumes exactly."""
 
 import signal
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A run of episodes whose reward service and coordinator are killed in the middle of episodes."""
+"""Kills the reward service and the coordinator in the middle of episodes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The reward service is restarted and a replica leaves for another one while a run goes on: nothing of it is lost."""
+"""Restarts the reward service and replaces a replica during a run, which loses nothing."""
 
 import os
 import re

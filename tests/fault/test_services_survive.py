@@ -1,4 +1,4 @@
-"""A coordinator that ends while its services go on: replaced by another run, and killed with a step half done."""
+"""Ends a coordinator while its services go on: it is replaced by another run, or killed in the middle of a step."""
 
 import asyncio
 import os

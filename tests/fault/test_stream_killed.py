@@ -1,4 +1,4 @@
-"""A coordinator that is killed in the middle of a stream of blocks or of a step with a lag; its services go on."""
+"""Kills a coordinator in the middle of a stream of blocks or of a step with a lag; its services go on."""
 
 import re
 import urllib.request

@@ -44,7 +44,7 @@ def open_run() -> Callable[..., contextlib.AbstractAsyncContextManager[ScoringRu
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
+    """Returns whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -54,7 +54,7 @@ def is_running(pid: int) -> bool:
 @pytest.fixture(scope="session")
 def gone() -> Callable[..., object]:
     async def wait(pids: list[int]) -> bool:
-        """Whether all processes end. pidfds report the end, so nothing is polled."""
+        """Returns whether all processes end. pidfds report the end, so nothing is polled."""
         loop, ended = asyncio.get_running_loop(), []
         for pid in pids:
             if not is_running(pid):

@@ -1,4 +1,4 @@
-"""The service on the wire: one in this process, one as a process of its own that is killed."""
+"""Tests the service over gRPC: one in this process, and one in a process that is killed."""
 
 import asyncio
 import contextlib

@@ -72,6 +72,7 @@ def played_trainer(replicas: list[Replica], model: Callable[[str], Path]) -> Pla
 
 @pytest_asyncio.fixture
 async def played(played_trainer: PlayedTrainer, model: Callable[[str], Path]) -> PlayedTrainer:
-    """The test as trainer of the first replica. Costs an engine start if another run was open there."""
-    await played_trainer.replica.open(model("untied"), played_trainer.run_id)
+    """The test as trainer of the first replica, which returns kept sets to requests that ask. Costs an engine start if
+    another run was open there."""
+    await played_trainer.replica.open(model("untied"), played_trainer.run_id, sampling={"top_k": 20})
     return played_trainer

@@ -113,19 +113,21 @@ class Replica:
         seeds: Sequence[int] = (0,),
         **sampling: object,
     ) -> list[pb.GenerateResponse]:
-        """The finished groups in the order of `prompts`, with all their routes."""
+        """The finished groups in the order of `prompts`, with all their routes and kept sets."""
         request = pb.GenerateRequest(
             expected_stamp=stamp,
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
             sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
         )
-        answers, routes = [], defaultdict(list)
+        answers, routes, kept = [], defaultdict(list), defaultdict(list)
         async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=1200):
             routes[answer.prompt_id].extend(answer.routes)
+            kept[answer.prompt_id].extend(answer.kept)
             if answer.completions:
                 answers.append(answer)
         for answer in answers:
             answer.routes.extend(routes[answer.prompt_id])
+            answer.kept.extend(kept[answer.prompt_id])
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 

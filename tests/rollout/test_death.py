@@ -1,4 +1,4 @@
-"""How a replica ends, and what cannot start: processes of its own, since they do not survive."""
+"""Tests how a replica ends, and replicas that cannot start, in processes of their own."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""`lockstep doctor` between services: bytes go from a trainer to replicas, real ones without a run."""
+"""Tests the broadcast of `lockstep doctor` from a trainer to real replicas without a run."""
 
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Generate: bad requests, canceling, and requests before a run is open."""
+"""Tests Generate: bad requests, canceling, and requests before a run is open."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a replica that serves metrics has vLLM count, with nobody having asked vLLM for it."""
+"""Tests that a replica that serves metrics makes vLLM count its own too."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""An engine that starts while its caller gives up. The engine is a fake: a real one does not wait for the test."""
+"""Tests a caller that gives up while an engine starts. The engine is a fake: a real one does not wait for the test."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Sleep and Wake of a real engine. On CPU vLLM keeps the memory; the weights are overwritten all the same."""
+"""Tests Sleep and Wake of a real engine. On CPU vLLM keeps the memory, but the weights are overwritten."""
 
 import asyncio
 import itertools

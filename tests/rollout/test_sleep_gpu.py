@@ -1,4 +1,4 @@
-"""Sleep and Wake of an engine on a GPU, with the shape of Qwen3-0.6B and CUDA graphs.
+"""Tests Sleep and Wake of an engine on a GPU, with the shape of Qwen3-0.6B and CUDA graphs.
 
 With `-s` it shows the bytes and seconds of each call.
 The test publishes from host memory through gloo, since NCCL cannot have two members on one GPU.

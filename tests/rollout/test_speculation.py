@@ -1,4 +1,4 @@
-"""Speculative decoding keeps what is sampled: tokens, their distribution and their log-probabilities.
+"""Tests that speculative decoding changes neither tokens nor their distribution and log-probabilities.
 
 The prompt ends with what the model repeats at a low temperature, so some drafts are accepted and some are not.
 """

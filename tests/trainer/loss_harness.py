@@ -20,6 +20,7 @@ from services.common.batches import batch as batches
 from services.common.batches.blocks import trained_tokens
 from services.trainer.backend import Role
 from services.trainer.losses.terms import Tokens
+from tests.support import with_kept
 from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
 from tests.trainer.megatron_harness import CP, PP, TP, Layout, MegatronHarness, config, run_all, run_ranks
@@ -96,6 +97,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "kl_kind": "k1",
         "correction": {"weight": "sequence", "geometric_mask": (0.4, 1.5)},
     },
+    "kept": {"kl_coef": 0.2, "entropy_coef": 0.05, "clip_low": 0.1, "clip_high": 0.15},
     "sft": {"kind": "sft", "aggregation": "seq_mean_token_mean", "entropy_coef": 0.05},
 }
 # Adam without a memory and with an eps that is large against the gradient: SGD at a rate of lr / eps. A weight then
@@ -132,6 +134,11 @@ def samples() -> pa.Table:
         index = table.schema.get_field_index(name)
         table = table.set_column(index, table.schema.field(index), pa.array(rows, table.schema.field(index).type))
     return table
+
+
+def batch_of(loss: str) -> pa.Table:
+    """The samples that `loss` is computed on: those of one were sampled with truncation."""
+    return with_kept(samples()) if loss == "kept" else samples()
 
 
 @contextlib.contextmanager
@@ -205,7 +212,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
         _refill(tensors_of(harness.backend), before)
         settings = config(replace(layout, changes=layout.changes | {"loss": LOSSES[loss]}))
         harness._settings[Role.POLICY] = harness.worker._configs[Role.POLICY] = settings
-        return harness.train(samples()), harness.weights()
+        return harness.train(batch_of(loss)), harness.weights()
 
     _update_all(harness, update, list(LOSSES), directory / name)
     if name in MISTAKES:

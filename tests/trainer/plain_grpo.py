@@ -28,8 +28,22 @@ def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.T
     if row.get("routes"):
         _replay(model, row["routes"], len(prompt) + len(completion))
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0] / temperature
-    logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-    return logprobs[range(len(completion)), completion], -(logprobs.exp() * logprobs).sum(-1)
+    if not row.get("kept"):
+        logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        return logprobs[range(len(completion)), completion], -(logprobs.exp() * logprobs).sum(-1)
+    scored = []
+    for place, token in enumerate(completion):
+        kept = _kept(row, place) or list(range(logits.size(-1)))
+        logprobs = logits[len(prompt) - 1 + place, kept].log_softmax(-1)
+        scored.append((logprobs[kept.index(token)], -(logprobs.exp() * logprobs).sum()))
+    return torch.stack([logprob for logprob, _ in scored]), torch.stack([entropy for _, entropy in scored])
+
+
+def _kept(row: Row, place: int) -> list[int]:
+    """The kept set of the completion's token at `place`."""
+    numbers = torch.frombuffer(bytearray(row["kept"]), dtype=torch.int32).tolist()
+    counts, kept = numbers[: len(row["tokens"])], numbers[len(row["tokens"]) :]
+    return kept[sum(counts[:place]) : sum(counts[: place + 1])]
 
 
 def _replay(model: torch.nn.Module, routes: bytes, num_tokens: int) -> None:

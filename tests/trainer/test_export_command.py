@@ -1,4 +1,4 @@
-"""`lockstep export` of checkpoints that two ranks have saved: one process on CPU writes what the ranks held."""
+"""Tests `lockstep export` of checkpoints of two ranks: one process on CPU writes the ranks' weights."""
 
 import asyncio
 import json

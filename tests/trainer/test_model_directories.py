@@ -1,4 +1,4 @@
-"""Damaged model directories: each is refused by a typed error that names the file, and the trainer goes on.
+"""Tests damaged model directories: a typed error names the file, and the trainer goes on.
 
 One trainer of two ranks opens them all, and a good model after some.
 """

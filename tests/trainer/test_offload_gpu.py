@@ -1,4 +1,4 @@
-"""ReleaseMemory and AcquireMemory on a GPU, with the shape of Qwen3-0.6B: what leaves is free for other processes.
+"""Tests ReleaseMemory and AcquireMemory on a GPU with the shape of Qwen3-0.6B: other processes can use freed memory.
 
 With `-s` it shows the bytes and seconds of each call. The first release of a part also pins its host memory, and one
 after the first update that of the optimizer's state; the others only copy.

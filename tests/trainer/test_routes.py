@@ -1,4 +1,4 @@
-"""The replay of a layer's routes: what it chooses, in which pass, and what it counts."""
+"""Tests the replay of a layer's routes: the experts that it chooses in each pass, and its counts."""
 
 import pytest
 import torch

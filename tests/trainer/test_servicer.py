@@ -1,4 +1,4 @@
-"""The on-policy contract, asked of a real trainer of two ranks over gRPC."""
+"""Tests the on-policy contract of a real trainer of two ranks over gRPC."""
 
 from collections.abc import Callable
 from pathlib import Path

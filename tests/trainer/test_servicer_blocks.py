@@ -1,4 +1,4 @@
-"""A batch that is sent in blocks, asked of a real trainer of two ranks over gRPC."""
+"""Tests batches that are sent in blocks to a real trainer of two ranks over gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

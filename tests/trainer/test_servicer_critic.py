@@ -1,4 +1,4 @@
-"""The critic beside the policy, asked of a real trainer of two ranks over gRPC."""
+"""Tests the critic beside the policy on a real trainer of two ranks over gRPC."""
 
 import itertools
 from pathlib import Path

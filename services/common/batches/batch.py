@@ -39,6 +39,8 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("environment", pa.string()),
         # The experts that the engine chose for each token but the last (routes.py); null if it returned none.
         pa.field("routes", pa.large_binary()),
+        # The tokens that truncated sampling drew each token from (kept.py); null if nothing was truncated.
+        pa.field("kept", pa.large_binary()),
     ]
 )
 
@@ -46,11 +48,13 @@ SAMPLE_SCHEMA = pa.schema(
 FRAME_BYTES = 1 << 20
 
 
-def without_routes(samples: pa.Table) -> pa.Table:
-    """Returns `samples` with no routes in any row."""
-    index = samples.schema.get_field_index("routes")
-    field = samples.schema.field(index)
-    return samples.set_column(index, field, pa.nulls(samples.num_rows, field.type))
+def without(samples: pa.Table, *names: str) -> pa.Table:
+    """Returns `samples` with null in every row of the columns `names`."""
+    for name in names:
+        index = samples.schema.get_field_index(name)
+        field = samples.schema.field(index)
+        samples = samples.set_column(index, field, pa.nulls(samples.num_rows, field.type))
+    return samples
 
 
 def encode(table: pa.Table, *, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:

@@ -10,6 +10,8 @@ from services.common.config.speculation import SpeculationConfig
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any temperature between 0 and this to this, and only logs that it did."""
+MAX_KEPT = 1024
+"""Largest top_k of samples that are trained on: every token brings the tokens that were kept for it."""
 
 
 def _is_sampled(temperature: float) -> float:
@@ -32,20 +34,31 @@ class SamplingConfig(Strict):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, such as "</search>", in addition to the model's stop tokens. The completion keeps
     the token that completes a text. Special tokens have no text, so they cannot be found this way."""
-    top_p: float = 1.0
-    """Must be 1.0: with nucleus sampling, completions would not follow the distribution that the trainer computes.
-    evaluation.sets can set it."""
-    top_k: int = 0
-    """Must be 0 (off), for the same reason as top_p."""
-    min_p: float = 0.0
-    """Must be 0 (off), for the same reason as top_p."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: keep only the most probable tokens whose probabilities sum up to this; 1 keeps all. Needs
+    top_k. The engine returns the tokens that it has kept for each token; trainer and reference normalize over them."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep only this many most probable tokens, at most 1024; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep only tokens with at least this share of the largest probability; 0 keeps all. Needs top_k."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens have no chance to be sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @model_validator(mode="after")
-    def _no_truncation(self) -> Self:
-        if self.top_p != 1.0 or self.top_k != 0 or self.min_p != 0.0:
+    def _kept_sets_are_bounded(self) -> Self:
+        if self.is_truncated and not 0 < self.top_k <= MAX_KEPT:
             raise ValueError(
-                "truncated sampling is refused: samples would not come from the distribution that is trained; leave "
-                "top_p at 1.0, top_k and min_p at 0 and use temperature; evaluation.sets.NAME may set them"
+                f"top_k {self.top_k}: truncated sampling needs top_k from 1 to {MAX_KEPT}, because every token is sent "
+                f"with the tokens that were kept for it, and top_p or min_p alone may keep most of the vocabulary; set "
+                f"top_k to {MAX_KEPT}, or top_p to 1, top_k to 0 and min_p to 0"
+            )
+        if self.is_truncated and self.stop:
+            raise ValueError(
+                "stop with top_p, top_k or min_p: vLLM does not return which tokens it has kept for a sample that ends "
+                "at a stop string; leave stop out, or set top_p to 1, top_k to 0 and min_p to 0"
             )
         return self
 
@@ -77,6 +90,15 @@ class RolloutConfig(Strict):
     keep their distribution and log-probabilities. If unset, the engine generates one token per step."""
     engine: dict[str, Any] = Field(default={})
     """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused: set speculation."""
+
+    @model_validator(mode="after")
+    def _nothing_is_drafted_of_kept_sets(self) -> Self:
+        if self.speculation and self.sampling.is_truncated:
+            raise ValueError(
+                "sampling.top_k with speculation: it was not checked which tokens vLLM keeps for drafted tokens; leave "
+                "speculation out, or set sampling.top_p to 1, top_k to 0 and min_p to 0"
+            )
+        return self
 
     @field_validator("engine")
     @classmethod

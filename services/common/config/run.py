@@ -17,7 +17,7 @@ from services.common.config.restart import RestartConfig
 from services.common.config.reward.section import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
-from services.common.config.speculating import check_length, check_speculation
+from services.common.config.speculation_rules import check_length, check_speculation
 from services.common.config.trainer.roles import CriticConfig, ReferenceConfig
 from services.common.config.trainer.section import TrainerConfig, require_used
 from services.common.megatron.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once

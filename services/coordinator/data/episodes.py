@@ -68,6 +68,8 @@ class Stream:
     ends: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     routes: bytearray = field(default_factory=bytearray)
+    kept: list[tuple[bytes, int]] = field(default_factory=list)
+    """The kept sets and number of tokens of each part of `tokens`, for common.batches.kept.join_kept."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -79,8 +81,8 @@ class Stream:
         """Returns the number of tokens that the engine has seen, as prompts or by sampling them."""
         return len(self.prompt) + (self.ends[-1] if self.ends else 0)
 
-    def add_turn(self, completion: Completion, routes: bytes = b"") -> None:
-        """Appends a sampled turn, and the routes of the tokens that have none yet.
+    def add_turn(self, completion: Completion, routes: bytes = b"", kept: bytes = b"") -> None:
+        """Appends a sampled turn with its kept sets, and the routes of the tokens that have none yet.
 
         `routes` are those of all tokens up to here but the last. Tokens of earlier turns keep the routes that they were
         sampled with.
@@ -89,12 +91,14 @@ class Stream:
         self.begins.append(len(self.tokens))
         self.tokens.extend(completion.tokens)
         self.logprobs.extend(completion.logprobs)
+        self.kept.append((kept, len(completion.tokens)))
         self.ends.append(len(self.tokens))
 
     def add_context(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the policy did not sample."""
         self.tokens.extend(tokens)
         self.logprobs.extend([0.0] * len(tokens))
+        self.kept.append((b"", len(tokens)))
 
     def end(self, reason: FinishReason, seed: int, environment: str) -> tuple[Completion, Episode]:
         """Returns the sample and its episode."""

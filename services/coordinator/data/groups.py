@@ -36,6 +36,8 @@ class SampledGroup:
     """The episode of each completion; empty without an environment."""
     routes: Sequence[bytes] = field(default=(), kw_only=True)
     """The routes of each completion with its prompt (common.batches.routes); empty if the engine returned none."""
+    kept: Sequence[bytes] = field(default=(), kw_only=True)
+    """The kept sets of each completion (common.batches.kept); empty if nothing was truncated."""
 
     @property
     def length(self) -> int:
@@ -104,6 +106,7 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
             "seed": completion.seed,
             **(vars(group.episodes[sample]) if group.episodes else {}),
             **({"routes": group.routes[sample]} if group.routes else {}),
+            **({"kept": group.kept[sample]} if group.kept else {}),
             **{name: rows[sample] for name, rows in group.columns.items()},
         }
         for group in groups

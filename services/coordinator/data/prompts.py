@@ -19,8 +19,9 @@ _MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Holds one prompt. Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "",
-    "content": "6 * 7 ="},))
+    """Holds one prompt.
+
+    Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "", "content": "6 * 7 ="},))
     """
 
     prompt_id: str

@@ -7,7 +7,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.coordinator.replay.record import Batch, Difference, Record, compare
 from services.coordinator.rl.metrics import batch_metrics
-from services.coordinator.rl.publication import weight_group
+from services.coordinator.rl.publishing.publication import weight_group
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Trainer
 

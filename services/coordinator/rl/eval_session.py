@@ -16,8 +16,8 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import Prompts, load_eval
-from services.coordinator.rl.colocated import make_publisher
 from services.coordinator.rl.evaluation import evaluate
+from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
 from services.coordinator.runs.run import Run

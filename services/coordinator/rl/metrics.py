@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from services.common.batches.kept import decode_kept
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
 from services.coordinator.rl.health import warning_metrics
 from services.coordinator.runs.ledger import Kind
@@ -81,12 +82,15 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
 
     `kl/token_mean` and `kl/sample_mean` are the unbiased k1 estimate of KL(policy || reference) in nats, per token and
     per sample. `value/explained_variance` is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for
-    one that is no better than a constant; it is absent if all returns are equal.
+    one that is no better than a constant; it is absent if all returns are equal. `sampling/kept_tokens_mean` is the
+    mean number of tokens that truncated sampling has kept.
     """
     mask_N = trained_mask(batch)
     if not mask_N.any():
         return {}
     metrics: dict[str, float] = {}
+    if _has(batch, "kept"):
+        metrics["sampling/kept_tokens_mean"] = float(_kept_counts(batch)[mask_N].mean())
     if _has(batch, "advantages"):
         advantages_M = per_token(batch, "advantages", "metrics")[mask_N]
         statistics = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
@@ -102,8 +106,14 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
     return metrics
 
 
+def _kept_counts(batch: pa.Table) -> np.ndarray:
+    lengths = pc.list_value_length(batch["tokens"]).to_pylist()
+    rows = zip(batch["kept"], lengths, strict=True)
+    return np.concatenate([decode_kept(row.as_buffer(), num_tokens)[0] for row, num_tokens in rows])
+
+
 def _has(batch: pa.Table, name: str) -> bool:
-    return batch[name].null_count < batch.num_rows
+    return name in batch.column_names and batch[name].null_count < batch.num_rows
 
 
 def component_means(components: pa.ChunkedArray) -> dict[str, float]:

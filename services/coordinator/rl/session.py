@@ -14,10 +14,10 @@ from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.rl.advantages.python import require_importable
-from services.coordinator.rl.colocated import make_publisher
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.lagged import train_lagged
 from services.coordinator.rl.loop import train
+from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.run import Run

@@ -17,7 +17,7 @@ from services.coordinator.data.prompts import Prompt, PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record
 from services.coordinator.rl.forwards import Forwards, TakeBlock
-from services.coordinator.rl.publication import Publisher
+from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.rl.sampling.collect import Collector, Draw
 from services.coordinator.rl.sampling.selection import select
 from services.coordinator.runs.clock import Phase

@@ -17,6 +17,7 @@ from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.members import BACKEND as PAIRS
 from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.plan import Plan, unpack
+from services.rollout.compat.vllm.kept import record_kept
 from services.rollout.compat.vllm.routes import record_routes
 from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
 from services.rollout.weights.adapter import load_adapter
@@ -54,6 +55,10 @@ class WeightReceiver(SleepingWorker):
     def lockstep_record_routes(self) -> None:
         """Begins to record routes, if the engine was started to return them."""
         record_routes(self)
+
+    def lockstep_record_kept(self) -> bool:
+        """Begins to record kept sets. Returns whether this worker can."""
+        return record_kept(self)
 
     def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
         """Joins the epoch; returns the plan's digest as computed here, or the error."""

@@ -48,12 +48,12 @@ class LogprobModel(_Model):
     """Returns log-probabilities and entropies."""
 
     def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
-        """Returns the log-probability of each target and the entropy there, float32 [2, N].
+        """Returns the log-probability of each target and the entropy there, float32 [2, N], over the kept sets.
 
         The logits [tokens, vocabulary] are never whole in memory.
         """
         weight_VD = self.causal_lm.get_parameter("lm_head.weight")
-        return linear_logprobs(self.hidden(pack), weight_VD, pack.targets_N, temperature)
+        return linear_logprobs(self.hidden(pack), weight_VD, pack.targets_N, temperature, kept_MK=pack.kept_NK)
 
 
 class ValueModel(_Model):

@@ -49,6 +49,8 @@ class MicroBatch:
     routes: torch.Tensor | None = None
     """Experts of each token in each layer of the whole model, int32 [B, S, L, K] or [1, T, L, K], NO_ROUTE where there
     is only padding; None if the pack has none."""
+    kept_MK: torch.Tensor | None = None
+    """The kept sets of the M predictions, as in Pack; None if the pack has none."""
 
     def whole(self, values_KM: torch.Tensor, cp_group: ProcessGroup) -> torch.Tensor:
         """Returns the values [K, N] of all predictions, gathered from all CP ranks; only its own M get gradients."""
@@ -100,6 +102,7 @@ def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> M
         targets_M=pack.targets_N[where],
         where_M=where,
         routes=None if pack.routes_TLK is None else _own_routes(pack.routes_TLK, index),
+        kept_MK=None if pack.kept_NK is None else pack.kept_NK[where],
     )
 
 

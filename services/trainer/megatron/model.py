@@ -62,7 +62,8 @@ class LogprobHead(ColumnParallelLinear):
             hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
         hidden_MD = hidden_SBD.flatten(0, 1)[micro.rows_M]
         group = group_of(self.tp_group)
-        return linear_logprobs(hidden_MD, weight_VD, micro.targets_M, temperature, group if group.size() > 1 else None)
+        shared = group if group.size() > 1 else None
+        return linear_logprobs(hidden_MD, weight_VD, micro.targets_M, temperature, shared, micro.kept_MK)
 
 
 class ValueHead(torch.nn.Module):

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import trained_tokens
+from services.common.batches.kept import decode_kept
 from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
@@ -73,6 +74,37 @@ def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
         # Slots of the engine that were never written would name expert 0 twice.
         if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
             raise InvalidInput(f"routes: row {index} names an expert twice for one token", field="routes")
+
+
+def check_kept(samples: pa.Table, *, vocab_size: int) -> None:
+    """Rejects kept sets that are not those of `samples`.
+
+    Raises:
+        InvalidInput: Some rows have kept sets and others none; they are of another number of tokens, name a token
+            outside the vocabulary, lack the token that was sampled, or are empty for a trained token.
+    """
+    kept = samples["kept"]
+    if kept.null_count == samples.num_rows:
+        return
+    _refuse(kept.is_null().to_numpy(), "kept", "is missing")
+    for index, (row, list_of_tokens) in enumerate(zip(kept, samples["tokens"], strict=True)):
+        tokens = list_of_tokens.values.to_numpy()
+        try:
+            counts, sets = decode_kept(row.as_buffer(), len(tokens))
+        except ValueError as error:
+            raise InvalidInput(f"kept: row {index}: {error}", field="kept") from error
+        if sets.size and sets.max() >= vocab_size:
+            raise InvalidInput(f"kept: row {index} names token {sets.max()} of {vocab_size}", field="kept")
+        mask = samples["loss_mask"][index]
+        must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
+        own = np.repeat(np.arange(len(tokens)), counts)
+        has_own = np.zeros(len(tokens), bool)
+        has_own[own[sets == tokens[own]]] = True
+        if (without := ~has_own & (must_have | (counts > 0))).any():
+            where = int(without.argmax())
+            raise InvalidInput(
+                f"kept: row {index} has a set without the sampled token {tokens[where]} at {where}", field="kept"
+            )
 
 
 def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY) -> list[Message]:
@@ -163,7 +195,8 @@ def _require_needed(samples: pa.Table, config: TrainerConfig, role: Role) -> Non
 def _columns(samples: pa.Table, config: TrainerConfig, role: Role) -> list[str]:
     """Returns the columns that the ranks need: routes only for the policy, since other models choose themselves."""
     replays = role is Role.POLICY and config.replays_routes and not samples["routes"].null_count
-    return [*_COLUMNS, "routes"] if replays else _COLUMNS
+    is_cut = role is not Role.CRITIC and not samples["kept"].null_count
+    return [*_COLUMNS, *["routes"] * replays, *["kept"] * is_cut]
 
 
 def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:

@@ -11,6 +11,12 @@ from services.trainer.updates.fused import fused_on_gpu
 # The number of logits computed at a time. On CPU a few float32 copies of them exist, on GPU two in half precision.
 _ENTRIES_PER_CHUNK = {"cpu": 64 << 20, "cuda": 256 << 20}
 
+# Stands for no token in a row of kept ones; no token of another rank is as far away.
+_PADDING = -(1 << 62)
+
+# The logit of a token that was not kept. Its probability is 0, and unlike those of -inf its products with 0 are 0 too.
+_REMOVED = -1e30
+
 
 def linear_logprobs(
     hidden_MD: torch.Tensor,
@@ -18,15 +24,19 @@ def linear_logprobs(
     targets_M: torch.Tensor,
     temperature: float,
     group: dist.ProcessGroup | None = None,
+    kept_MK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns each target's log-probability and the entropy at its position, [2, M], in nats.
 
     The distribution is softmax(hidden W^T / temperature). The result is float64 if the weight is, else float32.
 
+    With `kept_MK`, that of a row is only over its own K tokens, which include its target. Negative ones are padding; a
+    row that has nothing else is over the whole vocabulary.
+
     With a `group`, its rank r holds rows r * V to (r + 1) * V of the output weight. The result is then the same on all
     ranks, and the gradient of `hidden_MD` is this rank's part, which the caller sums over the group.
     """
-    return _LinearLogprobs.apply(hidden_MD, weight_VD, targets_M, temperature, group)
+    return _LinearLogprobs.apply(hidden_MD, weight_VD, (targets_M, kept_MK), temperature, group)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -37,40 +47,61 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_MD: torch.Tensor,
         weight_VD: torch.Tensor,
-        targets_M: torch.Tensor,
+        targets: tuple[torch.Tensor, torch.Tensor | None],
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
+        targets_M, kept_MK = targets
         ctx.temperature, first = temperature, dist.get_rank(group) * weight_VD.size(0) if group else 0
         local_M = targets_M - first
         local_M = torch.where((local_M >= 0) & (local_M < weight_VD.size(0)), local_M, -1)  # -1: on another rank
+        local_MK = None if kept_MK is None else torch.where(kept_MK < 0, _PADDING, kept_MK.long() - first)
         scores = []
-        for hidden, local in _chunks(hidden_MD, local_M, weight_VD):
-            top, sums = _statistics(hidden @ weight_VD.T, local, temperature)
+        for part in _chunks(hidden_MD, weight_VD):
+            local = local_M[part]
+            top, sums = _statistics(_logits(hidden_MD, weight_VD, local_MK, part), local, temperature)
             if group:
                 sums, top = _combine(sums, top, local >= 0, group)
             log_sum = sums[0].log()
             scores.append(torch.stack([sums[2] - log_sum, log_sum - sums[1] / sums[0], top + log_sum]))
         logprobs_M, entropy_M, log_norm_M = torch.cat(scores, 1)
-        ctx.save_for_backward(hidden_MD, weight_VD, local_M, entropy_M, log_norm_M)
+        ctx.save_for_backward(hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M)
         return torch.stack([logprobs_M, entropy_M])
 
     @staticmethod
     def backward(ctx: Any, grad_2M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden_MD, weight_VD, local_M, entropy_M, log_norm_M = ctx.saved_tensors
+        hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight_VD, dtype=_precision(weight_VD)) if needs_weight else None
-        grad_hidden, begin = [], 0
-        for hidden, local in _chunks(hidden_MD, local_M, weight_VD):
-            part = slice(begin, begin := begin + len(local))
-            logits = hidden @ weight_VD.T
-            grad = _gradient(logits, local, log_norm_M[part], entropy_M[part], grad_2M[:, part], ctx.temperature)
+        grad_hidden = []
+        for part in _chunks(hidden_MD, weight_VD):
+            logits = _logits(hidden_MD, weight_VD, local_MK, part)
+            grad = _gradient(
+                logits, local_M[part], log_norm_M[part], entropy_M[part], grad_2M[:, part], ctx.temperature
+            )
             del logits
             grad_hidden.append(grad @ weight_VD)
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden)
+                _add_product(grad_weight, grad.T, hidden_MD[part])
         weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         return torch.cat(grad_hidden), weight, None, None, None
+
+
+def _logits(
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, local_MK: torch.Tensor | None, part: slice
+) -> torch.Tensor:
+    """Returns the logits of a chunk, [C, V], _REMOVED where `local_MK` does not have the token.
+
+    `local_MK` counts from this rank's first token, so that those of other ranks are negative or at least V.
+    """
+    logits_CV = hidden_MD[part] @ weight_VD.T
+    if local_MK is None:
+        return logits_CV
+    local_CK, size = local_MK[part], weight_VD.size(0)
+    column_CK = torch.where((local_CK >= 0) & (local_CK < size), local_CK, size)  # one more column takes the others
+    is_kept_CV = torch.zeros(len(logits_CV), size + 1, dtype=torch.bool, device=logits_CV.device)
+    is_kept_CV = is_kept_CV.scatter_(1, column_CK, True)[:, :size] | (local_CK == _PADDING).all(1, keepdim=True)
+    return logits_CV.masked_fill_(~is_kept_CV, _REMOVED)
 
 
 @fused_on_gpu
@@ -127,11 +158,9 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _chunks(
-    hidden_MD: torch.Tensor, local_M: torch.Tensor, weight_VD: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
     size = max(1, _ENTRIES_PER_CHUNK[hidden_MD.device.type] // weight_VD.size(0))
-    return zip(hidden_MD.split(size), local_M.split(size), strict=True)
+    return (slice(begin, begin + size) for begin in range(0, max(1, len(hidden_MD)), size))
 
 
 def _precision(tensor: torch.Tensor) -> torch.dtype:

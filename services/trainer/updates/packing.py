@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from services.common.batches.kept import decode_kept
 from services.common.batches.routes import RouteShape
 from services.common.errors import InvalidInput
 
@@ -33,6 +34,9 @@ class Pack:
     columns: dict[str, torch.Tensor]
     routes_TLK: torch.Tensor | None = None
     """The K experts that the engine chose for each token in each of L layers, if they are to be replayed."""
+    kept_NK: torch.Tensor | None = None
+    """The tokens that truncated sampling kept for each predicted token, int32, -1 after the last of them; None if the
+    batch has no kept sets."""
 
     @property
     def max_seqlen(self) -> int:
@@ -137,12 +141,21 @@ def build_pack(samples: pa.Table, shape: RouteShape | None = None) -> Pack:
         completion_lengths=tuple(counts.tolist()),
         columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
         routes_TLK=_routes(samples, shape) if shape and "routes" in samples.column_names else None,
+        kept_NK=_kept(samples, counts) if "kept" in samples.column_names and not samples["kept"].null_count else None,
     )
 
 
 def _routes(samples: pa.Table, shape: RouteShape) -> torch.Tensor:
     routes_TLK = np.concatenate([shape.decode(row.as_buffer()) for row in samples["routes"]])
     return torch.from_numpy(routes_TLK if shape.dtype == np.uint8 else routes_TLK.astype(np.int32))
+
+
+def _kept(samples: pa.Table, num_tokens: np.ndarray) -> torch.Tensor:
+    decoded = [decode_kept(row.as_buffer(), n) for row, n in zip(samples["kept"], num_tokens, strict=True)]
+    counts_N = np.concatenate([counts for counts, _ in decoded])
+    kept_NK = np.full((len(counts_N), counts_N.max()), -1, np.int32)
+    kept_NK[np.arange(kept_NK.shape[1]) < counts_N[:, None]] = np.concatenate([kept for _, kept in decoded])
+    return torch.from_numpy(kept_NK)
 
 
 def _arrays(samples: pa.Table, name: str) -> list[np.ndarray]:

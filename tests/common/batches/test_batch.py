@@ -1,4 +1,4 @@
-"""Arrow frames: what goes in comes out, and what is no batch is refused, never followed."""
+"""Tests Arrow frames: samples survive encoding, and invalid frames are refused and never followed."""
 
 import pyarrow as pa
 import pytest

@@ -1,4 +1,4 @@
-"""Routes: their encoding, and the parts in which a group's routes travel."""
+"""Tests the encoding of routes, and the parts in which a group's routes are sent."""
 
 import json
 

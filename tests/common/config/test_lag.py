@@ -1,4 +1,4 @@
-"""Which losses may be trained on samples of earlier weights."""
+"""Tests which losses may be trained on samples of earlier weights."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The reward section: what is refused, and with which words."""
+"""Tests which reward sections are refused, and the error messages."""
 
 import json
 

@@ -90,6 +90,26 @@ CROSS_FIELD = {
         ["evaluation.sets.held.min_p", "set top_p"],
         [*HELD, "evaluation.sets={held: {temperature: 1.0, top_p: 0.9}}", "rollout.speculation={kind: ngram}"],
     ),
+    "kept sets are bounded": (
+        ["rollout.sampling={top_p: 0.9}"],
+        ["rollout.sampling", "top_k 0", "set top_k to 1024"],
+        ["rollout.sampling={top_p: 0.9, top_k: 1024}"],
+    ),
+    "kept sets need a top_k with min_p too": (
+        ["rollout.sampling={min_p: 0.1, top_k: 1025}"],
+        ["top_k 1025", "set top_k to 1024"],
+        ["rollout.sampling={min_p: 0.1, top_k: 1024}"],
+    ),
+    "no kept sets at stop strings": (
+        ["rollout.sampling={top_k: 5, stop: [x]}"],
+        ["stop with top_p, top_k or min_p", "leave stop out"],
+        ["rollout.sampling={top_k: 5}"],
+    ),
+    "no kept sets of drafts": (
+        ["rollout.sampling={top_k: 5}", "rollout.speculation={kind: ngram}"],
+        ["sampling.top_k with speculation", "leave speculation out"],
+        ["rollout.sampling={top_k: 5}"],
+    ),
     "a draft has room": (
         [*LONG, "rollout.max_model_len=207", "rollout.speculation={kind: ngram, num_tokens: 4}"],
         ["= 200", "num_tokens 4", "raise that to at least 208"],

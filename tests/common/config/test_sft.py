@@ -1,4 +1,4 @@
-"""The config of a supervised run: what is filled in, and what is refused before anything starts."""
+"""Tests the config of a supervised run: defaults, and settings that are refused before anything starts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which runs are trained on in blocks, and in how large ones."""
+"""Tests which runs are trained on in blocks, and the size of the blocks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What each strategy refuses, from config.json alone; transformers' own defaults agree with what it leaves out."""
+"""Tests which models each strategy refuses from config.json, and that omitted keys mean transformers' defaults."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The model card: small files only, and never code."""
+"""Tests that a model card has small files only, and never code."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What arrives is what was sent, or it is refused."""
+"""Tests that data arrives as it was sent, or is refused."""
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any

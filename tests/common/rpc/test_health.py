@@ -1,4 +1,4 @@
-"""The probe of containers."""
+"""Tests the health check of containers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Many connections that say nothing, from somebody without a certificate."""
+"""Tests a service with many idle connections from a client without a certificate."""
 
 import contextlib
 import resource

@@ -1,4 +1,4 @@
-"""A peer that says nothing more, and does not close the connection: its host is frozen, or the network is cut."""
+"""Tests a peer that goes silent without closing the connection: its host is frozen, or the network is cut."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a real service, and who may read it."""
+"""Tests the metrics that Prometheus reads from a real service, and who may read them."""
 
 import asyncio
 import os

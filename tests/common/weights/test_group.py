@@ -1,4 +1,4 @@
-"""The weight group over gloo: everyone gets the same bytes, and nobody waits for the dead."""
+"""Tests the weight group over gloo: all members get the same bytes, and none waits for a dead one."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The plan's buckets and the content digest."""
+"""Tests the plan's buckets and the content digest."""
 
 import hashlib
 import itertools

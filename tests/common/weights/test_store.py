@@ -1,4 +1,4 @@
-"""The gate before the weight group's store: what it lets in, and that the store cannot be reached past it."""
+"""Tests the gate before the weight group's store: which connections it accepts, and that it cannot be bypassed."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""What doctor says of a run in which trainer and engines share GPUs."""
+"""Tests `lockstep doctor` for a run in which trainer and engines share GPUs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What doctor says of a driver, and of the memory of GPUs."""
+"""Tests doctor's checks of the driver and of the GPUs' memory."""
 
 import json
 from pathlib import Path

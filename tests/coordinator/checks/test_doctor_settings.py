@@ -1,4 +1,4 @@
-"""`lockstep doctor` tries settings of a config that only fail once services have started."""
+"""Tests that `lockstep doctor` tries settings that only fail once services have started."""
 
 import json
 import sys

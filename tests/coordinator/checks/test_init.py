@@ -1,4 +1,4 @@
-"""`lockstep init`: what it writes is a config that plan accepts, for any number of GPUs."""
+"""Tests that `lockstep init` writes a config that `lockstep plan` accepts, for any number of GPUs."""
 
 import json
 from pathlib import Path

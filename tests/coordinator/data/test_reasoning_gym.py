@@ -1,4 +1,4 @@
-"""`lockstep data reasoning-gym` where it cannot work; tests/reward/environments plays what it makes."""
+"""Tests the errors of `lockstep data reasoning-gym`; tests/reward/environments plays the tasks that it makes."""
 
 import sys
 

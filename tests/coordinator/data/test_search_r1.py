@@ -1,4 +1,4 @@
-"""`lockstep data search-r1`: questions and documents as they are published."""
+"""Tests `lockstep data search-r1` on questions and documents in their published forms."""
 
 import json
 from pathlib import Path

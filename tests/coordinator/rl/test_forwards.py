@@ -1,4 +1,4 @@
-"""Other models see a batch in blocks that follow from the order of prompts, whatever order the groups arrive in."""
+"""Tests that the blocks for other models follow from the order of prompts, not from the order of arrival."""
 
 import asyncio
 from collections.abc import Sequence

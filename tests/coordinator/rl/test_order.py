@@ -1,4 +1,4 @@
-"""The order of a batch follows from its content alone, and its first groups are known while others are generated."""
+"""Tests that a batch's order follows from its content alone, and that its first groups are known early."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""A streamed step against a real trainer servicer: what the ranks are given, and what a lost stream costs."""
+"""Tests a streamed step with a real trainer servicer: the data that ranks get, and the effect of a lost stream."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The best checkpoint is kept, and a run that gets no better ends; both follow from what the ledger has."""
+"""Tests that the best checkpoint is kept, and that a run that stops improving ends; both follow from the ledger."""
 
 import json
 import logging

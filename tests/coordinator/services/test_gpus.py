@@ -1,4 +1,4 @@
-"""Shared GPUs: one side at a time, a switch in between, and no switch that nobody needs."""
+"""Tests shared GPUs: one side holds them at a time, with a switch in between only if it is needed."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""`lockstep push`: the Hub gets the files of an exported model, and what is in the way is one line."""
+"""Tests `lockstep push`: the Hub gets the files of an exported model, and errors are one line."""
 
 import subprocess
 import sys

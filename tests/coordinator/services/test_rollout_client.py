@@ -99,6 +99,26 @@ async def test_routes_arrive_with_their_samples():
             await generate(rollout, 1, num_samples=3)
 
 
+class KeepingReplica(FakeReplica):
+    """Sends two bytes of kept sets for each sample, in messages before the group."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        (prompt,) = request.prompts
+        for part in to_parts([b"k%d" % index for index in range(len(prompt.seeds))]):
+            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, stamp=STAMP, kept=[part]))
+        async for answer in super().Generate(request, context):
+            yield answer
+
+
+async def test_kept_sets_arrive_with_their_samples_and_are_missed():
+    sampling = SamplingParams(temperature=1, max_tokens=10, top_k=3, return_kept=True)
+    async with replicas(1, KeepingReplica) as fakes, serving(fakes) as rollout:
+        assert (await rollout.generate(0, make_prompt(0, 3), [1, 2], sampling, STAMP)).kept == [b"k0", b"k1"]
+    async with replicas(1) as fakes, serving(fakes) as rollout:
+        with pytest.raises(InternalError, match="returned no kept sets"):
+            await rollout.generate(0, make_prompt(0, 3), [1, 2], sampling, STAMP)
+
+
 async def test_a_group_without_routes_has_none():
     async with replicas(1) as fakes, serving(fakes) as rollout:
         assert (await generate(rollout, 0)).routes == []

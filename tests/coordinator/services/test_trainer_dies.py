@@ -1,4 +1,4 @@
-"""A trainer that the run started dies in an update: the run starts it again, resumes, and ends with the same files."""
+"""Tests that a run restarts a trainer that dies in an update, resumes, and ends with the same files."""
 
 from dataclasses import replace
 from pathlib import Path

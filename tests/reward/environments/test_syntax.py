@@ -1,4 +1,4 @@
-"""Tool calls in the policy's text, good and hostile."""
+"""Tests tool calls in the policy's text, well-formed and hostile."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""math against hostile texts: nothing of them runs, none holds a worker beyond its limit, and honest ones score."""
+"""Tests the math grader with hostile texts: nothing is executed, no worker exceeds its limit, valid answers score."""
 
 from pathlib import Path
 

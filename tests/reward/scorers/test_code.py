@@ -1,4 +1,4 @@
-"""code: verdicts on honest programs, and hostile ones that neither get out nor get through."""
+"""Tests the code scorer on honest programs, and on hostile ones, which neither escape nor pass."""
 
 import asyncio
 import ctypes
@@ -32,7 +32,7 @@ BWRAP = shutil.which("bwrap")
 
 
 def _has_sandbox() -> bool:
-    """Whether this host has bubblewrap, which setup installs where it may, and lets it make namespaces."""
+    """Returns whether this host has bubblewrap, which setup installs where it may, and lets it make namespaces."""
     command = [BWRAP or "", "--unshare-all", "--ro-bind", "/", "/", "true"]
     return BWRAP is not None and subprocess.run(command, capture_output=True).returncode == 0
 

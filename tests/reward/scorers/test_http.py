@@ -1,4 +1,4 @@
-"""http: the contract with a remote scorer, and what it does when the other end breaks it."""
+"""Tests the contract with a remote scorer, and the errors if the server breaks it."""
 
 import asyncio
 import gzip

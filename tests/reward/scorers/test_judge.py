@@ -1,4 +1,4 @@
-"""judge: what is asked, what is read out of the answer, and how it deals with servers that fail."""
+"""Tests the judge: its request, the score that is read from its answer, and servers that fail."""
 
 import asyncio
 import logging

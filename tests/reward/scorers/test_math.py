@@ -1,4 +1,4 @@
-"""math: what counts as equal, and that nothing of an answer is evaluated."""
+"""Tests which answers the math scorer takes as equal, and that nothing of an answer is evaluated."""
 
 import asyncio
 import sys

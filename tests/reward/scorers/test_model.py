@@ -1,4 +1,4 @@
-"""model: tiny random reward models in their worker, against transformers in this process."""
+"""Compares tiny random reward models in a worker with transformers in this process."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""python: the user's function, and a worker that survives whatever it does."""
+"""Tests the scorer that calls the user's function, with a worker that survives whatever the function does."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""code: scripts run in another process than the program: what passes between the two, and what does not."""
+"""Tests scripts, which run in another process than the program: which values pass between the two."""
 
 # ruff: noqa: E501 a program reads best on one line
 

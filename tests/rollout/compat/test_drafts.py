@@ -1,4 +1,4 @@
-"""The drafts of a sample are counted where the engine verifies them, and arrive with its last token."""
+"""Tests that a sample's drafts are counted where the engine verifies them, and arrive with its last token."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""An engine sends the tokens of a sample some at a time; none is lost, and none is another sample's."""
+"""Tests that an engine sends the tokens of a sample in chunks, without losing or mixing any."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Direct loading gives what vLLM's reload gives, or is not used."""
+"""Tests that direct loading gives the same weights as vLLM's reload, or is not used."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Model families whose names or layers are unlike Qwen3's: published by both backends, and sampled from exactly."""
+"""Publishes model families with other names or layers than Qwen3's from both backends, and compares the samples."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the replicas serve after a publication is what the trainer holds, exactly: real trainer, real engines."""
+"""Tests with a real trainer and real engines that replicas serve exactly the trainer's weights after a publication."""
 
 import asyncio
 import itertools

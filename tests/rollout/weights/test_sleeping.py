@@ -1,4 +1,4 @@
-"""What a worker does before and after its sleep, on CPU: the weights are overwritten, and others can be received."""
+"""Tests a worker's steps before and after its sleep, on CPU: weights are overwritten, and new ones can be received."""
 
 import pytest
 import torch

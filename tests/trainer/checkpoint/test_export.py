@@ -1,4 +1,4 @@
-"""An exported model: its files describe the weights that are in it."""
+"""Tests that an exported model's files describe the weights in it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint is whole and unchanged, or it is not there."""
+"""Tests that a checkpoint is whole and unchanged, or does not exist."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A checkpoint that is whole, but not of this model, or cannot be read: a typed error, and the trainer goes on."""
+"""Tests checkpoints of another model or that cannot be read: the error is typed, and the trainer goes on."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: gradients do not depend on the split of a batch, and are those of plain torch."""
+"""Tests the FSDP2 backend: gradients do not depend on the split of a batch, and equal those of plain torch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The FSDP model computes what transformers computes for inference, and all of its gradients."""
+"""Tests that the FSDP model computes the same as transformers in inference mode, with all gradients."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Importance weights and masks by hand, and what the config refuses."""
+"""Tests importance weights and masks by hand, and the configs that are refused."""
 
 import math
 from typing import Any

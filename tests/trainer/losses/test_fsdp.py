@@ -1,4 +1,4 @@
-"""What `old_logprobs` means, and the gap of engine and trainer, through the FSDP backend."""
+"""Tests the values of `old_logprobs`, and the gap between engine and trainer, through the FSDP backend."""
 
 from pathlib import Path
 

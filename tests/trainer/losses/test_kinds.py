@@ -1,4 +1,4 @@
-"""Each kind's loss and gradient at single tokens, by hand; and gradients against finite differences."""
+"""Tests each kind's loss and gradient at single tokens by hand, and gradients against finite differences."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every policy loss, in any split of the batch over micro-batches and ranks of either backend: one and the same update.
+"""Tests that every policy loss gives the same update for any split over micro-batches and ranks of both backends.
 
 One FSDP rank with a mini-batch in one pack is the reference. It is compared with plain torch.
 """
@@ -17,7 +17,7 @@ from services.trainer.losses import LOSSES as KINDS
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, config, read
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.loss_harness import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERENCE, samples
+from tests.trainer.loss_harness import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERENCE, batch_of
 
 # Means of 70 terms of size 1 to 10 and the norm of 1e5 numbers, in float32 and in another order: up to 8e-7 here. The
 # losses jump where a ratio meets a bound; of these tokens none is so near to one that its rounding moves it across.
@@ -79,7 +79,7 @@ def test_split_does_not_change_the_update(results: Path, before: Tensors, layout
 @pytest.mark.parametrize("loss", [name for name, loss in CONFIGS.items() if loss.old_logprobs == "recompute"])
 def test_reference_is_plain_torch(results: Path, trainer_files: Path, before: Tensors, loss: str) -> None:
     settings = config(HALVES | {"loss": LOSSES[loss]})
-    want = plain_grpo.update(trainer_files / "models" / "untied", samples().to_pylist(), settings, TEMPERATURE)
+    want = plain_grpo.update(trainer_files / "models" / "untied", batch_of(loss).to_pylist(), settings, TEMPERATURE)
     weights, metrics = result(results, REFERENCE, loss)
     assert worst_move(weights, want.weights, before) <= REFERENCE_TOLERANCE
     for name, value in want.metrics.items():

@@ -1,4 +1,4 @@
-"""A loss of the user's is called as the built-in kinds are, and its mistakes are named."""
+"""Tests that a user's loss is called like the built-in kinds, and that its mistakes are named."""
 
 from pathlib import Path
 

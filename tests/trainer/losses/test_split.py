@@ -1,4 +1,4 @@
-"""Any mini-batch, cut into packs in any way and order, has the loss and gradient of plain arithmetic on its samples."""
+"""Tests that loss and gradient of a mini-batch, cut into packs in any way, equal those of plain arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

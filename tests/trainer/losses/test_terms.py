@@ -1,4 +1,4 @@
-"""What losses are made of, and learning rates, against plain arithmetic."""
+"""Tests the terms of losses, and learning rates, against plain arithmetic."""
 
 import math
 from typing import get_args

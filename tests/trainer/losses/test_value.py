@@ -1,4 +1,4 @@
-"""The critic's loss by hand, by finite differences, and over any split."""
+"""Tests the critic's loss by hand, by finite differences, and over any split."""
 
 import math
 from typing import Any

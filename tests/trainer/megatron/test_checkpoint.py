@@ -1,4 +1,4 @@
-"""A checkpoint of the Megatron backend goes on where it was saved, in its own layout and in others."""
+"""Tests that a Megatron checkpoint resumes where it was saved, in its own layout and in others."""
 
 import contextlib
 import json

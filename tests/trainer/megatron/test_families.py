@@ -1,4 +1,4 @@
-"""Every model family: from Hugging Face to Megatron and back bit by bit, and the same model in between."""
+"""Tests every model family: weights go from Hugging Face to Megatron and back bit by bit, and the model is the same."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What of Megatron takes a GPU: the hybrid optimizer, and gradients that TransformerEngine adds in place."""
+"""Tests the parts of Megatron that need a GPU: the hybrid optimizer, and TransformerEngine's in-place gradients."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Megatron backend's pure parts: micro-batches, pass-through tables, model configs, offload."""
+"""Tests the Megatron backend's pure parts: micro-batches, pass-through tables, model configs, offload."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Ranks that gather for one another while each sends: all arrives, whoever holds what, and nobody waits forever.
+"""Tests ranks that gather for one another while each sends: everything arrives, and no rank waits forever.
 
 Ranks are threads here. A broadcast is done when all members have begun it. An exchange blocks until its peers take
 part, and begins when the broadcasts that its rank has begun are done: so it can be with NCCL, where loading a kernel or

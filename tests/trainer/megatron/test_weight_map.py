@@ -1,4 +1,4 @@
-"""The weight map: which checkpoint tensors a Megatron parameter is made of, and its shards."""
+"""Tests the weight map: the checkpoint tensors that make up a Megatron parameter, and its shards."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A rank that fails or is killed: the caller learns where and why, and no process is left in a collective."""
+"""Tests a rank that fails or is killed: the caller learns where and why, and no process is left in a collective."""
 
 import asyncio
 import contextlib

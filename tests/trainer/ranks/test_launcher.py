@@ -1,4 +1,4 @@
-"""The ranks of one host are started with torchrun's variables, and none of them outlives another, or the launcher."""
+"""Tests that the ranks of a host get torchrun's variables, and that none outlives another rank or the launcher."""
 
 import contextlib
 import json

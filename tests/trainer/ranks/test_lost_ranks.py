@@ -1,4 +1,4 @@
-"""Ranks of other hosts, in processes of their own: none outlives rank 0, and rank 0 outlives none of them."""
+"""Tests ranks of other hosts, as processes: none outlives rank 0, and rank 0 outlives none of them."""
 
 import asyncio
 import contextlib

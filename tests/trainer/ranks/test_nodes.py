@@ -1,4 +1,4 @@
-"""Ranks of several nodes, each under a torchrun of its own: one serves, all work."""
+"""Tests ranks of several nodes, each under its own torchrun: one serves, and all work."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""A rank that cannot send its part of a publication: nobody waits for it."""
+"""Tests a rank that cannot send its part of a publication: no other rank waits for it."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

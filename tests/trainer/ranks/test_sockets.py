@@ -1,4 +1,4 @@
-"""The port of the ranks takes messages of its own ranks only."""
+"""Tests that the ranks' port accepts messages of its own ranks only."""
 
 import asyncio
 

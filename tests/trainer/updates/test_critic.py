@@ -1,4 +1,4 @@
-"""The critic: values of plain transformers, updates of plain torch, the same in every layout of both backends."""
+"""Tests the critic: values of plain transformers, updates of plain torch, the same in every layout of both backends."""
 
 import json
 import weakref

@@ -33,6 +33,29 @@ def plain(
     return torch.stack([scores_MV.gather(1, targets_M[:, None])[:, 0], -(scores_MV.exp() * scores_MV).sum(-1)])
 
 
+def kept_sets(targets_M: torch.Tensor) -> torch.Tensor:
+    """Up to three tokens beside each target, padded with -1. The first row has no other, the second no set at all, the
+    third only tokens of the lower half of the vocabulary."""
+    kept_MK = torch.randint(0, V, (M, 4), generator=torch.Generator().manual_seed(1))
+    kept_MK[:, 0] = targets_M
+    kept_MK[0, 1:], kept_MK[1], kept_MK[3, 2:] = -1, -1, -1
+    targets_M[2] = kept_MK[2, 0] = 1
+    kept_MK[2, 1:] %= V // 2
+    return kept_MK.int()
+
+
+def plain_over_kept(
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, kept_MK: torch.Tensor
+) -> torch.Tensor:
+    """`plain` at temperature 0.7, row by row over its own tokens only."""
+    rows = []
+    for row, kept in enumerate(kept_MK.long()):
+        tokens = torch.unique(kept[kept >= 0]) if (kept >= 0).any() else torch.arange(V)
+        target = (tokens == targets_M[row]).nonzero()[0]
+        rows.append(plain(hidden_MD[row : row + 1], weight_VD[tokens], target, 0.7))
+    return torch.cat(rows, 1)
+
+
 class Recorder(TorchDispatchMode):
     """Shapes of everything that operators return."""
 
@@ -66,6 +89,18 @@ def test_values_are_those_of_log_softmax(temperature: float) -> None:
 def test_gradients_are_those_of_finite_differences(temperature: float) -> None:
     hidden, weight, targets = inputs()
     assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, targets, temperature), (hidden, weight))
+
+
+@pytest.mark.usefixtures("chunked")
+def test_over_kept_sets_values_and_gradients_are_those_of_a_dense_softmax() -> None:
+    hidden, weight, targets = inputs()
+    kept_MK = kept_sets(targets)
+    got = linear_logprobs(hidden, weight, targets, 0.7, kept_MK=kept_MK)
+    want = plain_over_kept(hidden, weight, targets, kept_MK)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert got[:, 0].tolist() == [0, 0]  # only one token was kept
+    gradients = [torch.autograd.grad(_mixed(values), (hidden, weight)) for values in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("row", [0, 1], ids=["logprob", "entropy"])
@@ -162,6 +197,11 @@ def _rank(rank: int, directory: Path) -> None:
     grad_hidden, grad_part = torch.autograd.grad(_mixed(got), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([got.detach(), grad_hidden, grad_part], directory / f"{rank}.pt")
+    kept_MK = kept_sets(targets)
+    cut = linear_logprobs(hidden, part, targets, 0.7, dist.group.WORLD, kept_MK)
+    grad_hidden, grad_part = torch.autograd.grad(_mixed(cut), (hidden, part))
+    dist.all_reduce(grad_hidden)
+    torch.save([cut.detach(), grad_hidden, grad_part], directory / f"{rank}-kept.pt")
     dist.destroy_process_group()
 
 
@@ -177,11 +217,16 @@ def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
         process.join(60)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
-    values, hidden_gradients, weight_gradients = zip(
-        *(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True
-    )
     hidden, weight, targets = inputs()
     whole = linear_logprobs(hidden, weight, targets, 0.7)
+    assert_split([tmp_path / f"{rank}.pt" for rank in range(2)], whole, hidden, weight)
+    over_kept = plain_over_kept(hidden, weight, targets, kept_sets(targets))
+    assert_split([tmp_path / f"{rank}-kept.pt" for rank in range(2)], over_kept, hidden, weight)
+
+
+def assert_split(files: list[Path], whole: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """Compares what the ranks left with `whole`, which one process has computed from `hidden` and `weight`."""
+    values, hidden_gradients, weight_gradients = zip(*map(torch.load, files), strict=True)
     want_hidden, want_weight = torch.autograd.grad(_mixed(whole), (hidden, weight))
     for got in values:
         torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-12)

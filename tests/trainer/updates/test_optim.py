@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of each update are Megatron's, and reach the optimizer."""
+"""Tests that the learning rate and weight decay of each update equal Megatron's, and reach the optimizer."""
 
 import json
 import subprocess

@@ -1,6 +1,8 @@
 """Samples to packs: every sample once, within the budget, the same number of packs on every rank."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,13 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.common.batches import batch as batches
+from services.common.batches.kept import decode_kept, encode_kept
 from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
-from services.trainer.ranks.shards import check_routes, forward_parts, train_parts
+from services.trainer.ranks.shards import check_kept, check_routes, forward_parts, train_parts
 from services.trainer.updates.packing import assign, build_pack
-from tests.support import with_routes
+from tests.support import with_kept, with_routes
 from tests.trainer.fsdp_harness import samples
 
 SHAPE = RouteShape(2, 4, 2)
@@ -173,6 +176,62 @@ def test_routes_go_with_their_tokens_into_the_packs() -> None:
     rows = [np.frombuffer(row, np.uint8).reshape(-1, 2, 2) for row in table["routes"].to_pylist()]
     assert np.array_equal(pack.routes_TLK.numpy(), np.concatenate(rows))
     assert build_pack(table).routes_TLK is None
+
+
+def test_kept_sets_go_with_their_tokens_into_the_packs() -> None:
+    table = with_kept(samples())
+    pack = build_pack(table)
+    assert pack.kept_NK is not None and pack.kept_NK.dtype == torch.int32
+    rows = zip(table["kept"].to_pylist(), table["tokens"].to_pylist(), strict=True)
+    decoded = [decode_kept(kept, len(tokens)) for kept, tokens in rows]
+    counts_N, kept = (np.concatenate(parts) for parts in zip(*decoded, strict=True))
+    is_kept_NK = pack.kept_NK.numpy() >= 0
+    assert is_kept_NK.sum(1).tolist() == counts_N.tolist() and counts_N.max() == is_kept_NK.shape[1]
+    assert pack.kept_NK.numpy()[is_kept_NK].tolist() == kept.tolist()
+    assert (is_kept_NK[:, 1:] <= is_kept_NK[:, :-1]).all()  # the padding comes last
+
+
+def test_only_models_with_a_distribution_get_kept_sets() -> None:
+    config = TrainerConfig()
+    for role in (Role.POLICY, Role.REFERENCE, Role.CRITIC):
+        (part,), _ = forward_parts(with_kept(samples()), config, 1, role)
+        assert ("kept" in batches.decode(part.frames).column_names) == (role is not Role.CRITIC)
+        (part,), _ = forward_parts(samples(), config, 1, role)
+        assert "kept" not in batches.decode(part.frames).column_names
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda sets, tokens: None, "kept: row 1 is missing"),
+        (lambda sets, tokens: encode_kept(sets[1:]), "kept: row 1: .* not the kept sets of"),
+        (lambda sets, tokens: encode_kept([[*sets[0], 64], *sets[1:]]), "kept: row 1 names token 64 of 64"),
+        (lambda sets, tokens: encode_kept([[tokens[0] ^ 1], *sets[1:]]), "kept: row 1 .* without the sampled token"),
+        (lambda sets, tokens: encode_kept([[], *sets[1:]]), "kept: row 1 .* without the sampled token .* at 0"),
+    ],
+)
+def test_kept_sets_that_are_not_those_of_the_samples_are_refused(spoil: Callable[..., Any], message: str) -> None:
+    table = with_kept(samples())
+    check_kept(table, vocab_size=64)
+    check_kept(samples(), vocab_size=64)
+    rows, tokens = table["kept"].to_pylist(), table["tokens"][1].as_py()
+    counts, kept = decode_kept(rows[1], len(tokens))
+    rows[1] = spoil([part.tolist() for part in np.split(kept, counts.cumsum()[:-1])], tokens)
+    column = pa.array(rows, pa.large_binary())
+    with pytest.raises(InvalidInput, match=message) as raised:
+        check_kept(table.set_column(table.schema.names.index("kept"), "kept", column), vocab_size=64)
+    assert raised.value.metadata["field"] == "kept"
+
+
+def test_only_a_masked_token_may_have_no_kept_set() -> None:
+    table = samples()
+    counts = [len(tokens) for tokens in table["tokens"].to_pylist()]
+    empty = pa.array([encode_kept([[]] * count) for count in counts], pa.large_binary())
+    masked = pa.array([[False] * count for count in counts])
+    table = table.set_column(table.schema.names.index("kept"), "kept", empty)
+    table = table.set_column(table.schema.names.index("loss_mask"), "loss_mask", masked)
+    check_kept(table, vocab_size=64)
+    assert build_pack(table).kept_NK.shape == (sum(counts), 0)
 
 
 def _sent(role: Role, routed: bool = True, **moe: str) -> list[str]:

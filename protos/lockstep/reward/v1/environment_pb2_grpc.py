@@ -70,14 +70,14 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """Gives the environment one turn of the policy. Returns its reply and the turn's reward.
+        """Sends one turn of the policy to the environment. Returns its reply and the turn's reward.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Ends an episode and frees what it holds. Does nothing if it has ended.
+        """Ends an episode and frees its resources. Does nothing if it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

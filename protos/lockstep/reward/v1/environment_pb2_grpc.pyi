@@ -40,9 +40,9 @@ class EnvironmentServiceStub:
     Reset: _grpc.UnaryUnaryMultiCallable[_environment_pb2.ResetRequest, _environment_pb2.ResetResponse]
     """Begins an episode. Returns its first messages."""
     Step: _grpc.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]
-    """Gives the environment one turn of the policy. Returns its reply and the turn's reward."""
+    """Sends one turn of the policy to the environment. Returns its reply and the turn's reward."""
     Close: _grpc.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]
-    """Ends an episode and frees what it holds. Does nothing if it has ended."""
+    """Ends an episode and frees its resources. Does nothing if it has ended."""
 
 @_typing.type_check_only
 class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
@@ -56,9 +56,9 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
     Reset: _aio.UnaryUnaryMultiCallable[_environment_pb2.ResetRequest, _environment_pb2.ResetResponse]  # type: ignore[assignment]
     """Begins an episode. Returns its first messages."""
     Step: _aio.UnaryUnaryMultiCallable[_environment_pb2.StepRequest, _environment_pb2.StepResponse]  # type: ignore[assignment]
-    """Gives the environment one turn of the policy. Returns its reply and the turn's reward."""
+    """Sends one turn of the policy to the environment. Returns its reply and the turn's reward."""
     Close: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseRequest, _environment_pb2.CloseResponse]  # type: ignore[assignment]
-    """Ends an episode and frees what it holds. Does nothing if it has ended."""
+    """Ends an episode and frees its resources. Does nothing if it has ended."""
 
 class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """Plays the environment's side of episodes. RewardService.OpenRun starts the environment, CloseRun ends it.
@@ -81,7 +81,7 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.StepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.StepResponse, _abc.Awaitable[_environment_pb2.StepResponse]]:
-        """Gives the environment one turn of the policy. Returns its reply and the turn's reward."""
+        """Sends one turn of the policy to the environment. Returns its reply and the turn's reward."""
 
     @_abc_1.abstractmethod
     def Close(
@@ -89,6 +89,6 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.CloseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_environment_pb2.CloseResponse, _abc.Awaitable[_environment_pb2.CloseResponse]]:
-        """Ends an episode and frees what it holds. Does nothing if it has ended."""
+        """Ends an episode and frees its resources. Does nothing if it has ended."""
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

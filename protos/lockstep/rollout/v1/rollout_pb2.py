@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from lockstep.types.v1 import types_pb2 as lockstep_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!lockstep/rollout/v1/rollout.proto\x12\x13lockstep.rollout.v1\x1a\x1dlockstep/types/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\xb3\x01\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\x12-\n\x05stamp\x18\x02 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11samples_in_flight\x18\x03 \x01(\r\x12\x13\n\x0bnum_workers\x18\x04 \x01(\r\x12\x13\n\x0bmax_samples\x18\x05 \x01(\r\"\xb5\x01\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x30\n\nmodel_card\x18\x03 \x01(\x0b\x32\x1c.lockstep.types.v1.ModelCard\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x05 \x01(\r\x12\x11\n\tcan_sleep\x18\x06 \x01(\x08\x12\x15\n\rreturn_routes\x18\x07 \x01(\x08\"S\n\x0fOpenRunResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\x13\n\x0bmax_samples\x18\x02 \x01(\r\x12\x16\n\x0ereturns_routes\x18\x03 \x01(\x08\"!\n\x0f\x43loseRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10\x43loseRunResponse\":\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\r\n\x05seeds\x18\x03 \x03(\x04\"\xc7\x01\n\x0fGenerateRequest\x12\x36\n\x0e\x65xpected_stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12,\n\x07prompts\x18\x02 \x03(\x0b\x32\x1b.lockstep.rollout.v1.Prompt\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.lockstep.types.v1.SamplingParams\x12\x19\n\x11report_unfinished\x18\x04 \x01(\x08\"D\n\x06Routes\x12\x12\n\ncompletion\x18\x01 \x01(\r\x12\x18\n\x10num_shared_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"X\n\x06\x44rafts\x12\x12\n\nnum_drafts\x18\x01 \x01(\x04\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xbd\x03\n\x10GenerateResponse\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x32\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x1d.lockstep.types.v1.Completion\x12-\n\x05stamp\x18\x03 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11prompt_num_tokens\x18\x04 \x01(\r\x12\x15\n\rprompt_sha256\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06sha256\x18\x07 \x01(\x0c\x12+\n\x06routes\x18\x08 \x03(\x0b\x32\x1b.lockstep.rollout.v1.Routes\x12I\n\nunfinished\x18\t \x03(\x0b\x32\x35.lockstep.rollout.v1.GenerateResponse.UnfinishedEntry\x12+\n\x06\x64rafts\x18\n \x01(\x0b\x32\x1b.lockstep.rollout.v1.Drafts\x1a\x31\n\x0fUnfinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x87\x01\n\x16JoinWeightGroupRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x11\n\tbase_rank\x18\x02 \x01(\r\x12+\n\x04plan\x18\x03 \x01(\x0b\x32\x1d.lockstep.types.v1.WeightPlan\".\n\x17JoinWeightGroupResponse\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x91\x01\n\x16ReceiveWeightsResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x30\n\x04\x63ost\x18\x05 \x01(\x0b\x32\".lockstep.types.v1.PublicationCost\"E\n\x14\x43ommitWeightsRequest\x12-\n\x05stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\"\x17\n\x15\x43ommitWeightsResponse\"\x0e\n\x0cSleepRequest\"A\n\rSleepResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.lockstep.types.v1.DeviceMemory\"<\n\x0bWakeRequest\x12-\n\x04part\x18\x01 \x01(\x0e\x32\x1f.lockstep.rollout.v1.EnginePart\"@\n\x0cWakeResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.lockstep.types.v1.DeviceMemory\"Z\n\x1bReceiveTestBroadcastRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x0c\n\x04rank\x18\x02 \x01(\r\"Q\n\x1cReceiveTestBroadcastResponse\x12\x31\n\x07outcome\x18\x01 \x01(\x0b\x32 .lockstep.types.v1.TestBroadcast*\\\n\nEnginePart\x12\x1b\n\x17\x45NGINE_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_PART_WEIGHTS\x10\x01\x12\x18\n\x14\x45NGINE_PART_KV_CACHE\x10\x02\x32\xcb\x07\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.lockstep.rollout.v1.GetInfoRequest\x1a$.lockstep.rollout.v1.GetInfoResponse\x12T\n\x07OpenRun\x12#.lockstep.rollout.v1.OpenRunRequest\x1a$.lockstep.rollout.v1.OpenRunResponse\x12W\n\x08\x43loseRun\x12$.lockstep.rollout.v1.CloseRunRequest\x1a%.lockstep.rollout.v1.CloseRunResponse\x12Y\n\x08Generate\x12$.lockstep.rollout.v1.GenerateRequest\x1a%.lockstep.rollout.v1.GenerateResponse0\x01\x12l\n\x0fJoinWeightGroup\x12+.lockstep.rollout.v1.JoinWeightGroupRequest\x1a,.lockstep.rollout.v1.JoinWeightGroupResponse\x12i\n\x0eReceiveWeights\x12*.lockstep.rollout.v1.ReceiveWeightsRequest\x1a+.lockstep.rollout.v1.ReceiveWeightsResponse\x12\x66\n\rCommitWeights\x12).lockstep.rollout.v1.CommitWeightsRequest\x1a*.lockstep.rollout.v1.CommitWeightsResponse\x12N\n\x05Sleep\x12!.lockstep.rollout.v1.SleepRequest\x1a\".lockstep.rollout.v1.SleepResponse\x12K\n\x04Wake\x12 .lockstep.rollout.v1.WakeRequest\x1a!.lockstep.rollout.v1.WakeResponse\x12{\n\x14ReceiveTestBroadcast\x12\x30.lockstep.rollout.v1.ReceiveTestBroadcastRequest\x1a\x31.lockstep.rollout.v1.ReceiveTestBroadcastResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!lockstep/rollout/v1/rollout.proto\x12\x13lockstep.rollout.v1\x1a\x1dlockstep/types/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\xb3\x01\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\x12-\n\x05stamp\x18\x02 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11samples_in_flight\x18\x03 \x01(\r\x12\x13\n\x0bnum_workers\x18\x04 \x01(\r\x12\x13\n\x0bmax_samples\x18\x05 \x01(\r\"\xb5\x01\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x30\n\nmodel_card\x18\x03 \x01(\x0b\x32\x1c.lockstep.types.v1.ModelCard\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x05 \x01(\r\x12\x11\n\tcan_sleep\x18\x06 \x01(\x08\x12\x15\n\rreturn_routes\x18\x07 \x01(\x08\"S\n\x0fOpenRunResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\x13\n\x0bmax_samples\x18\x02 \x01(\r\x12\x16\n\x0ereturns_routes\x18\x03 \x01(\x08\"!\n\x0f\x43loseRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10\x43loseRunResponse\":\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\r\n\x05seeds\x18\x03 \x03(\x04\"\xc7\x01\n\x0fGenerateRequest\x12\x36\n\x0e\x65xpected_stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12,\n\x07prompts\x18\x02 \x03(\x0b\x32\x1b.lockstep.rollout.v1.Prompt\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.lockstep.types.v1.SamplingParams\x12\x19\n\x11report_unfinished\x18\x04 \x01(\x08\"D\n\x06Routes\x12\x12\n\ncompletion\x18\x01 \x01(\r\x12\x18\n\x10num_shared_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"X\n\x06\x44rafts\x12\x12\n\nnum_drafts\x18\x01 \x01(\x04\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xe8\x03\n\x10GenerateResponse\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x32\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x1d.lockstep.types.v1.Completion\x12-\n\x05stamp\x18\x03 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11prompt_num_tokens\x18\x04 \x01(\r\x12\x15\n\rprompt_sha256\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06sha256\x18\x07 \x01(\x0c\x12+\n\x06routes\x18\x08 \x03(\x0b\x32\x1b.lockstep.rollout.v1.Routes\x12I\n\nunfinished\x18\t \x03(\x0b\x32\x35.lockstep.rollout.v1.GenerateResponse.UnfinishedEntry\x12+\n\x06\x64rafts\x18\n \x01(\x0b\x32\x1b.lockstep.rollout.v1.Drafts\x12)\n\x04kept\x18\x0b \x03(\x0b\x32\x1b.lockstep.rollout.v1.Routes\x1a\x31\n\x0fUnfinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x87\x01\n\x16JoinWeightGroupRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x11\n\tbase_rank\x18\x02 \x01(\r\x12+\n\x04plan\x18\x03 \x01(\x0b\x32\x1d.lockstep.types.v1.WeightPlan\".\n\x17JoinWeightGroupResponse\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x91\x01\n\x16ReceiveWeightsResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x30\n\x04\x63ost\x18\x05 \x01(\x0b\x32\".lockstep.types.v1.PublicationCost\"E\n\x14\x43ommitWeightsRequest\x12-\n\x05stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\"\x17\n\x15\x43ommitWeightsResponse\"\x0e\n\x0cSleepRequest\"A\n\rSleepResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.lockstep.types.v1.DeviceMemory\"<\n\x0bWakeRequest\x12-\n\x04part\x18\x01 \x01(\x0e\x32\x1f.lockstep.rollout.v1.EnginePart\"@\n\x0cWakeResponse\x12\x30\n\x07workers\x18\x01 \x03(\x0b\x32\x1f.lockstep.types.v1.DeviceMemory\"Z\n\x1bReceiveTestBroadcastRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x0c\n\x04rank\x18\x02 \x01(\r\"Q\n\x1cReceiveTestBroadcastResponse\x12\x31\n\x07outcome\x18\x01 \x01(\x0b\x32 .lockstep.types.v1.TestBroadcast*\\\n\nEnginePart\x12\x1b\n\x17\x45NGINE_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_PART_WEIGHTS\x10\x01\x12\x18\n\x14\x45NGINE_PART_KV_CACHE\x10\x02\x32\xcb\x07\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.lockstep.rollout.v1.GetInfoRequest\x1a$.lockstep.rollout.v1.GetInfoResponse\x12T\n\x07OpenRun\x12#.lockstep.rollout.v1.OpenRunRequest\x1a$.lockstep.rollout.v1.OpenRunResponse\x12W\n\x08\x43loseRun\x12$.lockstep.rollout.v1.CloseRunRequest\x1a%.lockstep.rollout.v1.CloseRunResponse\x12Y\n\x08Generate\x12$.lockstep.rollout.v1.GenerateRequest\x1a%.lockstep.rollout.v1.GenerateResponse0\x01\x12l\n\x0fJoinWeightGroup\x12+.lockstep.rollout.v1.JoinWeightGroupRequest\x1a,.lockstep.rollout.v1.JoinWeightGroupResponse\x12i\n\x0eReceiveWeights\x12*.lockstep.rollout.v1.ReceiveWeightsRequest\x1a+.lockstep.rollout.v1.ReceiveWeightsResponse\x12\x66\n\rCommitWeights\x12).lockstep.rollout.v1.CommitWeightsRequest\x1a*.lockstep.rollout.v1.CommitWeightsResponse\x12N\n\x05Sleep\x12!.lockstep.rollout.v1.SleepRequest\x1a\".lockstep.rollout.v1.SleepResponse\x12K\n\x04Wake\x12 .lockstep.rollout.v1.WakeRequest\x1a!.lockstep.rollout.v1.WakeResponse\x12{\n\x14ReceiveTestBroadcast\x12\x30.lockstep.rollout.v1.ReceiveTestBroadcastRequest\x1a\x31.lockstep.rollout.v1.ReceiveTestBroadcastResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATERESPONSE_UNFINISHEDENTRY']._loaded_options = None
   _globals['_GENERATERESPONSE_UNFINISHEDENTRY']._serialized_options = b'8\001'
-  _globals['_ENGINEPART']._serialized_start=2356
-  _globals['_ENGINEPART']._serialized_end=2448
+  _globals['_ENGINEPART']._serialized_start=2399
+  _globals['_ENGINEPART']._serialized_end=2491
   _globals['_GETINFOREQUEST']._serialized_start=89
   _globals['_GETINFOREQUEST']._serialized_end=105
   _globals['_GETINFORESPONSE']._serialized_start=108
@@ -57,33 +57,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTS']._serialized_start=945
   _globals['_DRAFTS']._serialized_end=1033
   _globals['_GENERATERESPONSE']._serialized_start=1036
-  _globals['_GENERATERESPONSE']._serialized_end=1481
-  _globals['_GENERATERESPONSE_UNFINISHEDENTRY']._serialized_start=1432
-  _globals['_GENERATERESPONSE_UNFINISHEDENTRY']._serialized_end=1481
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1484
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1619
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1621
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1667
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1669
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1724
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1727
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1872
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1874
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1943
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1945
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1968
-  _globals['_SLEEPREQUEST']._serialized_start=1970
-  _globals['_SLEEPREQUEST']._serialized_end=1984
-  _globals['_SLEEPRESPONSE']._serialized_start=1986
-  _globals['_SLEEPRESPONSE']._serialized_end=2051
-  _globals['_WAKEREQUEST']._serialized_start=2053
-  _globals['_WAKEREQUEST']._serialized_end=2113
-  _globals['_WAKERESPONSE']._serialized_start=2115
-  _globals['_WAKERESPONSE']._serialized_end=2179
-  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_start=2181
-  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_end=2271
-  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_start=2273
-  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_end=2354
-  _globals['_ROLLOUTSERVICE']._serialized_start=2451
-  _globals['_ROLLOUTSERVICE']._serialized_end=3422
+  _globals['_GENERATERESPONSE']._serialized_end=1524
+  _globals['_GENERATERESPONSE_UNFINISHEDENTRY']._serialized_start=1475
+  _globals['_GENERATERESPONSE_UNFINISHEDENTRY']._serialized_end=1524
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1527
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1662
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1664
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1710
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1712
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1767
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1770
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1915
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1917
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1986
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1988
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=2011
+  _globals['_SLEEPREQUEST']._serialized_start=2013
+  _globals['_SLEEPREQUEST']._serialized_end=2027
+  _globals['_SLEEPRESPONSE']._serialized_start=2029
+  _globals['_SLEEPRESPONSE']._serialized_end=2094
+  _globals['_WAKEREQUEST']._serialized_start=2096
+  _globals['_WAKEREQUEST']._serialized_end=2156
+  _globals['_WAKERESPONSE']._serialized_start=2158
+  _globals['_WAKERESPONSE']._serialized_end=2222
+  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_start=2224
+  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_end=2314
+  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_start=2316
+  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_end=2397
+  _globals['_ROLLOUTSERVICE']._serialized_start=2494
+  _globals['_ROLLOUTSERVICE']._serialized_end=3465
 # @@protoc_insertion_point(module_scope)

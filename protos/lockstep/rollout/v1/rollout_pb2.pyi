@@ -118,7 +118,7 @@ class Drafts(_message.Message):
     def __init__(self, num_drafts: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routes", "unfinished", "drafts")
+    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routes", "unfinished", "drafts", "kept")
     class UnfinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class GenerateResponse(_message.Message):
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     completions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Completion]
     stamp: _types_pb2.PolicyStamp
@@ -146,7 +147,8 @@ class GenerateResponse(_message.Message):
     routes: _containers.RepeatedCompositeFieldContainer[Routes]
     unfinished: _containers.ScalarMap[str, int]
     drafts: Drafts
-    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routes: _Optional[_Iterable[_Union[Routes, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
+    kept: _containers.RepeatedCompositeFieldContainer[Routes]
+    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routes: _Optional[_Iterable[_Union[Routes, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., kept: _Optional[_Iterable[_Union[Routes, _Mapping]]] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
     __slots__ = ("group", "base_rank", "plan")

@@ -142,7 +142,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+        """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until new ones are
         received and committed. Refused while it has samples. Repeating the call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -50,7 +50,7 @@ class RolloutServiceStub:
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
     """Starts serving the received weights if their stamp is the given one."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
-    """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+    """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until new ones are
     received and committed. Refused while it has samples. Repeating the call changes nothing.
     """
     Wake: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]
@@ -82,7 +82,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
     """Starts serving the received weights if their stamp is the given one."""
     Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]  # type: ignore[assignment]
-    """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+    """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until new ones are
     received and committed. Refused while it has samples. Repeating the call changes nothing.
     """
     Wake: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]  # type: ignore[assignment]
@@ -159,7 +159,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.SleepResponse, _abc.Awaitable[_rollout_pb2.SleepResponse]]:
-        """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+        """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until new ones are
         received and committed. Refused while it has samples. Repeating the call changes nothing.
         """
 

@@ -144,9 +144,9 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TrainBlocks(self, request_iterator, context):
-        """Updates the policy on one batch that is sent in blocks while other samples are still generated. Nothing is applied
-        without the commit; a stream that ends before it leaves nothing behind. The result is that of Train with the same
-        batch and header.
+        """Updates the policy on one batch that is sent in blocks while other samples are still being generated. Nothing is
+        applied without the commit; a stream that ends before it leaves nothing behind. The result is that of Train with
+        the same batch and header.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

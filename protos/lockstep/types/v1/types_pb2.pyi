@@ -40,7 +40,7 @@ class ModelCard(_message.Message):
     def __init__(self, files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "max_tokens", "stop_token_ids", "stop", "top_p", "top_k", "min_p", "return_routes")
+    __slots__ = ("temperature", "max_tokens", "stop_token_ids", "stop", "top_p", "top_k", "min_p", "return_routes", "return_kept")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     RETURN_ROUTES_FIELD_NUMBER: _ClassVar[int]
+    RETURN_KEPT_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     max_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -57,7 +58,8 @@ class SamplingParams(_message.Message):
     top_k: int
     min_p: float
     return_routes: bool
-    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., return_routes: bool = ...) -> None: ...
+    return_kept: bool
+    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., return_routes: bool = ..., return_kept: bool = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("tokens", "logprobs", "finish_reason", "seed")

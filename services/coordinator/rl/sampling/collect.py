@@ -91,4 +91,5 @@ class Collector:
             top_k=draw.sampling.top_k,
             min_p=draw.sampling.min_p,
             return_routes=not draw.keep_failed,  # an evaluation trains on nothing
+            return_kept=draw.sampling.is_truncated and draw.sampling.temperature > 0 and not draw.keep_failed,
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
+from services.common.batches.kept import join_kept
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.tasks import gather
@@ -36,6 +37,7 @@ class _Played:
     episode: Episode
     failure: EpisodeFailed | None = None
     routes: bytes = b""
+    kept: bytes = b""
 
 
 class EpisodeCollector(Collector):
@@ -62,8 +64,9 @@ class EpisodeCollector(Collector):
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
             routes = [one.routes for one in played] if any(one.routes for one in played) else []
+            kept = [one.kept for one in played] if any(one.kept for one in played) else []
             group = SampledGroup(
-                index, _shared_prompt(played), completions, draw.stamp, episodes=episodes, routes=routes
+                index, _shared_prompt(played), completions, draw.stamp, episodes=episodes, routes=routes, kept=kept
             )
             with self._rewards.least_loaded() as reward:
                 scored = await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
@@ -106,7 +109,7 @@ class EpisodeCollector(Collector):
             self._count_drafts(group, draw)
             if turn:
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
-            stream.add_turn(completion, *group.routes)
+            stream.add_turn(completion, *(group.routes or [b""]), *group.kept)
             text = self._dialog.text(completion.tokens)
             reply = await client.step(text, len(completion.tokens), completion.finish_reason)
             stream.rewards.append(self._settings.weight * reply.reward)
@@ -120,7 +123,8 @@ class EpisodeCollector(Collector):
             if turn + 1 < self._settings.max_turns:
                 stream.add_context(added)
         completion, episode = stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment)
-        return _Played(first, completion, episode, routes=bytes(stream.routes))
+        kept = join_kept(stream.kept) if any(sets for sets, _ in stream.kept) else b""
+        return _Played(first, completion, episode, routes=bytes(stream.routes), kept=kept)
 
     def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""

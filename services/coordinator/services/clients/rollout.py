@@ -67,7 +67,7 @@ class Rollout:
         self._reports_unfinished = orders_by_length(config)
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
-        self._parting: dict[str, asyncio.Task[None]] = {}
+        self._closing: dict[str, asyncio.Task[None]] = {}
         self._last_failure = "nothing was published yet"
         self._replaced: LockstepError | None = None
         self._run_id, self._card = "", ModelCard()
@@ -118,7 +118,7 @@ class Rollout:
             if is_dead or (stay and not replica.samples_in_flight):
                 self.replicas.remove(replica)
                 opening = self._reviving.pop(replica.address, None)
-                self._parting[replica.address] = asyncio.create_task(self._part_with(replica, opening))
+                self._closing[replica.address] = asyncio.create_task(self._close_run_on(replica, opening))
 
     async def generate(
         self,
@@ -152,6 +152,8 @@ class Rollout:
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 if (answers := await self._answers(replica, request)) is not None:
                     group = _group(index, prompt, len(seeds), answers)
+                    if sampling.return_kept and not group.kept:
+                        raise InternalError(f"replica {replica.address} returned no kept sets; update its service")
                     self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
                     return group
             self.lengths.pop(prompt.prompt_id, None)  # it begins again
@@ -207,14 +209,14 @@ class Rollout:
         """Closes the channels."""
         for task in self._reviving.values():
             task.cancel()
-        await asyncio.gather(*self._reviving.values(), *self._parting.values(), return_exceptions=True)
+        await asyncio.gather(*self._reviving.values(), *self._closing.values(), return_exceptions=True)
         await gather(replica.close() for replica in self.replicas)
 
     async def _revive(self, replica: Replica, restart: bool) -> None:
         # Retries without limit, until the service listens again and opens the run.
         what = "is back" if replica.num_opens else "has come"
-        if parting := self._parting.get(replica.address):  # it left a moment ago, and its run is still being closed
-            await asyncio.wait({parting})
+        if closing := self._closing.get(replica.address):  # it left a moment ago, and its run is still being closed
+            await asyncio.wait({closing})
         for num_retries in itertools.count():
             try:
                 if restart:
@@ -232,7 +234,7 @@ class Rollout:
             await asyncio.sleep(backoff_s(num_retries))
         log.info("replica %s %s and waits for the next publication of weights", replica.address, what)
 
-    async def _part_with(self, replica: Replica, reviving: asyncio.Task[None] | None) -> None:
+    async def _close_run_on(self, replica: Replica, reviving: asyncio.Task[None] | None) -> None:
         if reviving:
             reviving.cancel()
             await asyncio.gather(reviving, return_exceptions=True)
@@ -300,4 +302,5 @@ def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.Ge
         drafts=answer.drafts,
         num_cached_tokens=answer.num_cached_tokens,
         routes=from_parts((part for message in answers for part in message.routes), num_samples),
+        kept=from_parts((part for message in answers for part in message.kept), num_samples),
     )

@@ -150,10 +150,12 @@ class Model:
         )
 
     def _needed(self, batch: pa.Table) -> pa.Table:
-        """Returns the batch without routes for a model that does not replay them; they can be most of its bytes."""
-        if self._role == pb.ROLE_POLICY:
-            return batch
-        return batches.without_routes(batch)
+        """Returns the batch without what this model does not read. That can be most of its bytes.
+
+        Only the policy replays routes. A critic has no distribution that kept sets could cut.
+        """
+        unread = {pb.ROLE_POLICY: (), pb.ROLE_REFERENCE: ("routes",), pb.ROLE_CRITIC: ("routes", "kept")}
+        return batches.without(batch, *unread[self._role])
 
     @property
     def _temperature(self) -> float:

@@ -8,6 +8,7 @@ It has several modules, so that no process imports more of vLLM than it uses:
     drafts        in the engine: counts what speculative decoding drafts for each sample
     temperatures  in the engine's workers, on CPU: verifies drafted tokens at the temperature of their sample
     routes        in the engine and its workers: returns the experts that the layers chose
+    kept          in the engine and its workers: returns the tokens that truncated sampling has kept
     worker        in the engine's workers: reads what a worker extension needs from its worker
     memory        in the engine's workers: reads how much memory sleep mode has given back
     reload        in the engine's workers: reloads a live model's weights layer by layer

@@ -20,6 +20,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from services.rollout.compat.vllm.drafts import CountsDrafts, time_drafts
+from services.rollout.compat.vllm.kept import ReturnsKept, returns_kept
 from services.rollout.compat.vllm.routes import ReturnsRoutes, are_hooked
 
 # The last step of a chunk may add several tokens. A chunk must stay below 64, because vLLM sends an array of 64 numbers
@@ -110,5 +111,7 @@ def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     if vllm_config.speculative_config:
         mixins.insert(0, CountsDrafts)
         time_drafts()
+    if returns_kept(vllm_config):
+        mixins.append(ReturnsKept)
     made: Scheduler = type("Scheduler", (*mixins, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

@@ -1,4 +1,4 @@
-"""From files and overrides to one checked config, and errors that say what to change."""
+"""Tests that files and overrides give one checked config, with errors that say what to change."""
 
 import dataclasses
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_every_problem_is_told_at_once(file: str) -> None:
         "reward.scorers=[{kind: length, target_tokens: 5, max_tokens: 5}]",
         "reward.scorers=[{kind: python, path: 'os'}]",
         "rollout.sampling.top_p=0.9",
-        "rollout.sampling.top_k=50",
+        "rollout.sampling.top_k=1025",
         "reward.scorers.0.weight=2",
         "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
         "rollout.speculation={kind: suffix}",
@@ -164,7 +164,7 @@ def _default(path: str) -> Any:
 
 
 def _is_set(path: str) -> bool:
-    """Whether it is there without more: in no list, no table by name, and no table that is null."""
+    """Returns whether it is there without more: in no list, no table by name, and no table that is null."""
     try:
         _default(path)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Every method of every service, from the descriptors, called with every kind of certificate."""
+"""Calls every method of every service, from the descriptors, with every kind of certificate."""
 
 import asyncio
 import datetime

@@ -1,4 +1,4 @@
-"""What connects to what, and what is said where it does not."""
+"""Tests which connections succeed, and the error messages of those that fail."""
 
 import asyncio
 import contextlib

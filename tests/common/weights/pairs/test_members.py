@@ -1,4 +1,4 @@
-"""Who is whose partner: the trainer rank and the engine worker that name the same device."""
+"""Tests that the trainer rank and the engine worker on the same device become partners."""
 
 import pytest
 from lockstep.types.v1 import pairs_pb2 as pb

@@ -1,4 +1,4 @@
-"""A pair on one GPU: two processes, CUDA IPC, and as many bytes as a model of 0.6 billion weights has."""
+"""Tests a pair on one GPU: two processes, CUDA IPC, and the bytes of a model of 0.6 billion weights."""
 
 import json
 import logging

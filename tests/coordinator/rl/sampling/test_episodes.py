@@ -8,6 +8,7 @@ import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
+from services.common.batches.kept import encode_kept, join_kept
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
@@ -287,3 +288,11 @@ def test_tokens_keep_the_routes_that_they_were_sampled_with() -> None:
     stream.add_context([9])
     stream.add_turn(Completion(tokens=[10]), b"ABCDE")
     assert stream.routes == b"abcDE"
+
+
+def test_tokens_of_the_environment_have_no_kept_sets() -> None:
+    stream = Stream((5, 6))
+    stream.add_turn(Completion(tokens=[7, 8]), kept=encode_kept([[7, 1], [8]]))
+    stream.add_context([9])
+    stream.add_turn(Completion(tokens=[10]), kept=encode_kept([[2, 10]]))
+    assert join_kept(stream.kept) == encode_kept([[7, 1], [8], [], [2, 10]])

@@ -7,7 +7,7 @@ from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
-from services.coordinator.rl.sampling.attendance import Attendance
+from services.coordinator.rl.publishing.attendance import Attendance
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.replica import Replica
 from services.coordinator.services.clients.rollout import Rollout
@@ -98,7 +98,7 @@ class Publisher:
         self._epoch = self._run.record.next_epoch(len(replicas))
         num_workers = sum(replica.num_workers for replica in replicas)
         group = weight_group(self._run, opened, self._epoch, num_workers)
-        ranks = self._attendance.seat(replicas, group.world_size - num_workers)
+        ranks = self._attendance.assign_ranks(replicas, group.world_size - num_workers)
         joins = [replica.join(group, ranks[replica].start, opened.plan) for replica in replicas]
         plans = await self._attendance.gather(replicas, joins, self._trainer.join(group))
         if len(set(plans)) != 1:

@@ -11,7 +11,7 @@ from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
-from services.coordinator.rl.publication import Publisher
+from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.services.clients.replica import ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas

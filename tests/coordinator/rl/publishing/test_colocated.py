@@ -1,4 +1,4 @@
-"""The phases of a colocated run: who sleeps, wakes, takes and frees memory, and in which order."""
+"""Tests the phases of a colocated run: the order in which engines and trainer take and free memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,8 +14,8 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, We
 
 from services.common.errors import Overloaded, Reason, Unavailable
 from services.common.rpc import retry
-from services.coordinator.rl.colocated import ColocatedPublisher, make_publisher
-from services.coordinator.rl.publication import Publisher
+from services.coordinator.rl.publishing.colocated import ColocatedPublisher, make_publisher
+from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.services.clients.replica import ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.gpus import OwnGpus, SharedGpus, Side

@@ -24,8 +24,8 @@ class Attendance:
         self._absent: Sequence[Replica] = ()  # in the last phase, if it failed
         self._misses: Counter[Replica] = Counter()
 
-    def seat(self, replicas: Sequence[Replica], first: int) -> Mapping[Replica, range]:
-        """Returns the ranks of each replica's workers in a weight group; `first` is the rank of the first worker."""
+    def assign_ranks(self, replicas: Sequence[Replica], first: int) -> Mapping[Replica, range]:
+        """Gives each replica's workers their ranks in a weight group, from `first` on, and returns the ranks."""
         ranks: dict[Replica, range] = {}
         begin = first
         for replica in replicas:

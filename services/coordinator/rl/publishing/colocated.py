@@ -24,7 +24,7 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp
 
 from services.common.errors import DeadlineExceeded, PreconditionFailed, Reason, Unavailable
 from services.common.tasks import backoff_s, gather
-from services.coordinator.rl.publication import Publisher
+from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.replica import Replica, ReplicaState
 from services.coordinator.services.gpus import SharedGpus, Side

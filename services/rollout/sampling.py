@@ -1,0 +1,41 @@
+"""Translates the sampling parameters of a request to vLLM's."""
+
+from lockstep.types.v1.types_pb2 import SamplingParams
+from vllm import SamplingParams as EngineSampling
+from vllm.sampling_params import RequestOutputKind
+
+from services.common.config.rollout import MAX_KEPT, MIN_TEMPERATURE
+from services.rollout.compat.vllm.kept import ASKS
+
+
+def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
+    """Returns vLLM's parameters for one sample.
+
+    Raises:
+        ValueError: vLLM would use another temperature, refuses a value, or could not return the kept sets.
+    """
+    least = SamplingParams(temperature=MIN_TEMPERATURE).temperature  # rounded to float32, as in a message
+    if 0 < sampling.temperature < least:
+        raise ValueError(
+            f"temperature {sampling.temperature:g}: must be 0 or at least {MIN_TEMPERATURE}, which vLLM would use"
+        )
+    if sampling.return_kept and (not sampling.temperature or sampling.stop or not 0 < sampling.top_k <= MAX_KEPT):
+        raise ValueError(f"return_kept: needs a temperature above 0, top_k from 1 to {MAX_KEPT}, and no stop strings")
+    return EngineSampling(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        ignore_eos=True,  # only the request's stop tokens end a sample; vLLM would add eos_token_id of config.json
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # these parameters are used only once
+        extra_args=ASKS if sampling.return_kept else None,
+    )

@@ -1,0 +1,74 @@
+"""A real engine returns the tokens that it has kept for each token, and log-probabilities over them."""
+
+import numpy as np
+import pytest
+import torch
+from lockstep.rollout.v1 import rollout_pb2 as pb
+
+from services.common.batches.kept import decode_kept
+from services.common.batches.route_parts import from_parts
+from services.common.errors import InvalidInput
+from tests.rollout.rollout_stack import PROMPTS, PlayedTrainer
+
+TEMPERATURE, NUM_TOKENS, NUM_SAMPLES = 0.4, 40, 10  # vLLM sends 32 tokens at a time
+# float32 in both, as in test_speculation.py.
+TOLERANCE = 2e-5
+
+
+def kept_by_definition(logits_TV: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Which tokens stay, bool [T, V]: vLLM applies min-p, then top-k, then top-p to what is left."""
+    probs_TV = (logits_TV / TEMPERATURE).softmax(-1)
+    is_kept_TV = probs_TV >= min_p * probs_TV.amax(-1, keepdim=True)
+    is_kept_TV &= probs_TV >= probs_TV.topk(top_k).values[:, -1:]
+    probs_TV = torch.where(is_kept_TV, probs_TV, 0)
+    sorted_TV, order_TV = (probs_TV / probs_TV.sum(-1, keepdim=True)).sort(-1, descending=True)
+    is_inside_TV = sorted_TV.cumsum(-1) - sorted_TV < top_p  # the mass of all more probable tokens
+    return is_kept_TV & is_inside_TV.gather(-1, order_TV.argsort(-1))
+
+
+def kept_of(answer: pb.GenerateResponse) -> list[list[np.ndarray]]:
+    rows = zip(from_parts(answer.kept, NUM_SAMPLES), answer.completions, strict=True)
+    decoded = [decode_kept(data, len(completion.tokens)) for data, completion in rows]
+    return [np.split(kept, counts.cumsum()[:-1]) for counts, kept in decoded]
+
+
+async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(played: PlayedTrainer) -> None:
+    played.draw(seed=110)
+    stamp = await played.publish(110)
+    prompt, truncation = PROMPTS[3], {"top_k": 12, "top_p": 0.85, "min_p": 0.08}
+    sampling = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, **truncation}
+    (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling, return_kept=True)
+    num_kept, narrowed = [], dict.fromkeys(truncation, 0)
+    for completion, sets in zip(answer.completions, kept_of(answer), strict=True):
+        with torch.no_grad():
+            logits_TV = played.model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+        is_kept_TV = kept_by_definition(logits_TV.double(), **truncation)
+        assert [kept.tolist() for kept in sets] == [row.nonzero()[:, 0].tolist() for row in is_kept_TV]
+        for name, off in (("top_k", len(logits_TV[0])), ("top_p", 1.0), ("min_p", 0.0)):
+            wider_TV = kept_by_definition(logits_TV.double(), **truncation | {name: off})
+            narrowed[name] += int((wider_TV.sum(-1) > is_kept_TV.sum(-1)).sum())
+        for token, logprob, kept, logits_V in zip(
+            completion.tokens, completion.logprobs, sets, logits_TV.double(), strict=True
+        ):
+            assert token in kept
+            over_kept = (logits_V[torch.from_numpy(kept.astype(np.int64))] / TEMPERATURE).log_softmax(-1)
+            assert abs(float(over_kept[kept.tolist().index(token)]) - logprob) < TOLERANCE
+            num_kept.append(len(kept))
+    assert len(num_kept) == NUM_TOKENS * NUM_SAMPLES and len(set(num_kept)) > 5, num_kept
+    assert min(narrowed.values()) > 10, narrowed  # each of the three removes tokens of its own
+
+
+async def test_only_a_request_that_asks_gets_kept_sets(played: PlayedTrainer) -> None:
+    played.draw(seed=111)
+    stamp = await played.publish(111)
+    (answer,) = await played.replica.generate(stamp, [PROMPTS[0]], temperature=1.0, top_k=3)
+    assert answer.completions and not answer.kept
+    await played.assert_exact(stamp)  # greedy requests are answered as ever
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 0}, {"top_k": 1025}, {"temperature": 0.0}, {"stop": ["x"]}])
+async def test_kept_sets_that_could_not_come_are_refused(played: PlayedTrainer, sampling: dict[str, object]) -> None:
+    played.draw(seed=112)
+    stamp = await played.publish(112)
+    with pytest.raises(InvalidInput, match="return_kept: needs"):
+        await played.replica.generate(stamp, **{"temperature": 1.0, "top_k": 5, "return_kept": True} | sampling)
