@@ -26,7 +26,7 @@ from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
 from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.coordinator.observe.frontend import TerminalFrontend
-from services.coordinator.rl import colocated
+from services.coordinator.rl.publishing import colocated
 from services.coordinator.rl.session import run_session
 from services.coordinator.services.launch import Addresses
 

@@ -55,14 +55,14 @@ class Bare:
         from lockstep.types.v1.types_pb2 import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        from services.rollout.engine import _engine_sampling
+        from services.rollout.sampling import engine_sampling
 
         self._finished_s.clear()
         sampling = SamplingParams(**batch["sampling"])
         begin = time.perf_counter()
         outputs = self._llm.generate(
             [TokensPrompt(prompt_token_ids=tokens) for tokens, _ in batch["requests"]],
-            [_engine_sampling(sampling, seed) for _, seed in batch["requests"]],
+            [engine_sampling(sampling, seed) for _, seed in batch["requests"]],
             use_tqdm=False,
         )
         return {

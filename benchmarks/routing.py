@@ -66,7 +66,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     from services.rollout.__main__ import _configure_vllm
     from services.rollout.arguments import engine_arguments
     from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
-    from services.rollout.engine import _engine_sampling
+    from services.rollout.sampling import engine_sampling
 
     _configure_vllm()
     keep_in_one_frame()
@@ -86,7 +86,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     asked = [(group, sample) for group in range(options.prompts) for sample in range(options.samples)]
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=prompts[group]) for group, _ in asked],
-        [_engine_sampling(sampling, seed) for seed in range(len(asked))],
+        [engine_sampling(sampling, seed) for seed in range(len(asked))],
         use_tqdm=False,
     )
     rows = [_row(*place, output, shape) for place, output in zip(asked, outputs, strict=True)]

@@ -72,7 +72,8 @@ class Reason(StrEnum):
 
 
 class LockstepError(Exception):
-    """Base class of all errors. `metadata` maps strings to strings: what a program or a person needs to act on it."""
+    """Serves as base class of all errors. `metadata` maps strings to strings that a program or a person needs to act on
+    it."""
 
     code = grpc.StatusCode.INTERNAL
     default_reason = Reason.INTERNAL

@@ -1,4 +1,5 @@
-"""Checks that what a service needs is installed before it is imported. Without extras, only the coordinator runs."""
+"""Checks that a service's packages are installed before they are imported. Without extras, only the coordinator
+runs."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checks what requests have in common, and refuses what is wrong."""
+"""Checks the fields that requests have in common, and refuses wrong ones."""
 
 import json
 

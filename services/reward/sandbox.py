@@ -197,7 +197,8 @@ def _compile(folder: Path) -> None:
 
 
 def _let_all_read(folder: Path) -> None:
-    """Lets the user that programs run as read `folder`, whatever the umask. Files that are links keep their modes."""
+    """Lets the user that programs run as read `folder`, regardless of the umask. Files that are links keep their
+    modes."""
     for path in folder.rglob("*"):
         if path.is_dir():
             path.chmod(0o755)

@@ -47,7 +47,7 @@ def _prepare(directory: str) -> None:
         # A fork does not read OMP_NUM_THREADS again. With two OpenMP threads an engine would be slow and would sum in a
         # random order.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        # The servicer is what the service itself needs, and most of what an engine needs.
+        # The service needs the servicer, which imports most modules that an engine needs.
         import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
         from services.rollout.compat.vllm.engine_fork import fork_engines
 

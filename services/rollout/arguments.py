@@ -17,7 +17,7 @@ from services.rollout.weights.receiver import WeightReceiver
 
 @dataclass(frozen=True)
 class Needs:
-    """Says what the engine must be able to do in a run."""
+    """Describes the abilities that a run needs of the engine."""
 
     adapter_rank: int = 0
     """LoRA rank of adapters that are published beside a base; 0 if whole weights are published."""

@@ -1,5 +1,6 @@
 """Receives a batch in blocks, and has the ranks compute each block's gradient as soon as it is there."""
 
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -9,7 +10,15 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import batch_sha256, begins_of_groups, blocks_of, content_sha256, trained_tokens
+from services.common.batches.blocks import (
+    BlockCutter,
+    batch_sha256,
+    begins_of_groups,
+    blocks_of,
+    content_sha256,
+    tokens_of_groups,
+    trained_tokens,
+)
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.losses import Totals
@@ -36,9 +45,9 @@ class BlockReader:
         async for message in self._messages:
             self._header = message.header  # an empty one if the message is something else
             break
-        if self._header.role != pb.ROLE_POLICY or not self._header.groups_per_block:
+        if self._header.role != pb.ROLE_POLICY or not self._header.tokens_per_block:
             raise InvalidInput(
-                "header: must be the first message, for the policy and with groups_per_block above 0", field="header"
+                "header: must be the first message, for the policy and with tokens_per_block above 0", field="header"
             )
         return self._header
 
@@ -96,7 +105,8 @@ class BlockTraining:
         """The number of trained tokens of each sample, by mini-batch and block."""
         self._groups: set[int] = set()
         self._groups_per_minibatch = header.groups_per_minibatch
-        self._was_last = self._is_applied = False
+        self._cutter = self._new_cutter()
+        self._is_applied = False
 
     async def begin(self) -> None:
         """Begins the batch; drops the gradients of a batch that was begun before.
@@ -107,8 +117,8 @@ class BlockTraining:
         num_minibatches = self._config.num_minibatches
         if not self._config.adds_blocks:
             raise InvalidInput(
-                "groups_per_block: must be 0, because this config trains on whole batches (docs/concepts.md, A step)",
-                field="groups_per_block",
+                "tokens_per_block: must be 0, because this config trains on whole batches (docs/concepts.md, A step)",
+                field="tokens_per_block",
             )
         if num_minibatches > 1 and not self._groups_per_minibatch:
             raise InvalidInput(
@@ -121,8 +131,8 @@ class BlockTraining:
         """Hands the ranks a block, whose samples were checked. Those of the first mini-batch compute its gradient.
 
         Raises:
-            InvalidInput: The block does not continue the one before it, has another number of groups than the header
-                says, or cannot be trained on with the config.
+            InvalidInput: The block does not continue the one before it, does not end where the header says, or cannot
+                be trained on with the config.
         """
         minibatch = self._minibatch_of(block)
         begin = time.perf_counter()
@@ -158,13 +168,12 @@ class BlockTraining:
         Raises:
             LockstepError: As `add` and `apply`. Nothing was applied.
         """
-        size = self._groups_per_minibatch = groups_per_minibatch(samples, self._config.num_minibatches)
+        self._groups_per_minibatch = groups_per_minibatch(samples, self._config.num_minibatches)
+        self._cutter = self._new_cutter()
         await self.begin()
         try:
-            for minibatch in blocks_of(samples, size):
-                self._was_last = False  # the last block of each may be smaller
-                for block in blocks_of(minibatch, self.header.groups_per_block):
-                    await self.add(block)
+            for block in blocks_of(samples, self._new_cutter()):
+                await self.add(block)
             return await self.apply(version)
         except BaseException:
             await self.drop()
@@ -180,37 +189,35 @@ class BlockTraining:
         """Returns the samples of all blocks so far."""
         return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
 
+    def _new_cutter(self) -> BlockCutter:
+        return BlockCutter(self.header.tokens_per_block, self._groups_per_minibatch)
+
     def _minibatch_of(self, block: pa.Table) -> int:
         """Returns the number of the mini-batch that the next block is in.
 
         Raises:
-            InvalidInput: It is in several, or in one that the config does not have; or it does not continue the block
-                before it.
+            InvalidInput: It does not continue the block before it, does not end where the header says, or is in a
+                mini-batch that the config does not have.
         """
-        begin, size = len(self._groups), self._groups_per_minibatch
-        self._require_next(block)
-        if not size:
-            return 0
-        minibatch, end = begin // size, len(self._groups)
-        if end > size * min(minibatch + 1, self._config.num_minibatches):
+        groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
+        follows_short = self._cutter.is_inside
+        ends = [self._cutter.ends_with(num_tokens) for num_tokens in tokens_of_groups(block)]
+        if follows_short or any(ends[:-1]) or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(
-                f"group: groups {begin} to {end - 1} of the batch are not in one of its "
-                f"{self._config.num_minibatches} mini-batches of {size}",
+                f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group must "
+                f"be neighbors, and each block but the last must end with the group with which it has at least "
+                f"{self.header.tokens_per_block} tokens, or with its mini-batch",
                 field="group",
             )
-        return minibatch
-
-    def _require_next(self, block: pa.Table) -> None:
-        size = self.header.groups_per_block
-        groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
-        if self._was_last or len(groups) > size or len(self._groups.union(groups)) < len(self._groups) + len(groups):
+        minibatch = len(self._groups) // (self._groups_per_minibatch or sys.maxsize)
+        if minibatch >= self._config.num_minibatches:
             raise InvalidInput(
-                f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group "
-                f"must be neighbors, and each block but the last must have {size} groups",
+                f"group: {groups} are not in one of the {self._config.num_minibatches} mini-batches of "
+                f"{self._groups_per_minibatch} groups",
                 field="group",
             )
         self._groups.update(groups)
-        self._was_last = len(groups) < size
+        return minibatch
 
 
 class OpenStream:

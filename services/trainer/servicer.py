@@ -140,7 +140,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             check_contract(header, samples, role, held)
             self._released.require_here(role, *Part)
             await self._stream.end()
-            if header.groups_per_block and role is Role.POLICY:
+            if header.tokens_per_block and role is Role.POLICY:
                 training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
                 metrics = await training.whole(samples, held.state.version)
             else:
@@ -179,9 +179,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     check_contract(header, block, Role.POLICY, held)
                     await training.add(block)
             begin = time.perf_counter()
-            sha256 = await asyncio.to_thread(content_sha256, training.samples)
+            hashing = asyncio.create_task(asyncio.to_thread(content_sha256, training.samples))  # while it is applied
             async with self._streaming(training):
-                metrics = await training.apply(held.state.version)
+                metrics, sha256 = await training.apply(held.state.version), await hashing
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
                 held.trained(header.batch_id, metrics, sha256.hex())
                 self._metrics.trained(Role.POLICY, training.samples)

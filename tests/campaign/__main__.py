@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,11 @@ async def play(cluster: Cluster, baselines: Mapping[str, Baseline], directory: P
 
 async def _campaign(options: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     faults = options.faults.split(",") if options.faults else [*FAULTS]
+    events = set(options.events.split(",")) if options.events else None
     rows: list[dict[str, Any]] = []
     async with warm(directory, options.variants.split(","), is_real=options.services == "real") as (cluster, baselines):
+        if events:
+            baselines = {name: _only(baseline, events) for name, baseline in baselines.items()}
         for episode in range(options.first, options.first + options.episodes):
             result = Result(episode, make_plan(options.seed, episode, faults, baselines))
             await play(cluster, baselines, directory, result)
@@ -53,6 +57,10 @@ async def _campaign(options: argparse.Namespace, directory: Path) -> list[dict[s
                 (directory / "episode").rename(Path(options.keep) / f"{options.seed}-{episode}")
             _save(options, rows, baselines)
     return rows
+
+
+def _only(baseline: Baseline, events: set[str]) -> Baseline:
+    return replace(baseline, events={name: number for name, number in baseline.events.items() if name in events})
 
 
 def _save(options: argparse.Namespace, rows: list[dict[str, Any]], baselines: Mapping[str, Baseline]) -> None:
@@ -66,7 +74,9 @@ def _save(options: argparse.Namespace, rows: list[dict[str, Any]], baselines: Ma
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": f"python -m tests.campaign --seed {options.seed} --first {options.first} --episodes {len(rows)}"
         + (f" --faults {options.faults}" if options.faults else "")
-        + (f" --services real --variants {options.variants}" if options.services == "real" else ""),
+        + (f" --events {options.events}" if options.events else "")
+        + (" --services real" if options.services == "real" else "")
+        + (f" --variants {options.variants}" if options.variants != ",".join(VARIANTS) else ""),
         "services": options.services,
         "episodes": len(rows),
         "injected": sum(row["injected"] for row in rows),
@@ -85,6 +95,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first episode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", default="", help=f"comma-separated; all by default: {', '.join(FAULTS)}")
+    parser.add_argument("--events", default="", help="events at which faults happen, comma-separated; all by default")
     parser.add_argument("--services", choices=("toy", "real"), default="toy")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="kinds of run, comma-separated; all by default")
     parser.add_argument("--name", default="campaign-toy", help="name of the result")

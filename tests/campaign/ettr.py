@@ -126,6 +126,11 @@ def _make_larger(model: Path, hidden: int, layers: int) -> int:
     return made.num_parameters()
 
 
+def _without_out(arguments: list[str]) -> list[str]:
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
+
+
 async def _measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     is_real, changes = options.services == "real", _changes(options)
     make_files(directory, is_real=is_real)
@@ -144,7 +149,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> dict[str, An
     return {
         "benchmark": options.name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["python", "-m", "tests.campaign.ettr", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "tests.campaign.ettr", *_without_out(sys.argv[1:])]),
         "cores": len(os.sched_getaffinity(0)),
         "load_before_between_after": load,
         "versions": {"python": platform.python_version(), **{name: version_of(name) for name in ("torch", "vllm")}},

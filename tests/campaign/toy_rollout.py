@@ -36,6 +36,7 @@ class Sample:
     num_cached_tokens: int
     drafts: rollout_pb2.Drafts = field(default_factory=rollout_pb2.Drafts)
     routes: bytes = b""
+    kept: bytes = b""
 
 
 class Receiver:

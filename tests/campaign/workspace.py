@@ -52,7 +52,7 @@ REAL_IS_SLOWER = 10.0
 _ENVIRONMENT = {"kind": "python", "path": "game:Echo", "max_turns": 2, "turn_s": 5, "on_failure": "fail"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "streamed": {"trainer": {"max_tokens_per_microbatch": 48}},
+    "streamed": {"trainer": {"max_tokens_per_microbatch": 16}},
     "lagged": {"trainer": {"lag": {"versions": 1}, "loss": {"old_logprobs": "engine"}}},
     "colocated": {"placement": "colocated"},
     "episodes": {
@@ -96,7 +96,7 @@ def write_config(directory: Path, files: Path, variant: str, *, is_real: bool = 
             "train": str(files / "rows.parquet"),
             "eval": {"test": str(files / "held_out.parquet")},
             "prompts_per_step": 2,
-            "max_prompt_tokens": 16,
+            "max_prompt_tokens": 6,
         },
         "rollout": {"completions_per_prompt": 2, "max_model_len": 64, "sampling": {"max_tokens": 8}},
         "reward": {"scorers": [{"kind": "exact"}], "on_failure": "fail"},

@@ -56,7 +56,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> 
             "completions_per_prompt": NUM_SAMPLES,
             "max_model_len": 64,
             "max_samples": 8,
-            "sampling": {"max_tokens": MAX_TURN_TOKENS},
+            "sampling": {"max_tokens": MAX_TURN_TOKENS, "top_p": 0.9, "top_k": 20},
         },
         "environment": {"kind": "python", "path": "game:Echo", "max_turns": MAX_TURNS, "on_failure": "fail"},
         "reward": {"scorers": [{"kind": "exact"}], "on_failure": "fail"},
@@ -105,6 +105,7 @@ def test_the_trainer_computes_the_engines_logprobs_over_all_turns(workspace: Pat
     # float32 in engine and trainer, as in tests/rollout.
     assert max(line["train/logprob_gap_max"] for line in steps) <= 1e-4
     assert all(line["train/grad_norm"] > 0 for line in steps)
+    assert all(1 < line["sampling/kept_tokens_mean"] <= 20 for line in steps)  # these logprobs are over kept sets
     assert all(1 < line["episode/turns_mean"] <= MAX_TURNS for line in steps)
 
 

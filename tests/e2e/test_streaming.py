@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.lockstep_command import invoke, make_workspace, numbers, require_legal, weights
 
-# Four blocks of two groups; some groups are dropped, and the reference sees the same blocks.
+# Two groups in a block, if their samples are long; some groups are dropped, and the reference sees the same blocks.
 _TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}, "loss": {"kl_coef": 0.05}}
 _SELECTION = {"dynamic": {"enabled": True, "max_rounds": 6}}
 # Rewards of 0 and 1, so that there are groups whose rewards are all equal.
@@ -44,7 +44,7 @@ _MEGATRON = {"strategy": "megatron"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "Megatron": _MEGATRON,
     "Megatron, tensors cut": {**_MEGATRON, "megatron": {"tensor_model_parallel_size": 2}},
-    # Four micro-batches for each stage are half a batch of this.
+    # Four micro-batches for each stage are less than half of the longest possible batch.
     "Megatron, pipeline": {
         **_MEGATRON,
         "megatron": {"pipeline_model_parallel_size": 2},

@@ -18,7 +18,7 @@ from tests.e2e.lockstep_command import (
 from tests.fault.test_services_survive import trainer_version
 from tests.support import PATIENCE_S, free_port
 
-_SAMPLES, _BLOCKS = 32, 4  # of a step
+_SAMPLES, _BLOCKS = 32, 8  # of a step, at most: a block ends with 80 tokens, which most groups have
 # Scores the share of digits. It stops once it has scored as many samples as the file `hold` says, while that exists.
 _SCORER = """
 import pathlib, time
@@ -37,7 +37,7 @@ def workspace(directory: Path, **trainer: Any) -> Path:
     directory.mkdir()
     made = make_workspace(
         directory,
-        trainer={"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}, **trainer},
+        trainer={"num_ranks": 2, "max_tokens_per_microbatch": 80, "optim": {"lr": 1e-3}, **trainer},
         evaluation={"eval_before_train": False},
         model=str(directory / "model"),
     )

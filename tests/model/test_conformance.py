@@ -115,7 +115,7 @@ def _made(directory: Path, **changes: Any) -> Config:
     return config.model_copy(update={"evaluation": evaluation})
 
 
-@pytest.mark.parametrize("changes", [{}, {"trainer": {"max_tokens_per_microbatch": 48}}], ids=["whole", "in blocks"])
+@pytest.mark.parametrize("changes", [{}, {"trainer": {"max_tokens_per_microbatch": 16}}], ids=["whole", "in blocks"])
 async def test_an_undisturbed_run_is_a_path_of_the_model(changes: dict[str, Any], observed: list[str], tmp_path: Path):
     async with surviving_services() as services:
         await services.run(_made(tmp_path, **changes))

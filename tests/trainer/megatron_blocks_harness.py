@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common.batches.blocks import blocks_of, trained_tokens
+from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
 from services.trainer.ranks.shards import block_parts, groups_per_minibatch
 from tests.support import with_routes
 from tests.trainer.fsdp_harness import FULL_LOSS, OPTIM, TEMPERATURE, samples, write
@@ -129,10 +129,9 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
 def _cut(harness: MegatronHarness, batch: pa.Table) -> list[tuple[int, pa.Table]]:
     """The blocks of two groups, or of one if there are several mini-batches, each with its mini-batch's number."""
     num_minibatches = harness.config.num_minibatches
-    parts = blocks_of(batch, groups_per_minibatch(batch, num_minibatches))
-    return [
-        (number, block) for number, part in enumerate(parts) for block in blocks_of(part, 2 if len(parts) == 1 else 1)
-    ]
+    size = groups_per_minibatch(batch, num_minibatches)
+    cutter = BlockCutter(1 << 20, 2) if num_minibatches == 1 else BlockCutter(1)
+    return [(block["group"][0].as_py() // size, block) for block in blocks_of(batch, cutter)]
 
 
 def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_streamed: bool) -> dict[str, float]:

@@ -12,7 +12,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256
+from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
 from services.common.errors import (
     Aborted,
     DataLoss,
@@ -38,9 +38,9 @@ BACKENDS: dict[str, dict[str, Any]] = {
 Messages = list[pb.TrainBlocksRequest]
 
 
-def header_of(trainer: Deployment, batch_id: str = "streamed", groups: int = 1, **more: Any) -> pb.TrainHeader:
+def header_of(trainer: Deployment, batch_id: str = "streamed", tokens: int = 1, **more: Any) -> pb.TrainHeader:
     header = pb.TrainHeader(
-        expected_stamp=trainer.stamp, batch_id=batch_id, temperature=1.0, role=pb.ROLE_POLICY, groups_per_block=groups
+        expected_stamp=trainer.stamp, batch_id=batch_id, temperature=1.0, role=pb.ROLE_POLICY, tokens_per_block=tokens
     )
     for name, value in more.items():
         setattr(header, name, value)
@@ -48,7 +48,7 @@ def header_of(trainer: Deployment, batch_id: str = "streamed", groups: int = 1, 
 
 
 def messages_of(header: pb.TrainHeader, batch: pa.Table, blocks: Sequence[pa.Table] | None = None) -> Messages:
-    blocks = blocks or blocks_of(batch, header.groups_per_block)
+    blocks = blocks or blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
     requests = [pb.TrainBlocksRequest(header=header)]
     for block in blocks:
         requests += [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
@@ -80,11 +80,11 @@ async def refused(trainer: Deployment, messages: Messages) -> LockstepError:
     return caught.value
 
 
-async def digest_after_whole(trainer: Deployment, groups: int, **changes: Any) -> tuple[PolicyStamp, dict[str, float]]:
+async def digest_after_whole(trainer: Deployment, tokens: int, **changes: Any) -> tuple[PolicyStamp, dict[str, float]]:
     """Trains a fresh run on the whole batch, which leaves the stamp that a stream must leave."""
     await trainer.open(**changes)
     await trainer.publish()
-    answer = await trainer.train(trainer.batch(), groups_per_block=groups)
+    answer = await trainer.train(trainer.batch(), tokens_per_block=tokens)
     return await trainer.publish(), without_times(answer.metrics)
 
 
@@ -100,19 +100,20 @@ def without_times(metrics: Any) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
+# Blocks of one group, of two, and of three and one.
 @pytest.mark.parametrize(
-    ("groups", "aggregation"), [(1, "token_mean"), (2, "seq_mean_token_mean"), (3, "seq_mean_token_mean")]
+    ("tokens", "aggregation"), [(1, "token_mean"), (60, "seq_mean_token_mean"), (100, "seq_mean_token_mean")]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
-    trainer: Deployment, groups: int, aggregation: str, backend: str
+    trainer: Deployment, tokens: int, aggregation: str, backend: str
 ) -> None:
     loss = {"aggregation": aggregation, "entropy_coef": 0.01}
     changes = {"loss": loss, "max_tokens_per_microbatch": 64, **BACKENDS[backend]}
-    whole, metrics = await digest_after_whole(trainer, groups, **changes)
+    whole, metrics = await digest_after_whole(trainer, tokens, **changes)
     await trainer.open(**changes)
     await trainer.publish()
-    answer = await send(trainer, messages_of(header_of(trainer, groups=groups), trainer.batch()))
+    answer = await send(trainer, messages_of(header_of(trainer, tokens=tokens), trainer.batch()))
     assert (answer.version, answer.replayed) == (1, False)
     assert await trainer.publish() == whole
     assert without_times(answer.metrics) == metrics
@@ -138,13 +139,13 @@ async def test_several_minibatches_may_be_streamed(trainer: Deployment, backend:
 
 
 async def test_minibatches_of_fewer_groups_have_smaller_blocks(trainer: Deployment) -> None:
-    """A step that found 6 of 8 groups: mini-batches of 3, in blocks of 2 and 1."""
+    """A step that found 6 of 8 groups: mini-batches of 3, in blocks of one or two."""
     changes = {"num_minibatches": 2, "loss": {"entropy_coef": 0.01}}
     found = []
-    for groups in (2, 0):
+    for tokens in (33, 0):
         await trainer.open(**changes)
         batch = make_batch(6, 2, await trainer.publish())
-        found.append(without_times((await trainer.train(batch, groups_per_block=groups)).metrics))
+        found.append(without_times((await trainer.train(batch, tokens_per_block=tokens)).metrics))
     assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5)
 
 
@@ -153,7 +154,7 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
     whole, _ = await digest_after_whole(trainer, 0, **BACKENDS[backend])
     await trainer.open(**BACKENDS[backend])
     before = await trainer.publish()
-    messages = messages_of(header_of(trainer, groups=2), trainer.batch())
+    messages = messages_of(header_of(trainer, tokens=60), trainer.batch())
     for length in range(len(messages)):
         # It ends in order, but too early; then it is cut by the caller while the trainer waits for more.
         with pytest.raises((InvalidInput, DataLoss)):
@@ -180,7 +181,7 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
 async def test_a_batch_is_applied_once_however_it_is_sent(trainer: Deployment) -> None:
     batch, header = trainer.batch(), header_of(trainer)
     first = await send(trainer, messages_of(header, batch))
-    again = await trainer.train(batch, batch_id="streamed", stamp=header.expected_stamp, groups_per_block=1)
+    again = await trainer.train(batch, batch_id="streamed", stamp=header.expected_stamp, tokens_per_block=1)
     assert (again.replayed, again.version, dict(again.metrics)) == (True, 1, dict(first.metrics))
     streamed_again = await send(trainer, messages_of(header, batch))
     assert (streamed_again.replayed, dict(streamed_again.metrics)) == (True, dict(first.metrics))
@@ -191,19 +192,17 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
     good = messages_of(header_of(trainer), batch)
     error = await refused(trainer, good[1:])
     assert error.metadata.get("field") == "header", error
-    assert (await refused(trainer, messages_of(header_of(trainer, groups=1, batch_id=""), batch))).metadata[
-        "field"
-    ] == "batch_id"
+    assert (await refused(trainer, messages_of(header_of(trainer, batch_id=""), batch))).metadata["field"] == "batch_id"
     # One sample of the last block was drawn by other weights.
     late = with_row(batch, "policy_digest", 11, "f" * 32)
     error = await refused(trainer, messages_of(header_of(trainer), late))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.DIGEST_MISMATCH)
     # A block is missing, doubled, or larger than the header says.
-    blocks = blocks_of(batch, 1)
+    blocks = blocks_of(batch, BlockCutter(1))
     for sent, kind in (
         (blocks[:3], DataLoss),
         ([*blocks[:2], *blocks[1:]], InvalidInput),
-        (blocks_of(batch, 2), InvalidInput),
+        (blocks_of(batch, BlockCutter(60)), InvalidInput),
     ):
         assert type(await refused(trainer, messages_of(header_of(trainer), batch, sent))) is kind
     # The record has other values than the blocks that were sent.
@@ -262,5 +261,5 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
     with pytest.raises((Aborted, Unavailable)) as caught:  # the latter if a message is sent at that moment
         await call
     assert caught.value.reason in (Reason.STREAM_ENDED, Reason.UNREACHABLE)
-    await trainer.train(trainer.batch(), batch_id="streamed", groups_per_block=1)
+    await trainer.train(trainer.batch(), batch_id="streamed", tokens_per_block=1)
     assert await trainer.publish() == whole

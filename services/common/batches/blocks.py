@@ -6,6 +6,7 @@ can be compared with those that the coordinator recorded later.
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -20,9 +21,50 @@ def begins_of_groups(samples: pa.Table) -> np.ndarray:
     return np.flatnonzero(np.diff(group, prepend=group[0] - 1))
 
 
-def blocks_of(samples: pa.Table, groups_per_block: int) -> list[pa.Table]:
-    """Cuts `samples`, in which the samples of a group are neighbors, after every `groups_per_block` groups."""
-    begins = begins_of_groups(samples)[::groups_per_block]
+def packed_lengths(samples: pa.Table) -> np.ndarray:
+    """Returns the number of tokens that each sample has in a micro-batch, with its prompt, int64 [samples]."""
+    lengths = pc.add(pc.list_value_length(samples["prompt_tokens"]), pc.list_value_length(samples["tokens"]))
+    return lengths.to_numpy().astype(np.int64) - 1  # the last token is predicted, and predicts none
+
+
+def tokens_of_groups(samples: pa.Table) -> list[int]:
+    """Returns the number of tokens of each group, of which the samples are neighbors, in micro-batches."""
+    return np.add.reduceat(packed_lengths(samples), begins_of_groups(samples)).tolist()
+
+
+class BlockCutter:
+    """Says where a batch is cut into blocks. It is told of the groups one after another, in the order of the batch.
+
+    A block ends with the first group with which it has at least `tokens_per_block` tokens, or with its mini-batch.
+    """
+
+    def __init__(self, tokens_per_block: int, groups_per_minibatch: int = 0):
+        """Begins a batch, of a single mini-batch if `groups_per_minibatch` is 0."""
+        self._tokens_per_block, self._groups_per_minibatch = tokens_per_block, groups_per_minibatch or sys.maxsize
+        self._num_groups = self._num_tokens = 0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the next group continues a block."""
+        return self._num_tokens > 0
+
+    def ends_with(self, num_tokens: int) -> bool:
+        """Returns whether a block ends with the next group, which has `num_tokens` tokens."""
+        self._num_groups += 1
+        self._num_tokens += num_tokens
+        ends = self._num_tokens >= self._tokens_per_block or self._num_groups % self._groups_per_minibatch == 0
+        if ends:
+            self._num_tokens = 0
+        return ends
+
+
+def blocks_of(samples: pa.Table, cutter: BlockCutter) -> list[pa.Table]:
+    """Cuts `samples`, in which the samples of a group are neighbors, where `cutter` says."""
+    begins: list[int] = []
+    for begin, num_tokens in zip(begins_of_groups(samples), tokens_of_groups(samples), strict=True):
+        if not cutter.is_inside:
+            begins.append(begin)
+        cutter.ends_with(num_tokens)
     return [
         samples.slice(begin, end - begin) for begin, end in zip(begins, [*begins[1:], samples.num_rows], strict=True)
     ]

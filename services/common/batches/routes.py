@@ -17,7 +17,7 @@ from services.common.families.architecture import make_architecture
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Describes the routes of a model, all of whose layers have experts."""
+    """Describes the routes of a model with experts in all layers."""
 
     num_layers: int
     num_experts: int

@@ -32,8 +32,8 @@ class CheckpointConfig(Strict):
     max_ckpts_to_keep: int = Field(default=3, ge=1)
     """Number of policy checkpoints to keep. Older ones are deleted after a newer one has been verified."""
     max_critic_ckpts_to_keep: int = Field(default=1, ge=1)
-    """Number of critic checkpoints to keep. A run with a critic can resume only from a step of which both
-    checkpoints are kept."""
+    """Number of critic checkpoints to keep. A run with a critic can resume only from a step that has both
+    checkpoints."""
     keep_best: BestConfig | None = None
     """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
     the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""

@@ -1,11 +1,14 @@
 """Decides how a batch is cut into blocks, and whether they are sent while other groups are still being generated."""
 
+from services.common.batches.blocks import BlockCutter
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size, samples_at_once
 
-# More blocks leave less to compute after the last group. Each costs a reduction of the gradients, and passes of the
-# model that may not be full: the samples are shorter than the longest possible.
+# The assumed ratio of the longest possible sample to the mean: blocks must follow from the config, not from samples.
+_LONGEST_TO_MEAN = 4
+# The most blocks of a batch of such samples; longer ones make more. More blocks leave less to compute after the last
+# group, but each costs a reduction of the gradients, and a pass of the model that may not be full.
 _MAX_BLOCKS = 8
 # Micro-batches of a block for each stage of a pipeline, which fills and drains for every block. So it idles for less
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
@@ -14,26 +17,41 @@ _PACKS_PER_STAGE = 4
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"}
 
 
-def groups_per_block(config: Config) -> int:
-    """Returns the number of prompt groups in a block; 0 if the batch is trained on as a whole.
+def tokens_per_block(config: Config) -> int:
+    """Returns the number of tokens with which a block ends; 0 if the batch is trained on as a whole.
 
-    There are as many blocks, at most eight, as can each fill one micro-batch of every rank (with a pipeline, four for
-    each stage) if all samples have the maximum length. Blocks depend on the config only and not on `trainer.streaming`,
-    so that streaming changes no result. With several mini-batches, each consists of one or more whole blocks of equal
-    size.
+    A block fills a micro-batch of every rank (with a pipeline, four for each stage), or a multiple of that where there
+    would otherwise be more than eight blocks. It ends with the group that exceeds this number, which is therefore lower
+    by the tokens of an average group. The number depends on the config only and not on `trainer.streaming`, so that
+    streaming changes no result.
     """
     if not _is_exact(config):
         return 0
-    trainer = config.trainer
-    wanted = config.data.prompts_per_step // trainer.num_minibatches
-    longest = config.data.max_prompt_tokens + config.max_response_tokens
-    most_tokens = wanted * config.rollout.completions_per_prompt * longest
-    num_packs = data_parallel_size(trainer) * _packs_per_rank(trainer)
-    num_blocks = min(wanted, _MAX_BLOCKS, most_tokens // (trainer.max_tokens_per_microbatch * num_packs))
-    size = -(-wanted // max(1, num_blocks))
-    if trainer.num_minibatches > 1:
-        return next(whole for whole in range(size, wanted + 1) if wanted % whole == 0)
-    return size if num_blocks > 1 else 0
+    trainer, most_tokens = config.trainer, most_tokens_per_minibatch(config)
+    of_microbatch = trainer.max_tokens_per_microbatch * data_parallel_size(trainer)
+    fewest = of_microbatch * _packs_per_rank(trainer)
+    full = fewest * max(1, most_tokens // (fewest * _MAX_BLOCKS * _LONGEST_TO_MEAN))
+    if trainer.num_minibatches == 1 and most_tokens < 2 * full:
+        return 0
+    of_group = most_tokens // groups_per_minibatch(config) // _LONGEST_TO_MEAN
+    return full - min(of_group, of_microbatch // 2)
+
+
+def most_tokens_per_minibatch(config: Config) -> int:
+    """Returns the number of tokens of a mini-batch whose samples are as long as they may be."""
+    num_samples = groups_per_minibatch(config) * config.rollout.completions_per_prompt
+    return num_samples * (config.data.max_prompt_tokens + config.max_response_tokens)
+
+
+def groups_per_minibatch(config: Config) -> int:
+    """Returns the number of prompt groups in a mini-batch of a step that has found all groups."""
+    return config.data.prompts_per_step // config.trainer.num_minibatches
+
+
+def block_cutter(config: Config) -> BlockCutter | None:
+    """Returns what cuts one batch into blocks; None if it is trained on as a whole."""
+    size = tokens_per_block(config)
+    return BlockCutter(size, groups_per_minibatch(config)) if size else None
 
 
 def orders_by_length(config: Config) -> bool:
@@ -44,7 +62,7 @@ def orders_by_length(config: Config) -> bool:
     """
     num_samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
     return (
-        groups_per_block(config) > 0
+        tokens_per_block(config) > 0
         and config.trainer.num_minibatches == 1  # a prompt's mini-batch must not depend on its samples
         and not config.environment
         and not config.advantage.needs_baseline
@@ -61,7 +79,7 @@ def streams(config: Config) -> bool:
     """
     if config.trainer.lag.versions or config.placement == "colocated":
         return False
-    return config.trainer.streaming == "auto" and groups_per_block(config) > 0
+    return config.trainer.streaming == "auto" and tokens_per_block(config) > 0
 
 
 def _packs_per_rank(trainer: TrainerConfig) -> int:
@@ -79,6 +97,6 @@ def _is_exact(config: Config) -> bool:
         and advantage.kind in _GROUP_KINDS
         and advantage.whitening != "batch"
         and config.selection.over_sampling.keep == "index"
-        # The last block may be a single group, which must have a sample for every rank.
+        # A block may be a single group, which must have a sample for every rank.
         and config.rollout.completions_per_prompt >= samples_at_once(trainer)
     )

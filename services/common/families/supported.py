@@ -8,11 +8,26 @@ from services.common.families.registry import FAMILIES
 
 # Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+# Keys of which each number is a list or a dictionary of modules, and more than any model has.
+_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST = 4096
 # transformers' defaults of keys that a config.json may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
 # Settings of architectures that change logits after the output layer.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 _FSDP = "; use strategy fsdp"
+
+
+def require_counts(content: Mapping[str, Any], source: str) -> None:
+    """Checks the content of config.json before anything is made in the numbers that it gives.
+
+    Raises:
+        InvalidInput: It has more layers or experts than any model, which would take all memory.
+    """
+    for key in _COUNTS:
+        value = content.get(key)
+        if isinstance(value, int | float) and value > _MOST:
+            raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
 
 
 def require_supported(content: Mapping[str, Any], strategy: str, source: str) -> None:
@@ -22,6 +37,7 @@ def require_supported(content: Mapping[str, Any], strategy: str, source: str) ->
         InvalidInput: The model would be computed otherwise than by transformers. The message has the key, `source`,
             and strategy fsdp if that supports the model.
     """
+    require_counts(content, source)
     rules = (_of_both, _of_fsdp) if strategy == "fsdp" else (_of_both, _of_megatron)
     for rule in rules:
         for problem in rule(content):
@@ -32,8 +48,10 @@ def _of_both(content: Mapping[str, Any]) -> Iterator[str]:
     model_type = content.get("model_type")
     if content.get("quantization_config"):
         yield "quantization_config is not supported: weights must be of floating point"
+    if content.get("transformers_weights"):
+        yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
     window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
-    if window and content.get("use_sliding_window", _uses_window(model_type)):  # 0 means none, as in Qwen2-MoE
+    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
         yield f"sliding_window {window!r} is not supported by any strategy"
     for rope in _ropes(content):
         kind = _kind(rope)
@@ -74,9 +92,12 @@ def _of_megatron(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
 
 
-def _uses_window(model_type: object) -> bool:
-    """Returns the default of `use_sliding_window`, a key that only Qwen's configs have."""
-    return not str(model_type).startswith("qwen")
+def _is_window_on(content: Mapping[str, Any]) -> bool:
+    """Returns whether transformers applies a window: of the known families, only Qwen's read `use_sliding_window`."""
+    model_type = str(content.get("model_type"))
+    if model_type.startswith("qwen"):
+        return bool(content.get("use_sliding_window"))
+    return model_type in FAMILIES or bool(content.get("use_sliding_window", True))
 
 
 def _ropes(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:

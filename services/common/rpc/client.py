@@ -1,6 +1,7 @@
 """Calls a service: every call has a deadline, and every failure is a LockstepError."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -9,7 +10,7 @@ from services.common.errors import DataLoss, InvalidInput, LockstepError, Reason
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
-from services.common.rpc.history.calls import noting
+from services.common.rpc.history.calls import NotedCall, noting
 from services.common.rpc.options import OPTIONS
 from services.common.rpc.retry import Retries
 from services.common.rpc.security.tls import LOCAL, Transport
@@ -64,6 +65,8 @@ class Client:
     ) -> Answer:
         """Returns the answer to `request`: a message or, for a client stream, messages or a function that makes them.
 
+        With `wait_for_ready`, the service is waited for, but not again once a connection was lost.
+
         With `max_retry_s`, the call is made again after a lost connection (see `Retries`); it must change nothing when
         it is repeated, and messages must come from a function.
 
@@ -79,26 +82,29 @@ class Client:
         while True:
             sent = request() if callable(request) else request
             try:
-                return await self._call_once(name, sent, retries.left_s, wait_for_ready=wait_for_ready)
+                async with self._attempt(name, sent) as (stub, noted):
+                    options = {"timeout": retries.left_s, "wait_for_ready": wait_for_ready, "metadata": _metadata()}
+                    answer = await getattr(stub, name)(noted.sending(sent), **options)
+                    self._was_answered = True
+                    self._require_message(answer, name)
+                    noted.got(answer)
+                    return answer
             except LockstepError as failure:
                 if not await retries.wait(failure):
                     raise
+                wait_for_ready = False
 
-    async def _call_once(self, name: str, request: Any, timeout_s: float, *, wait_for_ready: bool) -> Any:
+    @asynccontextmanager
+    async def _attempt(self, name: str, request: Any) -> AsyncGenerator[tuple[Any, NotedCall]]:
+        """Yields the stub and the note of one call. Raises gRPC's failure as the error that it stands for."""
         stub = self._channel.stub()
         with noting(f"{self._kind}.{name}", self.address, request) as noted:
             try:
-                answer = await getattr(stub, name)(
-                    noted.sending(request), timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=_metadata()
-                )
+                yield stub, noted
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
                     await self._channel.explain()
                 raise self._failure(error, name) from error
-            self._was_answered = True
-            self._require_message(answer, name)
-            noted.got(answer)
-            return answer
 
     async def stream(
         self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Any], *, timeout_s: float

@@ -1,4 +1,4 @@
-"""Frees what a run holds on a service if its coordinator is gone for good and could not say so."""
+"""Frees the resources of a run on a service if its coordinator is gone for good and could not close the run."""
 
 import asyncio
 import logging

@@ -12,7 +12,7 @@ import signal
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar
@@ -95,7 +95,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Context) -> Any:
             async with self._answering(context, method):
                 answer = behavior(request, context)
-                return await (_shield(answer, method) if is_shielded else answer)
+                if not is_shielded:
+                    return await answer
+                task = asyncio.create_task(answer)
+                with _logging_end(task, method):
+                    return await asyncio.shield(task)
 
         return call
 
@@ -131,11 +135,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             require_role(method, context.auth_context())
 
 
-async def _shield(answer: Coroutine[Any, Any, Any], method: str) -> Any:
-    """Awaits `answer`, and lets it go on if this is canceled. An error that it then ends with is logged."""
-    task = asyncio.create_task(answer)
+@contextlib.contextmanager
+def _logging_end(task: asyncio.Task[Any], method: str) -> Generator[None]:
+    """Logs the error that `task` ends with, if the block, which waits for the task, is canceled before."""
     try:
-        return await asyncio.shield(task)
+        yield
     except asyncio.CancelledError:
         task.add_done_callback(functools.partial(_log_end, method))
         raise

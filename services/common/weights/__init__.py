@@ -1,1 +1,2 @@
-"""Publishes weights: what is sent (plan), how it is verified (digest), and between which members (group)."""
+"""Publishes weights: the tensors to send (plan), their verification (digest), and the members that take part
+(group)."""

@@ -1,4 +1,4 @@
-"""Measures what a member spends on a publication in addition to moving the bytes: hashing time and memory."""
+"""Measures a member's cost of a publication in addition to moving the bytes: hashing time and memory."""
 
 import time
 from collections.abc import Generator

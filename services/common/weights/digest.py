@@ -61,7 +61,7 @@ class WeightDigest:
         self._sums += torch.tensor(sums, dtype=torch.int64, device=self._sums.device)
 
     def sums(self) -> Sums:
-        """Returns the sums of what was added so far. Waits for the device."""
+        """Returns the sums of the content that was added so far. Waits for the device."""
         first, second = map(int, self._sums.cpu())
         return first, second
 

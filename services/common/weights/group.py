@@ -28,7 +28,7 @@ _NUM_BUFFERS = 3
 _DEPTH = _NUM_BUFFERS - 1
 # Buckets are sent in parts of this size, so that a member that only relays a bucket needs memory for one part.
 _PART_BYTES = 256 << 20
-# Our own deadline comes first, with a message that says what was waited for; the backend's is the last resort.
+# Our own deadline comes first, with a message that names the wait; the backend's is the last resort.
 _GLOO_MARGIN_S = 10.0
 # gloo's destructor holds the GIL and waits for operations that its abort() does not end. Broken groups are therefore
 # kept, with the time when their operations must have timed out.
@@ -43,7 +43,7 @@ class Transfer:
 
 
 class WeightGroup(Epoch):
-    """Broadcasts weights between the members of one epoch, of which the first are the senders."""
+    """Broadcasts weights between the members of one epoch. The first members are the senders."""
 
     _pg: dist.ProcessGroup | None = None
     _scratch: torch.Tensor | None = None  # buffer for buckets that this member only relays

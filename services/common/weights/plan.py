@@ -1,4 +1,4 @@
-"""Plans what a publication sends: sender and receivers split the weights into byte buckets by the same rule."""
+"""Plans a publication: sender and receivers split the weights into byte buckets by the same rule."""
 
 import hashlib
 import itertools

@@ -2,14 +2,16 @@
 GPUs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
+from services.common.families.registry import FAMILIES
 from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
 from services.coordinator.data.reading.hub import local_model
 from services.coordinator.data.reading.sources import files_of, read_rows
@@ -82,7 +84,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     """
     sizes = _ON_GPU if num_gpus else _ON_CPU
     directory = Path(local_model(str(model), has_weights=False, field="--model"))
-    architecture, content = read_architecture(directory), read_content(directory)
+    content = read_content(directory)
     rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
@@ -100,7 +102,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         file=file,
         name=json.dumps(file.stem),
         model=json.dumps(str(model)),
-        family=f"   # {architecture.model_type}, {architecture.num_parameters / 1e6:.0f}M parameters",
+        family=f"   # {_described(directory, content)}",
         train=json.dumps(str(train)),
         prompt=json.dumps(prompt),
         answer=json.dumps(answer),
@@ -113,6 +115,14 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         ranks=ranks,
         budget=max(sizes.tokens_per_microbatch, 2 * length),
     )
+
+
+def _described(directory: Path, content: Mapping[str, Any]) -> str:
+    """Returns the family, and the number of parameters of a family that Lockstep can count."""
+    model_type = str(content.get("model_type"))
+    if model_type not in FAMILIES:
+        return model_type
+    return f"{model_type}, {read_architecture(directory).num_parameters / 1e6:.0f}M parameters"
 
 
 def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:

@@ -33,7 +33,7 @@ class Phase:
 
 
 def colocated_phases(config: Config, model: Architecture, ranks: Collection[Memory]) -> list[Phase]:
-    """Returns the phases of a step; `ranks` has the memory of each kind of rank, of which the largest counts."""
+    """Returns the phases of a step; `ranks` has the memory of each kind of rank, and the largest counts."""
     weights = max(rank.weights for rank in ranks)
     engine = engine_weights(config, model)
     return [

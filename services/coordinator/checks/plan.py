@@ -10,9 +10,11 @@ from rich.table import Table
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.config.streaming import groups_per_block, streams
+from services.common.config.streaming import most_tokens_per_minibatch, streams, tokens_per_block
 from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, read_architecture, read_content
+from services.common.families.registry import FAMILIES
 from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
 from services.coordinator.checks.activations import microbatch_tokens, weight_bytes
@@ -37,6 +39,23 @@ def check_model(config: AnyConfig) -> None:
         _check(config, read_architecture(config.model))
 
 
+def planned_architecture(config: AnyConfig) -> Architecture:
+    """Returns the shape of the model, from which its memory is estimated.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: It is of no known family; the message says if it may be trained all the same.
+    """
+    if config.trainer.strategy == "fsdp" and read_content(config.model).get("model_type") not in FAMILIES:
+        raise InvalidInput(
+            f"plan estimates the memory of {', '.join(FAMILIES)} models only, and {config.model} is another. Strategy "
+            "fsdp can train most others: `lockstep run --dry-run` checks the config, and the trainer checks the model "
+            "when it opens it",
+            field="model",
+        )
+    return read_architecture(config.model)
+
+
 def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     """Prints the plan of `config` for ranks that compute on GPUs, or on CPU.
 
@@ -44,8 +63,8 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         NotFound: The model has no config.json on this host.
         InvalidInput: See `check_model`.
     """
-    model = read_architecture(config.model)
     _check_supported(config)
+    model = planned_architecture(config)
     _check(config, model)
     lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
     for name, settings in _layouts(config):
@@ -184,23 +203,21 @@ def _batch(config: AnyConfig) -> str:
 
 
 def _blocks(config: Config) -> Iterator[str]:
-    size, trainer = groups_per_block(config), config.trainer
+    size, trainer = tokens_per_block(config), config.trainer
     if not size:
         return
     when = "as soon as they are scored" if streams(config) else "when the batch is complete"
     idle = ""
     if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
         layout = Layout.of(trainer.megatron, trainer.num_ranks)
-        longest = config.data.max_prompt_tokens + config.max_response_tokens
-        num_tokens = size * config.rollout.completions_per_prompt * longest
-        num_packs = max(layout.pp, num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
+        num_tokens = min(size, most_tokens_per_minibatch(config))
+        num_packs = -(-num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
         share = (layout.pp - 1) / (layout.vpp * num_packs + layout.pp - 1)
-        idle = f"; the pipeline idles for {share:.0%} of each, more if samples are shorter than they may be"
+        idle = f"; the pipeline idles for {share:.0%} of each, more of one with fewer tokens"
     num_minibatches, rest = trainer.num_minibatches, ""
     if num_minibatches > 1:
         rest = f"; they are the first of {num_minibatches} mini-batches, and each of the others is trained on at once"
-    num_blocks = -(-config.data.prompts_per_step // num_minibatches // size)
-    yield f"blocks: {num_blocks} of {size} groups, trained on {when}{idle}{rest}"
+    yield f"blocks: groups of at least {size} tokens together, trained on {when}{idle}{rest}"
 
 
 def _lag(config: Config) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture, read_architecture
+from services.common.families.architecture import Architecture
 from services.coordinator.checks.memory import rank_memory
 from services.coordinator.checks.memory_colocated import (
     cache_token_bytes,
@@ -23,7 +23,7 @@ from services.coordinator.checks.memory_colocated import (
     engine_weights,
     utilization,
 )
-from services.coordinator.checks.plan import check_model
+from services.coordinator.checks.plan import check_model, planned_architecture
 from services.coordinator.services.devices import split_gpus
 from services.coordinator.services.launch import Addresses, started_ranks
 
@@ -62,9 +62,11 @@ def proposals(args: Sequence[str], gpus: Sequence[int]) -> list[Proposal]:
 
     Raises:
         NotFound: The model has no config.json on this host.
-        InvalidInput: The config is invalid.
+        InvalidInput: The config is invalid, or the model is of no known family.
     """
-    own = started_ranks(load(Config, [*args, "placement=disaggregated"]), Addresses())
+    config = load(Config, [*args, "placement=disaggregated"])
+    planned_architecture(config)
+    own = started_ranks(config, Addresses())
     placements = list(_placements(len(gpus), own_ranks=sum(own.values()) - own["trainer"]))
     for extra in ([], [_RECOMPUTE]):
         tried = (_fit([*args, *sizes, *extra], [*sizes, *extra], gpus) for sizes in placements)
@@ -130,7 +132,7 @@ def _fit(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> 
         split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)
     except InvalidInput:
         return None
-    model, usable = read_architecture(config.model), min(gpus) - _BESIDE_BYTES
+    model, usable = planned_architecture(config), min(gpus) - _BESIDE_BYTES
     phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
     needed = {phase.name: phase.total for phase in phases}
     if needed["train"] > usable * (1 - _UNCOUNTED):

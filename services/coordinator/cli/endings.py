@@ -1,14 +1,12 @@
-"""Runs a command to its end, whatever happens to its output, and reports how it ended."""
+"""Keeps a command running if its output fails, and reports how it ended."""
 
-import asyncio
 import errno
 import os
-import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 
@@ -16,33 +14,15 @@ from services.common.errors import LockstepError, Reason
 from services.common.files.storage import storage_error
 from services.common.process import keep_files_private
 
-Result = TypeVar("Result")
-
 # CPython's words where a thread cannot get memory or a place in a table of the kernel.
 _NO_THREAD = "can't start new thread"
 _OF_STREAMS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 
-def run_to_end(session: Coroutine[Any, Any, Result], run_dir: Path) -> Result:
-    """Runs a session that writes `run_dir`, with private files. SIGTERM cancels it until it sets a handler of its own.
-
-    The session goes on if the terminal or pipe that it prints to is closed or full.
-    """
-
-    async def until_signal() -> Result:
-        task = asyncio.current_task()
-        assert task, "asyncio.run made it"
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await session
-
-    keep_files_private()
-    with outliving_output(run_dir):
-        return asyncio.run(until_signal())
-
-
 @contextmanager
 def outliving_output(run_dir: Path) -> Iterator[None]:
-    """Replaces sys.stdout and sys.stderr in the block by streams whose writes do not fail."""
+    """Keeps the files of a run private, and lets it go on in the block if its output is closed or full."""
+    keep_files_private()
     streams = sys.stdout, sys.stderr
     hint = f"the run goes on; its log is {run_dir / 'logs' / 'coordinator.log'}"
     sys.stdout, sys.stderr = _Outliving(sys.stdout, hint), _Outliving(sys.stderr, hint)  # type: ignore[assignment]

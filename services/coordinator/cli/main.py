@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from services.common.errors import InvalidInput, LockstepError
 from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
-from services.coordinator.cli.endings import fail, run_to_end
+from services.coordinator.cli.endings import fail, outliving_output
 from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
@@ -89,8 +89,9 @@ def run(
         run_on_coordinator(coordinator, settings, services)
         return
     check_model(settings)
-    session = run_session(settings, services, TerminalFrontend(_console))
-    show_outcome(run_to_end(session, settings.run_dir), _console)
+    with outliving_output(settings.run_dir):
+        outcome = asyncio.run(run_session(settings, services, TerminalFrontend(_console)))
+    show_outcome(outcome, _console)
 
 
 @app.command()
@@ -107,7 +108,9 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
     if dry_run:
         _check_only(settings, services)
     check_model(settings)
-    show_outcome(run_to_end(run_session(settings, services, _console), settings.run_dir), _console)
+    with outliving_output(settings.run_dir):
+        outcome = asyncio.run(run_session(settings, services, _console))
+    show_outcome(outcome, _console)
 
 
 @app.command("eval")
@@ -129,7 +132,9 @@ def evaluate(
     services = addresses(given)
     settings = _with_model(eval_config(load(Config, config), checkpoint, out), services)
     check_model(settings)
-    show_evaluation(run_to_end(eval_session(settings, services, _console), settings.run_dir), _console)
+    with outliving_output(settings.run_dir):
+        evaluation = asyncio.run(eval_session(settings, services, _console))
+    show_evaluation(evaluation, _console)
 
 
 @app.command()

@@ -89,6 +89,9 @@ class HostedRun(Reporter):
             else:
                 await changed.wait()
 
+    def start(self) -> None:
+        pass
+
     def say(self, line: str) -> None:
         log.info(line)
 

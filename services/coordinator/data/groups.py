@@ -44,6 +44,11 @@ class SampledGroup:
         """Returns the number of tokens of the longest completion."""
         return max(len(completion.tokens) for completion in self.completions)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its samples with their prompts, as micro-batches count them (common.batches.blocks)."""
+        return sum(len(self.prompt.tokens) + len(completion.tokens) - 1 for completion in self.completions)
+
     def episode(self, sample: int) -> Episode | None:
         """Returns the episode of a completion; None without an environment."""
         return self.episodes[sample] if self.episodes else None

@@ -13,15 +13,19 @@ from services.coordinator.runs.run import Run
 
 
 class Frontend(Protocol):
-    """Shows what a session does. If `console` is None, the caller has already configured logging."""
+    """Shows the progress of a session. If `console` is None, the caller has already configured logging."""
 
     @property
     def console(self) -> Console | None:
         """Shows the log's warnings."""
         ...
 
+    def start(self) -> None:
+        """Is called when the session starts, in its task."""
+        ...
+
     def say(self, line: str) -> None:
-        """Shows a line that says what the session does next."""
+        """Shows a line about the session's next action."""
         ...
 
     def begin(self, run: Run, version: int) -> Reporter:
@@ -36,12 +40,22 @@ class TerminalFrontend:
         self.console: Console | None = console
         self._console = console
 
+    def start(self) -> None:
+        cancel_on_sigterm()
+
     def say(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
 
     def begin(self, run: Run, version: int) -> Reporter:
         stop_on_signal(run, self._console)
         return Terminal(self._console, run.num_steps)
+
+
+def cancel_on_sigterm() -> None:
+    """Cancels the current task on SIGTERM, until `stop_on_signal` sets another handler."""
+    task = asyncio.current_task()
+    assert task, "a session runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:

@@ -16,6 +16,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import Prompts, load_eval
+from services.coordinator.observe.frontend import cancel_on_sigterm
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
@@ -91,6 +92,7 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
     Raises:
         LockstepError: The first failure of any part.
     """
+    cancel_on_sigterm()
     data = load_early(config, _load, model_is_remote=bool(given.trainer))
     with recorded_run(config, console) as run:
         async with running_services(run, given) as addresses:

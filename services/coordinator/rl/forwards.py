@@ -2,14 +2,16 @@
 generated."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pyarrow as pa
 
+from services.common.batches.blocks import BlockCutter
 from services.common.config.run import Config
-from services.common.config.streaming import groups_per_block, orders_by_length
+from services.common.config.streaming import block_cutter, orders_by_length
 from services.common.megatron.layout import samples_at_once
 from services.common.tasks import gather, task_group
 from services.coordinator.data.groups import ScoredGroup, to_table
@@ -39,9 +41,9 @@ class Forwards:
         # Engines that share GPUs with these models must have generated all groups first.
         self.starts_at_end = config.placement == "colocated"
         self.num_wanted, self._lengths = config.data.prompts_per_step, lengths
-        self._orders_by_length = orders_by_length(config)
+        self._config, self._orders_by_length = config, orders_by_length(config)
         at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
-        self._block_size = groups_per_block(config) or max(at_once, -(-self.num_wanted // _BLOCKS_PER_STEP))
+        self._groups_per_block = max(at_once, -(-self.num_wanted // _BLOCKS_PER_STEP))
 
     @asynccontextmanager
     async def of_batch(self, take: TakeBlock | None = None) -> AsyncGenerator["BatchForwards", None]:
@@ -52,8 +54,10 @@ class Forwards:
         """
         self._lengths.clear()
         order = ByLength(self.num_wanted, self._lengths) if self._orders_by_length else ByPrompt()
+        # A batch that is trained on as a whole is cut by groups: other models see it in blocks all the same.
+        cutter = block_cutter(self._config) or BlockCutter(sys.maxsize, self._groups_per_block)
         async with task_group() as tasks:
-            yield BatchForwards(self, tasks, order, self._block_size, take or (lambda _: None))
+            yield BatchForwards(self, tasks, order, cutter, take or (lambda _: None))
 
     def in_order(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
         """Returns `groups`, which are in the order of prompts, in the order of the batch."""
@@ -87,10 +91,15 @@ class BatchForwards:
     """Runs the forwards of one batch. A block starts as soon as its groups are certain."""
 
     def __init__(
-        self, forwards: Forwards, tasks: asyncio.TaskGroup, order: ByPrompt | ByLength, block_size: int, take: TakeBlock
+        self,
+        forwards: Forwards,
+        tasks: asyncio.TaskGroup,
+        order: ByPrompt | ByLength,
+        cutter: BlockCutter,
+        take: TakeBlock,
     ):
         self._forwards, self._tasks, self._order, self._take = forwards, tasks, order, take
-        self._block_size, self._num_left = block_size, forwards.num_wanted
+        self._cutter, self._num_left = cutter, forwards.num_wanted
         self._may_start = asyncio.Event()
         if not forwards.starts_at_end:
             self._may_start.set()
@@ -106,7 +115,7 @@ class BatchForwards:
         for useful in self._order.decide(place, group)[: self._num_left]:
             self._num_left -= 1
             self._block.append(useful)
-            if len(self._block) == self._block_size:
+            if self._cutter.ends_with(useful.num_tokens):
                 self._start()
 
     async def complete(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:

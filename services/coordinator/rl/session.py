@@ -1,5 +1,7 @@
 """Runs a config: loads and checks the data, opens the services, then runs the training loop."""
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -26,8 +28,7 @@ from services.coordinator.services.closing import finish
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.membership import following_replicas
 from services.coordinator.services.opening import Services, open_services
-from services.coordinator.services.restarts import Restarts
-from services.coordinator.services.running import recorded_run, running_services, until_done
+from services.coordinator.services.running import Sessions, recorded_run, running_services
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
@@ -62,17 +63,22 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
         LockstepError: The first failure of any part.
     """
     require_importable(config.advantage)
-    loaded = data or load_data(config, given)
+    frontend.start()
+    loaded, sessions = data or load_data(config, given), Sessions(config, given)
+    while True:
+        with sessions.repeating():
+            async with _opened(sessions, given, frontend, loaded) as (run, context):
+                loop = train_lagged if config.trainer.lag.versions else train
+                await loop(run, context)
+                return await finish(run, context.trainer)
 
-    async def session(config: Config, restarts: Restarts) -> Outcome:
-        return await _run_once(config, given, frontend, loaded, restarts)
 
-    return await until_done(session, config, given)
-
-
-async def _run_once(
-    config: Config, given: Addresses, frontend: Frontend, data: Dataset | None, restarts: Restarts
-) -> Outcome:
+@asynccontextmanager
+async def _opened(
+    sessions: Sessions[Config], given: Addresses, frontend: Frontend, data: Dataset | None
+) -> AsyncGenerator[tuple[Run, LoopContext]]:
+    """Opens the run and its services, and begins its loop."""
+    config, restarts = sessions.config, sessions.restarts
     with recorded_run(config, frontend.console) as run:
         async with running_services(run, given, restarts=restarts) as addresses:
             frontend.say(f"run {run.run_id} in {config.run_dir}")
@@ -82,10 +88,7 @@ async def _run_once(
                 open_services(run, addresses) as services,
                 following_replicas(run, services.rollout, restarts),
             ):
-                context = _begin(run, services, data, frontend)
-                loop = train_lagged if config.trainer.lag.versions else train
-                await loop(run, context)
-                return await finish(run, services.trainer)
+                yield run, _begin(run, services, data, frontend)
 
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:

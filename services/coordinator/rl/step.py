@@ -1,6 +1,7 @@
 """Implements the parts of a step: samples a batch, computes its advantages and updates the models."""
 
-from collections.abc import Awaitable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -8,12 +9,12 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.blocks import blocks_of
 from services.common.config.run import Config
-from services.common.config.streaming import groups_per_block
+from services.common.config.streaming import block_cutter
 from services.common.tasks import task_group
 from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.curriculum import prompts_to_try
-from services.coordinator.data.groups import ScoredGroup, to_table
-from services.coordinator.data.prompts import Prompt, PromptDataset, Prompts
+from services.coordinator.data.groups import to_table
+from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record
 from services.coordinator.rl.forwards import Forwards, TakeBlock
@@ -87,12 +88,7 @@ async def collect(
     )
     async with context.forwards.of_batch(take) as forwards:
         collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
-
-        def draw_one(index: int, prompt: Prompt) -> Awaitable[ScoredGroup | None]:
-            forwards.begin(index, prompt)
-            return collect_one(index, prompt, draw)
-
-        selected = await select(config, prompts, draw_one, forwards.decide)
+        selected = await select(config, prompts, functools.partial(collect_one, draw=draw), forwards)
         groups = await forwards.complete(context.forwards.in_order(selected.groups))
     coef = kl_coef(run, version)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
@@ -110,8 +106,8 @@ def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:
 
     Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
     """
-    size = groups_per_block(config)
-    blocks = blocks_of(samples, size) if size else [samples]
+    cutter = block_cutter(config)
+    blocks = blocks_of(samples, cutter) if cutter else [samples]
     return pa.concat_tables(compute_advantages(block, config.advantage, kl_coef=coef) for block in blocks)
 
 

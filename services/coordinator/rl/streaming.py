@@ -54,7 +54,7 @@ class Blocks:
         self._groups += [group.index for group in groups]
 
     async def commit(self, batch: pa.Table) -> Updated | None:
-        """Applies the blocks, which are those of `batch`, as it is on disk. Returns the new version and metrics.
+        """Applies the blocks of `batch`, which is on disk. Returns the new version and metrics.
 
         Returns None if no block was sent, the stream was lost, or `batch` has another order or fewer groups for its
         mini-batches than what was sent: it must be sent as a whole.

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from typing import Generic
 
 from rich.console import Console
 
@@ -15,7 +16,6 @@ from services.common.rpc.history.calls import keeping
 from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
-from services.coordinator.observe.outcome import Outcome
 from services.coordinator.observe.watchers import watchers
 from services.coordinator.runs.resume import HISTORY, Start, open_run
 from services.coordinator.runs.run import ConfigT, Run
@@ -87,35 +87,37 @@ async def running_services(
         yield fleet.addresses
 
 
-async def until_done(
-    session: Callable[[ConfigT, Restarts], Awaitable[Outcome]],
-    config: ConfigT,
-    given: Addresses,
-) -> Outcome:
-    """Runs `session` to its end. If a trainer that it started dies, runs it again as far as `config.restart` allows.
+class Sessions(Generic[ConfigT]):
+    """Repeats the session of a run whose trainer died, as far as `config.restart` allows.
 
-    A repeated session resumes from the record, as the same command would in a new process. A run that was asked to
-    stop, or whose trainer died before it had loaded the model, is not repeated.
-
-    Args:
-        session: Runs a config with the restarts so far.
-        config: The run's config.
-        given: Addresses of services that are not started here.
-
-    Raises:
-        LockstepError: The first failure that a restart does not end.
+    A repeated session resumes from the record, as the same command would in a new process.
     """
-    restarts = Restarts(config.restart)
-    while True:
+
+    def __init__(self, config: ConfigT, given: Addresses):
+        """Begins with `config`; `given` has the addresses of services that are not started here."""
+        self.config: ConfigT = config
+        """Config of the next session."""
+        self.restarts = Restarts(config.restart)
+        self._given = given
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Ends the block, a session, without an error if it is to be repeated.
+
+        A run that was asked to stop, or whose trainer died before it had loaded the model, is not repeated.
+
+        Raises:
+            LockstepError: The failure of a session that is not repeated.
+        """
         try:
-            return await session(config, restarts)
+            yield
         except LockstepError as error:
-            trainer = _trainer_to_restart(error, given)
-            if not trainer or not restarts.may_resume or not restarts.take(trainer):
+            trainer = _trainer_to_restart(error, self._given)
+            if not trainer or not self.restarts.may_resume or not self.restarts.take(trainer):
                 raise
             log.warning("%s: %s\nstarting again and resuming from the record", error.reason, error.message)
-        if config.resume == "never":  # the run has begun now
-            config = config.model_copy(update={"resume": "auto"})
+            if self.config.resume == "never":  # the run has begun now
+                self.config = self.config.model_copy(update={"resume": "auto"})
 
 
 def _trainer_to_restart(error: LockstepError, given: Addresses) -> str:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from services.common.config.sft import SftConfig
 from services.coordinator.data.early import load_early, load_late
-from services.coordinator.observe.frontend import stop_on_signal
+from services.coordinator.observe.frontend import cancel_on_sigterm, stop_on_signal
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
@@ -15,7 +15,7 @@ from services.coordinator.runs.run import Run
 from services.coordinator.services.closing import close_run, finish
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.restarts import Restarts
-from services.coordinator.services.running import recorded_run, running_services, until_done
+from services.coordinator.services.running import Sessions, recorded_run, running_services
 from services.coordinator.sft.data import SftDataset
 from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftFile
@@ -36,12 +36,11 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
     Raises:
         LockstepError: The first failure of any part.
     """
-    loaded = load_data(config, given)
-
-    async def session(config: SftConfig, restarts: Restarts) -> Outcome:
-        return await _run_once(config, given, console, loaded, restarts)
-
-    return await until_done(session, config, given)
+    cancel_on_sigterm()
+    loaded, sessions = load_data(config, given), Sessions(config, given)
+    while True:
+        with sessions.repeating():
+            return await _run_once(sessions.config, given, console, loaded, sessions.restarts)
 
 
 async def _run_once(

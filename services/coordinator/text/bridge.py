@@ -106,7 +106,7 @@ class Bridge:
         return tokens[1:] if stream[-1] == self.end_token else tokens
 
     def check(self, roles: Collection[str], *, with_system: bool = False) -> None:
-        """Proves on made-up conversations that the chat template keeps what `extend` assumes.
+        """Proves on made-up conversations that the chat template fulfills the assumptions of `extend`.
 
         In the rendering of a whole conversation, the first prompt must be as it was rendered alone, each turn of the
         assistant must be the text that was said (but for white space around it) and a stop token, and the text between

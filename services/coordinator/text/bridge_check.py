@@ -69,7 +69,7 @@ def _check_conversation(bridge: Renders, first: Sequence[Message], order: Sequen
         turns = [answer(said) for _ in order]
         whole = bridge.render(_conversation(first, turns, replies))
     except TemplateRefusal:
-        # Some take a tool's result only after a call that they render themselves, whatever its text.
+        # Some accept a tool's result only after a call that they render themselves.
         turns = [call(ANSWER) if role == "tool" else answer(said) for role in order]
         try:
             whole = bridge.render(_conversation(first, turns, replies))

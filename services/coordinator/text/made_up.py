@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from services.coordinator.text.chat_template import Message
 
 ANSWER = "LockstepAnswer"
-"""Text that is found again in what a template renders: no template changes letters."""
+"""Text that can be found in rendered conversations, because no template changes letters."""
 QUESTION: Message = {"role": "user", "content": "LockstepQuestion"}
 SYSTEM: Message = {"role": "system", "content": "LockstepSystem"}
 

@@ -1,8 +1,9 @@
 """Encodes text whose author must not write special tokens, such as a web page that an environment shows.
 
-A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. An environment's text is therefore
-marked before it is rendered: each special token that is spelled in it becomes one character that nothing else contains,
-and chat templates pass this on like any letter. Special tokens in the rendered text are then the template's own.
+A tokenizer turns `<|im_end|>` into the token that ends a turn, no matter who wrote it. An environment's text is
+therefore marked before it is rendered: each special token that is spelled in it becomes one character that nothing else
+contains, and chat templates pass this on like any letter. Special tokens in the rendered text are then the template's
+own.
 """
 
 import re

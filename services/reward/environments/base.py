@@ -97,7 +97,7 @@ class Environment:
         raise NotImplementedError
 
     async def end(self, episode_id: str) -> None:
-        """Frees what the episode holds. It may be in any state, also after a failure."""
+        """Frees the episode's resources. The episode may be in any state, also after a failure."""
 
     async def close(self) -> None:
         """Ends the environment; calls in progress fail as CRASHED."""

@@ -171,7 +171,7 @@ class Episode:
                 await self._context.environment.end(self._key)
         except TimeoutError:
             log.warning("episode %s did not end within %g s", self._key, self._context.turn_s)
-        except Exception as error:  # noqa: BLE001 whatever it is, the episode is over and the others go on
+        except Exception as error:  # noqa: BLE001 the episode is over in any case, and the others go on
             log.warning("episode %s did not end well: %s: %s", self._key, type(error).__name__, error)
         finally:
             self._context.metrics.count_episodes(-1)

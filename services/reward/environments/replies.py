@@ -1,4 +1,4 @@
-"""Reads what a user's environment returns, in the worker process. Imports nothing heavy."""
+"""Reads the results of a user's environment, in the worker process. Imports nothing heavy."""
 
 import math
 import numbers

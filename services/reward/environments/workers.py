@@ -24,7 +24,7 @@ _CANCEL_S = 2.0
 
 @dataclass(frozen=True)
 class Target:
-    """Says what a worker plays. Its fields are the first line that the worker gets."""
+    """Names the class that a worker runs. Its fields are the first line that the worker gets."""
 
     target: str
     """Class, as `module:Class`."""

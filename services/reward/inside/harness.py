@@ -133,7 +133,7 @@ def _reply(message: dict) -> None:
 
 
 def _output(child: int, read_end: int, job: dict) -> str | None:
-    """Returns what the child writes until it ends, and kills everything that it started."""
+    """Returns the child's output until it ends, and kills everything that it started."""
     deadline, ended, output = time.monotonic() + job["timeout_s"], False, bytearray()
     pidfd, poll = os.pidfd_open(child), select.poll()
     poll.register(pidfd, select.POLLIN)

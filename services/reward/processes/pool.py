@@ -20,7 +20,7 @@ MAX_REPLY_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """Says what a worker calls and how it starts."""
+    """Names the function that a worker calls, and says how it starts."""
 
     path: str
     """Function to call, as `module:function`."""

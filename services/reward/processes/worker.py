@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _load(target: str, init: Mapping[str, object] | None) -> tuple[Function, str]:
-    """Returns the function `module:function` and the hash of its module's source; with `init`, what it returns."""
+    """Returns the function `module:function` and the hash of its module's source; with `init`, the results of that."""
     function, module = child_setup.load(target)
     return function(**init) if init is not None else (function, child_setup.source_digest(module))
 

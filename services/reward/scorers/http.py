@@ -28,7 +28,7 @@ _MAX_ERROR_CHARS = 1000
 
 
 class HttpScorer(Scorer):
-    """Scores with what the server answers."""
+    """Scores with the server's answers."""
 
     def __init__(self, config: HttpConfig, run: RewardConfig):
         self._remote = Remote(config, config.timeout_s or run.timeout_s)

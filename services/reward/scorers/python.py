@@ -8,7 +8,7 @@ from services.reward.scorers.worker import WorkerScorer, columns
 
 
 class PythonScorer(WorkerScorer):
-    """Scores with what the function returns. Its path comes from the run's config, never from a sample."""
+    """Scores with the function's results. Its path comes from the run's config, never from a sample."""
 
     def __init__(self, config: PythonConfig, run: RewardConfig):
         super().__init__(config.path, config.kwargs, run)

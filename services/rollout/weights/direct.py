@@ -133,7 +133,7 @@ class Recorder(OperatorWatch):
         return address in self._buckets or address in self._done or self._is_loading(address)
 
     def _forget(self, address: int) -> None:
-        """Drops what was recorded for an address whose memory was freed and is now used for something else."""
+        """Drops the record of an address with memory that was freed and is now used for something else."""
         self._buckets.pop(address, None)
         self._done.discard(address)
         self._between.pop(address, None)  # can only have constants, because a Copy keeps its storage alive

@@ -30,7 +30,7 @@ class Loading:
 
     @property
     def reads_in_place(self) -> bool:
-        """Returns whether a bucket is read at once. Otherwise each needs new memory, of which vLLM keeps parts."""
+        """Returns whether a bucket is read at once. Otherwise each needs new memory, because vLLM keeps parts of it."""
         return self._map is not None and self._is_checked
 
     def forget_buffers(self) -> None:

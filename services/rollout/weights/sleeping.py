@@ -40,7 +40,7 @@ class SleepingWorker(WorkerExtension):
     _lockstep_base_sums: tuple[int, int]
 
     def lockstep_memory(self) -> DeviceState:
-        """Returns the device's memory, and what this worker holds of it."""
+        """Returns the device's memory, and this worker's share of it."""
         if self.device.type == "cuda":
             resident = torch.cuda.memory_reserved(self.device) - asleep_bytes(self._lockstep_asleep)
         else:

@@ -13,6 +13,7 @@ from services.common.errors import InvalidInput
 from services.common.files.regular_files import is_there, parse_object, read_regular
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_ADAPTER = "adapter_config.json"
 # How safetensors names the dtypes of weights. Others are quantized, and their scales would be ignored.
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # A tensor in old checkpoints; transformers computes it from the config.
@@ -35,16 +36,28 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
     Raises:
         InvalidInput: There is no safetensors file (pickled weights, `pytorch_model.bin`, are not read), a file is
-            missing or damaged, or the index names what is not there. The message has the file.
+            missing or damaged, the index names what is not there, or other programs could read other weights from
+            this directory. The message has the file.
     """
-    shards: Mapping[str, str] = {}
-    if is_there(directory / _INDEX, field="model"):
-        shards = _read_index(directory / _INDEX)
-    elif not is_there(directory / _WHOLE, field="model"):
+    has_index, has_whole = (is_there(directory / name, field="model") for name in (_INDEX, _WHOLE))
+    if not has_index and not has_whole:
         raise InvalidInput(f"model: {directory} has no {_WHOLE}", field="model")
+    shards = _read_index(directory / _INDEX) if has_index else {}
+    if has_whole and set(shards.values()) - {_WHOLE}:
+        raise InvalidInput(  # transformers reads the one, programs that know only the index the others
+            f"model: {directory} has both {_WHOLE} and {_INDEX}, which names other files; remove one of them",
+            field="model",
+        )
+    if is_there(directory / _ADAPTER, field="model"):
+        raise InvalidInput(  # where PEFT is installed, transformers adds the adapter to the weights
+            f"model: {directory} has {_ADAPTER}: merge the adapter into the weights, or remove it", field="model"
+        )
     stored: dict[str, Stored] = {}
     for name in sorted(set(shards.values())) or [_WHOLE]:
-        stored |= _read_header(directory / name)
+        header = _read_header(directory / name)
+        for tensor in sorted(stored.keys() & header.keys())[:1]:
+            raise InvalidInput(f"model: {tensor} is in two files, {stored[tensor].file} and {name}", field="model")
+        stored |= header
     for tensor, shard in shards.items():
         if tensor not in stored or stored[tensor].file != directory / shard:
             raise InvalidInput(f"model: {directory / _INDEX}: {tensor} is not in {shard}", field="model")

@@ -50,9 +50,9 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: Any) -> PreTraine
         InvalidInput: transformers cannot load it, or has initialized weights at random.
     """
     disable_progress_bar()  # it would fill the service's log
-    safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+    safe = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     try:
-        answer: Any = AutoModelForCausalLM.from_pretrained(model_path, **safe, **kwargs)
+        answer: Any = AutoModelForCausalLM.from_pretrained(model_path, output_loading_info=True, **safe, **kwargs)
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise InvalidInput(f"model: {model_path} cannot be loaded: {error!r}", field="model") from error
     loaded, loading = answer  # because of output_loading_info

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
+from services.common.families.supported import require_supported as require_config_supported
 from services.trainer.checkpoint.agreement import same_on_all_ranks
 from services.trainer.checkpoint.hf_config import load_config
 from services.trainer.checkpoint.model_files import require_finite
@@ -119,12 +120,13 @@ def build(
 def _empty(model_path: str, compute_dtype: torch.dtype, kwargs: dict[str, Any]) -> PreTrainedModel:
     """Returns the model on the meta device, with its buffers on the CPU."""
     hf_config = load_config(model_path)
+    require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
     try:
         with init_empty_weights(include_buffers=False):
             empty = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except Exception as error:  # nothing but the config is read, and a wrong size may raise anything
         raise InvalidInput(f"model: {model_path}/config.json: {error!r}", field="model") from error
-    require_supported(hf_config, empty, compute_dtype, model_path)
+    require_supported(hf_config, empty, compute_dtype)
     empty.tie_weights()
     for module in empty.modules():
         if isinstance(module, nn.Embedding):

@@ -7,21 +7,17 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.errors import InvalidInput
-from services.common.families.supported import require_supported as require_config_supported
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 from services.trainer.fsdp import attention
 
 
-def require_supported(
-    hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype, model_path: str
-) -> None:
-    """Checks the model, whose weights are on the meta device.
+def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    """Checks the model, whose weights are on the meta device and whose config is supported.
 
     Raises:
         InvalidInput: The logits depend on more than the output layer's weight, a layer would mix the sequences of a
             pack, or the experts have a width that torch cannot compute.
     """
-    require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
     output_layer = getattr(causal_lm, "lm_head", None)
     if output_layer is None:
         _refuse("an output layer that is not lm_head")
@@ -61,8 +57,8 @@ def _require_packed_attention(causal_lm: PreTrainedModel, model_type: str) -> No
             _refuse(f"model_type {model_type}, with {reached.problem},")
     except NotImplementedError:
         pass  # a layer before the attention needs values, which meta tensors do not have; packed_attention checks again
-    except (AttributeError, LookupError, TypeError) as error:
-        _refuse(f"model_type {model_type} ({error!r})")
+    except Exception as error:  # nothing is computed, and sizes that do not fit may raise anything
+        raise _refusal(f"model_type {model_type} ({error!r})") from error
     else:
         _refuse(f"model_type {model_type}, which does not use transformers' attention interface,")
     finally:
@@ -70,5 +66,8 @@ def _require_packed_attention(causal_lm: PreTrainedModel, model_type: str) -> No
 
 
 def _refuse(what: str) -> NoReturn:
-    message = f"model: {what} is not supported with strategy fsdp"
-    raise InvalidInput(message, field="model")
+    raise _refusal(what)
+
+
+def _refusal(what: str) -> InvalidInput:
+    return InvalidInput(f"model: {what} is not supported with strategy fsdp", field="model")

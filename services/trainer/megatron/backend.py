@@ -46,6 +46,7 @@ from services.trainer.megatron.weights.stream import (
     gather_json,
     load_checkpoint_weights,
     local_parameters,
+    require_loadable,
 )
 from services.trainer.megatron.weights.weight_map import WeightMap
 from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
@@ -67,6 +68,8 @@ class MegatronBackend(
             self._hf = read_config(model_path)
             architecture = model_architecture(self._hf)
             self._check_layout(architecture)
+            if not config.megatron.dist_checkpointing_path:
+                require_loadable(architecture, model_path, is_critic=role is Role.CRITIC)
         self._map = WeightMap(architecture)
         self._has_blocks = False
         self._closing = contextlib.ExitStack()
@@ -219,9 +222,8 @@ class MegatronBackend(
         if megatron.dist_checkpointing_path:
             load_converted_weights(bare, parallelism, megatron.dist_checkpointing_path)
         else:
-            is_critic = self._role is Role.CRITIC
             with same_on_all_ranks():
-                load_checkpoint_weights(parameters, self._map, parallelism, self._model_path, is_critic)
+                load_checkpoint_weights(parameters, self._map, parallelism, self._model_path)
         if self._role is not Role.REFERENCE:
             if megatron.moe.freeze_router:
                 for parameter in parameters:

@@ -48,7 +48,6 @@ class GroupedExperts(MegatronModule):
             pg_collection.expt_dp,
         )
         width = config.moe_ffn_hidden_size // self._etp_group.size()
-        _require_supported(config, width)
         self.weight1 = self._parameter(num_local_experts, 2 * width, config.hidden_size, cut=1)
         self.weight2 = self._parameter(num_local_experts, config.hidden_size, width, cut=2)
         recomputed = config.recompute_modules or ()
@@ -156,7 +155,14 @@ def _add(total: torch.Tensor, part: torch.Tensor) -> None:
     total.add_(part)
 
 
-def _require_supported(config: TransformerConfig, width: int) -> None:
+def require_groupable(config: TransformerConfig) -> None:
+    """Checks a model before its layers are built, since Megatron adds the names of all layers to their errors.
+
+    Raises:
+        InvalidInput: GroupedExperts cannot compute its experts.
+    """
+    assert config.moe_ffn_hidden_size is not None
+    width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
     for name in _UNSUPPORTED:
         if getattr(config, name, None):
             raise InvalidInput(

@@ -31,7 +31,7 @@ from services.trainer.compat.megatron.dispatcher import skip_dispatch
 from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place
 from services.trainer.compat.torch import set_class
-from services.trainer.megatron.experts import with_grouped_experts
+from services.trainer.megatron.experts import require_groupable, with_grouped_experts
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.passthrough import make, refusals
 from services.trainer.megatron.transformer import model_settings, transformer_settings
@@ -198,6 +198,8 @@ def build_chunks(
         InvalidInput: The experts cannot be computed together.
     """
     is_grouped = is_grouped and config.num_moe_experts is not None
+    if is_grouped:
+        require_groupable(config)
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import trained_tokens
+from services.common.batches.blocks import packed_lengths, trained_tokens
 from services.common.batches.kept import decode_kept
 from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
@@ -63,7 +63,7 @@ def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
     if shape is None:
         raise InvalidInput("routes: this model has no layers of experts, or not in every layer", field="routes")
     _refuse(routes.is_null().to_numpy(), "routes", "is missing")
-    num_rows = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
+    num_rows = packed_lengths(samples)
     _refuse(pc.binary_length(routes).to_numpy() != num_rows * shape.row_bytes, "routes", "has another number of tokens")
     for index, row in enumerate(routes):
         experts_TLK = shape.decode(row.as_buffer())
@@ -208,9 +208,8 @@ def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
 
 
 def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
-    lengths = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
     return assign(
-        lengths.tolist(),
+        packed_lengths(samples).tolist(),
         num_ranks=num_ranks,
         max_tokens=config.max_tokens_per_microbatch,
         multiple_of=packs_multiple(config),

@@ -1,14 +1,16 @@
-"""Tests that the hash of samples depends on their values only."""
+"""Tests that the hash of samples depends on their values only, and where a batch is cut into blocks."""
 
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import decode, encode
-from services.common.batches.blocks import content_sha256
+from services.common.batches.blocks import BlockCutter, blocks_of, content_sha256, tokens_of_groups
 from tests.support import make_batch, with_routes
 
 STAMP = PolicyStamp(version=1, digest="d")
@@ -34,3 +36,27 @@ def test_other_samples_have_another_hash(name: str) -> None:
     index = table.schema.get_field_index(name)
     other = table.set_column(index, table.schema.field(name), pa.array(column, table.schema.field(name).type))
     assert content_sha256(other) != content_sha256(table)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20), st.integers(0, 4), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_a_block_ends_once_it_has_enough_tokens_or_with_its_minibatch(
+    sizes: list[int], enough: int, groups_per_minibatch: int, num_samples: int
+) -> None:
+    whole = make_batch(len(sizes), num_samples, STAMP)
+    prompt = whole.schema.get_field_index("prompt_tokens")
+    rows = [[2] * (size + 1) for size in sizes for _ in range(num_samples)]  # the last token is predicted only
+    whole = whole.set_column(prompt, whole.schema.field(prompt), pa.array([[3]] * len(rows), pa.list_(pa.uint32())))
+    tokens = whole.schema.get_field_index("tokens")
+    whole = whole.set_column(tokens, whole.schema.field(tokens), pa.array(rows, pa.list_(pa.uint32())))
+    found = blocks_of(whole, BlockCutter(enough, groups_per_minibatch))
+    assert pa.concat_tables(found) == whole
+    for block, after in zip(found, [*found[1:], None], strict=True):
+        groups = block["group"].unique().to_pylist()
+        counts = [num_samples * (sizes[group] + 1) for group in groups]
+        assert tokens_of_groups(block) == counts
+        assert sum(counts[:-1]) < enough
+        crossed = [group for group in groups[1:] if groups_per_minibatch and group % groups_per_minibatch == 0]
+        assert crossed == []
+        if after is not None and sum(counts) < enough:
+            assert after["group"][0].as_py() % groups_per_minibatch == 0

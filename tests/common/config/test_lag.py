@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.streaming import groups_per_block, streams
+from services.common.config.streaming import streams, tokens_per_block
 from services.common.config.trainer.section import TrainerConfig
 from tests.common.config.test_streaming import config
 
@@ -49,7 +49,7 @@ def test_a_critic_and_a_gate_without_a_lag_are_refused() -> None:
 
 def test_the_batch_is_complete_before_its_update_and_has_the_same_blocks() -> None:
     lagged = config(trainer={"lag": LAG, "loss": ENGINE})
-    assert (groups_per_block(lagged), streams(lagged)) == (groups_per_block(config()), False)
+    assert (tokens_per_block(lagged), streams(lagged)) == (tokens_per_block(config()), False)
 
 
 def test_the_reference_has_no_lag() -> None:

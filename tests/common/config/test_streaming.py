@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from services.common.config.run import Config
-from services.common.config.streaming import groups_per_block, streams
+from services.common.config.streaming import streams, tokens_per_block
 
 
 def config(**changes: Any) -> Config:
@@ -23,20 +23,31 @@ def config(**changes: Any) -> Config:
     return Config(**settings)
 
 
-@pytest.mark.parametrize(("max_tokens", "groups"), [(100, 2), (400, 2), (800, 4), (1600, 8), (1601, 0), (16384, 0)])
-def test_a_block_can_fill_a_microbatch_of_every_rank(max_tokens: int, groups: int) -> None:
-    made = config(trainer={"max_tokens_per_microbatch": max_tokens})
-    assert (groups_per_block(made), streams(made)) == (groups, groups > 0)
+@pytest.mark.parametrize(
+    ("num_groups", "max_tokens", "tokens"),
+    [
+        (16, 100, 100),  # as many tokens as can follow are subtracted, at most half of those of the micro-batches
+        (16, 400, 700),
+        (16, 1600, 3100),
+        (16, 1601, 0),
+        (16, 16384, 0),
+        (31, 100, 100),
+        (32, 100, 300),  # 12,800 tokens: a quarter makes eight blocks of two micro-batches on each rank
+    ],
+)
+def test_a_block_can_fill_a_microbatch_of_every_rank(num_groups: int, max_tokens: int, tokens: int) -> None:
+    made = config(data={"prompts_per_step": num_groups}, trainer={"max_tokens_per_microbatch": max_tokens})
+    assert (tokens_per_block(made), streams(made)) == (tokens, tokens > 0)
 
 
 def test_blocks_do_not_depend_on_whether_they_are_streamed() -> None:
     off = config(trainer={"streaming": "off"})
-    assert (groups_per_block(off), streams(off)) == (groups_per_block(config()), False)
+    assert (tokens_per_block(off), streams(off)) == (tokens_per_block(config()), False)
 
 
 def test_a_trainer_that_shares_its_gpus_gets_whole_batches() -> None:
     shared = config(placement="colocated", rollout={"num_replicas": 2})
-    assert (groups_per_block(shared), streams(shared)) == (groups_per_block(config()), False)
+    assert (tokens_per_block(shared), streams(shared)) == (tokens_per_block(config()), False)
 
 
 def test_off_needs_no_quotes_in_yaml() -> None:
@@ -57,34 +68,33 @@ MEGATRON = {"strategy": "megatron"}
 @pytest.mark.parametrize("lora", [{}, {"rank": 4}])
 def test_both_backends_get_the_same_blocks(lora: dict[str, Any]) -> None:
     made = config(trainer=MEGATRON | {"lora": lora})
-    assert (groups_per_block(made), streams(made)) == (groups_per_block(config()), True)
-
-
-@pytest.mark.parametrize(("stages", "max_tokens", "groups"), [(1, 400, 2), (2, 100, 2), (2, 400, 8), (2, 401, 0)])
-def test_a_block_fills_a_pipeline(stages: int, max_tokens: int, groups: int) -> None:
-    layout = {"megatron": {"pipeline_model_parallel_size": stages}}
-    made = config(trainer=MEGATRON | layout | {"max_tokens_per_microbatch": max_tokens})
-    assert groups_per_block(made) == groups
+    assert (tokens_per_block(made), streams(made)) == (tokens_per_block(config()), True)
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "minibatches", "max_tokens", "groups"),
+    ("stages", "max_tokens", "tokens"), [(1, 400, 700), (2, 100, 750), (2, 400, 3100), (2, 401, 0)]
+)
+def test_a_block_fills_a_pipeline(stages: int, max_tokens: int, tokens: int) -> None:
+    layout = {"megatron": {"pipeline_model_parallel_size": stages}}
+    made = config(trainer=MEGATRON | layout | {"max_tokens_per_microbatch": max_tokens})
+    assert tokens_per_block(made) == tokens
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "max_tokens", "tokens"),
     [
-        (16, 2, 100, 1),
-        (16, 2, 400, 2),
-        (16, 2, 1600, 8),  # a mini-batch that fills no micro-batch is a block
-        (16, 16, 400, 1),
-        (24, 2, 500, 3),  # four of 12 groups fill a micro-batch less often than three
-        (14, 2, 700, 7),  # blocks of four would not be equal
-        (18, 2, 800, 9),
+        (2, 100, 100),
+        (2, 400, 700),
+        (2, 16384, 32668),  # a mini-batch that fills no micro-batch is a block
+        (16, 400, 700),
     ],
 )
-def test_minibatches_consist_of_equal_blocks(num_groups: int, minibatches: int, max_tokens: int, groups: int) -> None:
+def test_minibatches_are_cut_too(minibatches: int, max_tokens: int, tokens: int) -> None:
     trainer = {"num_minibatches": minibatches, "max_tokens_per_microbatch": max_tokens}
-    made = config(data={"prompts_per_step": num_groups}, trainer=trainer)
-    assert (groups_per_block(made), streams(made)) == (groups, True)
-    off = config(data={"prompts_per_step": num_groups}, trainer=trainer | {"streaming": "off"})
-    assert (groups_per_block(off), streams(off)) == (groups, False)
+    made = config(trainer=trainer)
+    assert (tokens_per_block(made), streams(made)) == (tokens, True)
+    off = config(trainer=trainer | {"streaming": "off"})
+    assert (tokens_per_block(off), streams(off)) == (tokens, False)
 
 
 WHOLE: dict[str, dict[str, Any]] = {
@@ -109,4 +119,4 @@ WHOLE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_needs_the_whole_batch_is_not_cut(case: str) -> None:
     made = config(**WHOLE[case])
-    assert (groups_per_block(made), streams(made)) == (0, False)
+    assert (tokens_per_block(made), streams(made)) == (0, False)

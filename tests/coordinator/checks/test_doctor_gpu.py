@@ -70,6 +70,14 @@ def failed(finding: Finding) -> str:
     return finding.found
 
 
+def test_memory_of_another_family(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what it needs; that is no reason to call the host unfit."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "olmo2"}))
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
+    *_, memory = doctor.examine_gpus(config, Addresses(), "580.65.06", "13.0")
+    assert (memory.check, memory.verdict) == ("GPU memory", Verdict.WARN)
+
+
 def test_memory(config: Config) -> None:
     found = doctor.check_memory(config, [gpu(79, 78), gpu(79, 70)])
     assert found.verdict is Verdict.OK

@@ -1,6 +1,7 @@
 """Tests that `lockstep init` writes a config that `lockstep plan` accepts, for any number of GPUs."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_messages_need_no_chat_key(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", prompt=[{"role": "user", "content": "x"}], solution="2")
     text = starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
     assert "chat: true" not in text and 'answer_column: "solution"' in text
+
+
+def test_a_model_of_any_family(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    content = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"model_type": "olmo2"}))
+    data = write(tmp_path / "a.jsonl", prompt="1", answer="2")
+    assert "   # olmo2\n" in starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
 
 
 def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:

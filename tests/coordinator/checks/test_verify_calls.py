@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from lockstep.reward.v1 import environment_pb2 as pb
 from typer.testing import CliRunner
 
 from services.coordinator.checks.verify.session import verify
 from services.coordinator.cli.main import app
+from tests.coordinator.fake_environment import FakeEnvironment
 from tests.coordinator.runs.killing import make_run, surviving_services
 
 NUM_STEPS = 2
 Lines = list[dict[str, Any]]
-STREAMED = {"trainer": {"max_tokens_per_microbatch": 48}}
+STREAMED = {"trainer": {"max_tokens_per_microbatch": 16}}
 LAGGED = {"trainer": {"lag": {"versions": 1}, "loss": {"old_logprobs": "engine"}}}
 
 
@@ -35,9 +37,19 @@ async def lagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return await made(tmp_path_factory.mktemp("lagged"), **LAGGED)
 
 
-async def made(directory: Path, **changes: Any) -> Path:
+@pytest_asyncio.fixture(scope="module")
+async def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    environment = {"kind": "python", "path": "m:C", "max_turns": 2}
+    return await made(tmp_path_factory.mktemp("played"), FakeEnvironment(_answers), environment=environment)
+
+
+def _answers(turn: int, text: str) -> pb.StepResponse:
+    return pb.StepResponse(messages=[pb.Message(role="", content="7")], done=turn == 1)
+
+
+async def made(directory: Path, playing: FakeEnvironment | None = None, **changes: Any) -> Path:
     config = make_run(directory, NUM_STEPS, **changes)
-    async with surviving_services() as services:
+    async with surviving_services(playing) as services:
         await services.run(config)
     return config.run_dir
 
@@ -72,13 +84,14 @@ def call_of(lines: Lines, method: str, nth: int = 0) -> tuple[int, int]:
     return begin, end
 
 
-@pytest.mark.parametrize("run", ["undisturbed", "streamed", "lagged"])
+@pytest.mark.parametrize("run", ["undisturbed", "streamed", "lagged", "played"])
 def test_the_calls_of_a_real_run_are_legal(run: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(run)
     verdict = verify(run_dir)
     methods = [line["call"] for line in read(run_dir) if "call" in line]
     assert (verdict.violation, verdict.num_calls) == ("", len(methods))
     train = "trainer.TrainBlocks" if run == "streamed" else "trainer.Train"
+    assert ("environment.Step" in methods) == (run == "played")
     assert {train, "rollout.Generate", "reward.Score", "rollout.CommitWeights", "trainer.SaveCheckpoint"} < {*methods}
 
 
@@ -173,6 +186,44 @@ DAMAGES: dict[str, tuple[Callable[[Lines], None], str]] = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_wrong_order_is_named(run_dir: Path, name: str) -> None:
     damage, said = DAMAGES[name]
+    lines = read(run_dir)
+    damage(lines)
+    write(run_dir, lines)
+    verdict = verify(run_dir)
+    assert said in verdict.violation
+    assert verdict.lines
+
+
+def turn_left_out(lines: Lines) -> None:
+    begin, _ = call_of(lines, "environment.Step")
+    lines[begin]["sent"]["turn"] = 1
+
+
+def never_began(lines: Lines) -> None:
+    begin, end = call_of(lines, "environment.Reset")
+    del lines[end], lines[begin]
+
+
+def later_turn(lines: Lines) -> None:
+    """The next turn of an episode comes after the next publication."""
+    begin, _ = call_of(lines, "environment.Step")
+    later = place(lines, kind="published", version=1)
+    last = max(line["sent"]["turn"] for line in lines[:later] if line.get("call") == "environment.Step")
+    sent = {**lines[begin]["sent"], "turn": last + 1}
+    lines.insert(later + 1, {**lines[begin], "n": 10_000, "t": lines[later]["t"], "sent": sent})
+
+
+EPISODES: dict[str, tuple[Callable[[Lines], None], str]] = {
+    "a turn that is left out": (turn_left_out, "came after its turn -1"),
+    "an episode that never began": (never_began, "which never began"),
+    "a turn after the next publication": (later_turn, "began with version 0 (digest 0) and went on with version 1"),
+}
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_so_is_a_wrong_turn(played: Path, tmp_path: Path, name: str) -> None:
+    damage, said = EPISODES[name]
+    run_dir = shutil.copytree(played, tmp_path / "run")
     lines = read(run_dir)
     damage(lines)
     write(run_dir, lines)

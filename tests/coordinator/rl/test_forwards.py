@@ -1,6 +1,7 @@
 """Tests that the blocks for other models follow from the order of prompts, not from the order of arrival."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,15 @@ from hypothesis import strategies as st
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
+from services.common.batches.blocks import blocks_of
+from services.common.config.streaming import block_cutter
 from services.common.errors import InternalError
-from services.coordinator.data.groups import ScoredGroup
+from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.forwards import Forwards
 from tests.coordinator.fake_services import make_config, make_prompt
 
+# A block ends with 12 tokens, which two groups have.
+SHORT = {"max_prompt_tokens": 4}
 STAMP = PolicyStamp(version=0, digest="d")
 
 
@@ -40,8 +45,9 @@ def _columns(samples: pa.Table) -> tuple[list[int], list[list[int]]]:
     return samples["group"].to_pylist(), samples["tokens"].to_pylist()
 
 
-def group(index: int, num_samples: int = 2) -> ScoredGroup:
-    completion = Completion(tokens=[4] * (index % 3 + 1), logprobs=[-1.0] * (index % 3 + 1))
+def group(index: int, num_samples: int = 2, length: int = 0) -> ScoredGroup:
+    length = length or index % 3 + 1
+    completion = Completion(tokens=[4] * length, logprobs=[-1.0] * length)
     completion.finish_reason = FinishReason.FINISH_REASON_STOP
     scores = [Score(reward=0.0)] * num_samples
     return ScoredGroup(index, make_prompt(index), [completion] * num_samples, STAMP, scores, "s")
@@ -51,9 +57,13 @@ async def run(
     model: FakeModel, arrivals: Sequence[int], useful: set[int], wanted: int, num_ranks: int = 1
 ) -> list[ScoredGroup]:
     config = make_config(
-        data={"train": "x.parquet", "prompts_per_step": wanted},
-        rollout={"completions_per_prompt": 2, "max_samples": 1},  # in the order of prompts
-        trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 8192},
+        data={"train": "x.parquet", "prompts_per_step": wanted, **SHORT},
+        rollout={
+            "completions_per_prompt": 2,
+            "max_samples": 1,
+            "sampling": {"max_tokens": 4},
+        },  # in the order of prompts
+        trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 16},
     )
     models: Any = [model]
     async with Forwards(models, config, {}).of_batch() as forwards:
@@ -87,9 +97,13 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
     assert [len(block) for block in model.blocks] == [4] * 8  # two groups of two samples
     partial: Any = FakeModel()
     config = make_config(
-        data={"train": "x.parquet", "prompts_per_step": 16},
-        rollout={"completions_per_prompt": 2, "max_samples": 1},  # in the order of prompts
-        trainer={"max_tokens_per_microbatch": 8192},
+        data={"train": "x.parquet", "prompts_per_step": 16, **SHORT},
+        rollout={
+            "completions_per_prompt": 2,
+            "max_samples": 1,
+            "sampling": {"max_tokens": 4},
+        },  # in the order of prompts
+        trainer={"max_tokens_per_microbatch": 16},
     )
     async with Forwards([partial], config, {}).of_batch() as forwards:
         for place in (1, 0, 3):
@@ -104,9 +118,9 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
 
 async def test_blocks_in_the_order_of_length() -> None:
     config = make_config(
-        data={"train": "x.parquet", "prompts_per_step": 4},
-        rollout={"completions_per_prompt": 2},
-        trainer={"max_tokens_per_microbatch": 8192},
+        data={"train": "x.parquet", "prompts_per_step": 4, **SHORT},
+        rollout={"completions_per_prompt": 2, "sampling": {"max_tokens": 4}},
+        trainer={"max_tokens_per_microbatch": 16},
     )
     lengths, blocks = {f"p{index}": 2 for index in range(4)}, []
     forwards = Forwards([], config, lengths)
@@ -124,6 +138,44 @@ async def test_blocks_in_the_order_of_length() -> None:
         batch.decide(1, groups[1])
         done = await batch.complete(forwards.in_order(groups))
     assert [one.index for one in done] == [0, 3, 1, 2] == [one.index for block in blocks for one in block]
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=16, max_size=16),
+    st.sampled_from([1, 2]),
+    st.sampled_from([32, 64, 2]),
+    st.randoms(),
+)
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_those_that_the_recorded_batch_is_cut_into(
+    lengths: list[int], num_minibatches: int, max_samples: int, random: random.Random
+) -> None:
+    """In the order of prompts and of lengths, whatever order the groups arrive in."""
+    config = make_config(
+        data={"train": "x.parquet", "prompts_per_step": 16, "max_prompt_tokens": 10},
+        rollout={"completions_per_prompt": 2, "max_samples": max_samples, "sampling": {"max_tokens": 30}},
+        trainer={"max_tokens_per_microbatch": 60, "num_minibatches": num_minibatches},
+    )
+    known = {f"p{index}": length for index, length in enumerate(lengths)}
+    forwards, blocks = Forwards([], config, known), []
+    groups = [group(index, length=length) for index, length in enumerate(lengths)]
+
+    async def draw() -> None:
+        async with forwards.of_batch(blocks.append) as batch:
+            known.update((f"p{index}", length) for index, length in enumerate(lengths))
+            for one in groups:
+                batch.begin(one.index, one.prompt)
+            for one in random.sample(groups, len(groups)):
+                batch.decide(one.index, one)
+                await asyncio.sleep(0)
+            await batch.complete(forwards.in_order(groups))
+
+    asyncio.run(draw())
+    cutter = block_cutter(config)
+    assert cutter
+    cut = blocks_of(to_table(forwards.in_order(groups)), cutter)
+    assert [to_table(block) for block in blocks] == cut
+    assert len(cut) > num_minibatches
 
 
 async def test_every_rank_gets_a_sample() -> None:

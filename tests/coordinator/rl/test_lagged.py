@@ -29,7 +29,7 @@ NUM_STEPS = 4
 def made(directory: Path, lag: int, save_freq: int = 1, **changes: Any) -> Config:
     directory.mkdir()
     lagged = {"lag": {"versions": lag}} if lag else {}
-    trainer = {"max_tokens_per_microbatch": 48, "loss": {"old_logprobs": "engine"}, **lagged}
+    trainer = {"max_tokens_per_microbatch": 16, "loss": {"old_logprobs": "engine"}, **lagged}
     config = make_run(directory, NUM_STEPS, trainer=trainer, **changes)
     return config.model_copy(
         update={"checkpoint": config.checkpoint.model_copy(update={"save_freq": save_freq, "max_ckpts_to_keep": 10})}

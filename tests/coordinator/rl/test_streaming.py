@@ -17,7 +17,7 @@ from services.trainer.ranks.calls import rank_command
 from tests.coordinator.fake_services import FakeReward
 from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
 
-_TWO_BLOCKS = {"max_tokens_per_microbatch": 48}
+_TWO_BLOCKS = {"max_tokens_per_microbatch": 16}
 
 
 def made(directory: Path, **trainer: Any) -> Config:

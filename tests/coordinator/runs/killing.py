@@ -201,6 +201,9 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Deadline:
 class _NoFrontend:
     console = None
 
+    def start(self) -> None:
+        pass
+
     def say(self, line: str) -> None:
         pass
 
@@ -263,7 +266,7 @@ def make_run(directory: Path, num_steps: int, **changes: Any) -> Config:
             "train": str(directory / "rows.parquet"),
             "eval": {"test": str(directory / "held_out.parquet")},
             "prompts_per_step": 2,
-            "max_prompt_tokens": 16,
+            "max_prompt_tokens": 6,
         },
         rollout={"completions_per_prompt": 2, "max_model_len": 64, "sampling": {"max_tokens": 8}},
         reward={"scorers": [{"kind": "exact"}]},

@@ -32,8 +32,8 @@ WITH_CRITIC = {"advantage": {"kind": "gae"}, "critic": {}}
 _LIFE = 12  # events of the first coordinator: enough to open the services and to publish
 
 
-# Two blocks of one group each: a group has at most 48 tokens.
-_STREAMED = {"trainer": {"max_tokens_per_microbatch": 48}}
+# Two blocks of one group each, which has 10 tokens: a block ends with 9.
+_STREAMED = {"trainer": {"max_tokens_per_microbatch": 16}}
 
 
 _STREAM = {"send of a block", "commit", "TrainBlocks"}

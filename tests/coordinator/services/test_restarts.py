@@ -1,21 +1,17 @@
 """Tests how often what died is started again: in place, or with a session that resumes the run."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from services.common.config.restart import RestartConfig
-from services.common.config.run import Config
 from services.common.errors import InternalError, LockstepError, Reason, Unavailable
-from services.coordinator.observe.outcome import Outcome
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.restarts import Restarts
-from services.coordinator.services.running import until_done
+from services.coordinator.services.running import Sessions
 from tests.coordinator.fake_services import make_config
 
 STARTED_HERE = Addresses()
-DONE = Outcome(Path("run"), 1, 1, [], None)
 
 
 def died(service: str) -> LockstepError:
@@ -37,7 +33,7 @@ def test_restarts_are_counted_for_each_service_within_the_window() -> None:
     assert not Restarts(RestartConfig(max=0)).take("trainer")
 
 
-async def sessions(
+def sessions(
     error: LockstepError,
     given: Addresses = STARTED_HERE,
     *,
@@ -47,27 +43,25 @@ async def sessions(
 ) -> tuple[list[str], LockstepError | None]:
     """Returns `resume` of every session, of which the first fail with `error`, and the error that was raised."""
     resumes: list[str] = []
-
-    async def session(config: Config, restarts: Restarts) -> Outcome:
-        restarts.run = SimpleNamespace(has_begun=has_begun, stopping=stopping)  # type: ignore[assignment]
-        resumes.append(config.resume)
-        if len(resumes) > 2:
-            return DONE
-        raise error
-
+    repeated = Sessions(make_config(**sections), given)
     try:
-        assert await until_done(session, make_config(**sections), given) is DONE
+        while len(resumes) < 3:
+            with repeated.repeating():
+                repeated.restarts.run = SimpleNamespace(has_begun=has_begun, stopping=stopping)  # type: ignore[assignment]
+                resumes.append(repeated.config.resume)
+                if len(resumes) < 3:
+                    raise error
     except LockstepError as failure:
         return resumes, failure
     return resumes, None
 
 
 @pytest.mark.parametrize("error", [died("trainer"), died("critic"), LOST_RANK], ids=["trainer", "critic", "rank"])
-async def test_a_session_whose_trainer_died_is_repeated_and_resumes(error: LockstepError) -> None:
-    assert await sessions(error) == (["auto"] * 3, None)
-    assert await sessions(error, resume="never") == (["never", "auto", "auto"], None)
-    assert await sessions(error, resume="elsewhere/step-000002") == (["elsewhere/step-000002"] * 3, None)
-    assert await sessions(error, restart={"max": 1}) == (["auto"] * 2, error)
+def test_a_session_whose_trainer_died_is_repeated_and_resumes(error: LockstepError) -> None:
+    assert sessions(error) == (["auto"] * 3, None)
+    assert sessions(error, resume="never") == (["never", "auto", "auto"], None)
+    assert sessions(error, resume="elsewhere/step-000002") == (["elsewhere/step-000002"] * 3, None)
+    assert sessions(error, restart={"max": 1}) == (["auto"] * 2, error)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +73,11 @@ async def test_a_session_whose_trainer_died_is_repeated_and_resumes(error: Locks
         (Unavailable("the reward service is gone"), STARTED_HERE),
     ],
 )
-async def test_other_failures_end_the_run(error: LockstepError, given: Addresses) -> None:
-    assert await sessions(error, given) == (["auto"], error)
+def test_other_failures_end_the_run(error: LockstepError, given: Addresses) -> None:
+    assert sessions(error, given) == (["auto"], error)
 
 
-async def test_a_run_that_was_asked_to_stop_or_had_not_begun_is_not_repeated() -> None:
+def test_a_run_that_was_asked_to_stop_or_had_not_begun_is_not_repeated() -> None:
     error = died("trainer")
-    assert await sessions(error, stopping=True) == (["auto"], error)
-    assert await sessions(error, has_begun=False) == (["auto"], error)
+    assert sessions(error, stopping=True) == (["auto"], error)
+    assert sessions(error, has_begun=False) == (["auto"], error)

@@ -1,9 +1,7 @@
-"""Tests the Megatron backend's pure parts: micro-batches, pass-through tables, model configs, offload."""
+"""Tests the Megatron backend's pure parts: micro-batches, pass-through tables, offload."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import services.trainer.megatron  # noqa: F401  (before megatron itself)
 from services.common.errors import InvalidInput
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, zigzag
 from services.trainer.megatron.passthrough import make
-from services.trainer.megatron.transformer import model_settings, read_config, transformer_settings
 from services.trainer.offload import Offloader
 from services.trainer.updates.packing import Pack
 
@@ -184,91 +181,6 @@ def test_name_that_is_none_of_the_choices_is_refused(key: str, value: str) -> No
 def test_combination_that_megatron_refuses_names_the_table() -> None:
     with pytest.raises(InvalidInput, match=r"megatron\.transformer_config_kwargs: Megatron refuses"):
         transformer(recompute_granularity="sometimes")
-
-
-# ---- Model configs
-
-
-def write_config(directory: Path, model_type: str, **changes: Any) -> str:
-    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": model_type}
-    (directory / "config.json").write_text(json.dumps(shape | changes))
-    return str(directory)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("gpt2", {}, "knows llama, mistral"),
-        ("no-such-model", {}, "no-such-model"),
-        ("mistral", {"sliding_window": 128}, "sliding_window 128"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama", {"attention_bias": True}, "attention_bias True"),
-        ("llama", {"mlp_bias": True}, "mlp_bias True"),
-        ("phi3", {"sliding_window": 2047}, "sliding_window 2047"),
-        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_window 64"),
-    ],
-)
-def test_model_that_megatron_would_compute_otherwise_is_refused(
-    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidInput, match=message) as caught:
-        read_config(write_config(tmp_path, model_type, **changes))
-    assert caught.value.metadata["field"] == "model"
-
-
-def test_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="model"):
-        read_config(str(tmp_path))
-
-
-def test_phi_with_longrope_is_refused(tmp_path: Path) -> None:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
-    with pytest.raises(InvalidInput, match=r"rotary scaling 'longrope' is not supported by any strategy"):
-        read_config(write_config(tmp_path, "phi3", rope_parameters=rope, max_position_embeddings=128))
-
-
-def test_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
-    assert read_config(write_config(tmp_path, "qwen2", use_sliding_window=False, sliding_window=4096))
-
-
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        {"rope_type": "dynamic", "factor": 2.0},
-        {**LLAMA3, "original_max_position_embeddings": 4096},
-        {**LLAMA3, "low_freq_factor": 2.0, "original_max_position_embeddings": 8192},
-    ],
-)
-def test_rotary_scaling_that_megatron_lacks_is_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="rotary scaling"):
-        read_config(write_config(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope}))
-
-
-def test_only_families_with_partial_rotation_rotate_a_part(tmp_path: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    hf = read_config(write_config(tmp_path, "phi3", rope_parameters=rope))
-    assert model_settings(hf)["rotary_percent"] == 0.5
-    with pytest.raises(InvalidInput, match=r"partial_rotary_factor 0\.5 .* transformers ignores it"):
-        read_config(write_config(tmp_path, "llama", rope_parameters=rope))
-
-
-def test_no_dropout_is_applied(tmp_path: Path) -> None:
-    hf = read_config(write_config(tmp_path, "llama", attention_dropout=0.5))
-    assert transformer_settings(hf)["attention_dropout"] == 0.0
-
-
-@pytest.mark.parametrize(("is_normalized", "is_before"), [(True, False), (False, True)])
-def test_router_weights_are_normalized_as_the_model_says(tmp_path: Path, is_normalized: bool, is_before: bool) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    hf = read_config(write_config(tmp_path, "qwen3_moe", **experts, norm_topk_prob=is_normalized))
-    assert transformer_settings(hf)["moe_router_pre_softmax"] is is_before
 
 
 # ---- Offload

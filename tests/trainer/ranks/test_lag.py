@@ -9,7 +9,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import blocks_of
+from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.coordinator.services.clients.blocks import BlockStream
 from tests.support import PATIENCE_S, make_batch
@@ -72,10 +72,10 @@ async def test_a_stream_of_blocks_is_compared_in_the_same_way(service: Service) 
     for held, drawn in enumerate((stamp(0), stamp(0), stamp(0))):
         batch = make_batch(2, 2, drawn)
         stream = BlockStream(
-            header(held, drawn, groups_per_block=1),
+            header(held, drawn, tokens_per_block=1),
             lambda requests: service.client.call(TrainerService.TrainBlocks, requests, timeout_s=PATIENCE_S),
         )
-        for block in blocks_of(batch, 1):
+        for block in blocks_of(batch, BlockCutter(1)):
             stream.send(block)
         stream.commit(batch)
         if held < 2:

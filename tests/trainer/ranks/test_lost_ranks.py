@@ -11,7 +11,7 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.blocks import blocks_of
+from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InternalError, Reason
 from services.trainer.blocks import BlockTraining
@@ -96,13 +96,13 @@ async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(traine
 @gone
 async def test_a_rank_that_is_lost_between_blocks_fails_the_batch(trainer: Trainer, number: int) -> None:
     batch = make_batch(3, 2, PolicyStamp(version=0, digest="d"))
-    header = pb.TrainHeader(batch_id="b", temperature=1.0, role=pb.ROLE_POLICY, groups_per_block=1)
+    header = pb.TrainHeader(batch_id="b", temperature=1.0, role=pb.ROLE_POLICY, tokens_per_block=1)
     training = BlockTraining(trainer.ranks, header, TrainerConfig(num_ranks=2), [0, 1])
     with toy("follow", trainer.ranks.address.pack()) as rank:
         async with asyncio.timeout(PATIENCE_S):
             await trainer.ranks.wait_for_all()
             await training.begin()
-            first, second, _ = blocks_of(batch, 1)
+            first, second, _ = blocks_of(batch, BlockCutter(1))
             await training.add(first)
             rank.send_signal(number)
             await trainer.failed.wait()

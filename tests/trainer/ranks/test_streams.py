@@ -13,7 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import blocks_of
+from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import DataLoss, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
 from services.coordinator.services.clients.blocks import BlockStream
@@ -27,7 +27,7 @@ class Streamed:
     """The coordinator's stream of a batch of two blocks, on a real servicer."""
 
     def __init__(self, service: Service, spoil: Callable[[Any], Any] = lambda message: message, **header: Any):
-        fields = {"batch_id": "b", "temperature": 1.0, "role": pb.ROLE_POLICY, "groups_per_block": 1, **header}
+        fields = {"batch_id": "b", "temperature": 1.0, "role": pb.ROLE_POLICY, "tokens_per_block": 1, **header}
         self.service, self.batch = service, make_batch(2, 2, STAMP)
         self.stream = BlockStream(pb.TrainHeader(expected_stamp=STAMP, **fields), self._call)
         self._spoil = spoil
@@ -39,7 +39,7 @@ class Streamed:
 
     @property
     def blocks(self) -> list[pa.Table]:
-        return blocks_of(self.batch, 1)
+        return blocks_of(self.batch, BlockCutter(1))
 
     async def send(self, number: int) -> None:
         """Sends a block and waits until both ranks have it."""
@@ -179,15 +179,15 @@ async def test_blocks_are_refused_where_their_gradients_do_not_add_up(service: S
     service.crew.workers[1].calls.clear()
     with pytest.raises(InvalidInput, match="trains on whole batches") as caught:
         await Streamed(service).whole()
-    assert caught.value.metadata["field"] == "groups_per_block"
+    assert caught.value.metadata["field"] == "tokens_per_block"
     assert service.crew.workers[1].calls == []
 
 
 MISCUT: dict[str, tuple[dict[str, int], str, list[str]]] = {
     "no end": ({"groups_per_minibatch": 0}, "groups_per_minibatch", []),
     "a block of two mini-batches": (
-        {"groups_per_minibatch": 1, "groups_per_block": 2},
-        "groups 0 to 1 of the batch are not in one",
+        {"groups_per_minibatch": 1, "tokens_per_block": 57},
+        "must end .* with its mini-batch",
         ["begin", "drop"],
     ),
     "too few groups": ({"groups_per_minibatch": 2}, "need 4 groups, and 2 have", ["begin", "add", "add", "drop"]),
@@ -210,7 +210,7 @@ async def test_blocks_make_the_minibatches_of_the_config(service: Service, case:
     worker.calls.clear()
     with pytest.raises(InvalidInput, match=words):
         streamed = Streamed(service, **header)
-        for block in blocks_of(streamed.batch, header.get("groups_per_block", 1)):
+        for block in blocks_of(streamed.batch, BlockCutter(header.get("tokens_per_block", 1))):
             streamed.stream.send(block)
         streamed.stream.commit(streamed.batch)
         await streamed.answer
@@ -220,7 +220,23 @@ async def test_blocks_make_the_minibatches_of_the_config(service: Service, case:
     assert worker.minibatches[-2:] == [0, 1]
 
 
+@pytest.mark.parametrize(("enough", "sent", "added"), [(57, 1, ["add"]), (1, 57, []), (38, 57, [])])
+async def test_each_block_ends_where_the_header_says(
+    service: Service, enough: int, sent: int, added: list[str]
+) -> None:
+    """The groups have 38 and 19 tokens."""
+    streamed = Streamed(service, tokens_per_block=enough)
+    for block in blocks_of(streamed.batch, BlockCutter(sent)):
+        streamed.stream.send(block)
+    streamed.stream.commit(streamed.batch)
+    with pytest.raises(InvalidInput, match=f"at least {enough} tokens") as caught:
+        await streamed.answer
+    assert caught.value.metadata["field"] == "group"
+    assert service.crew.workers[1].calls == ["send", "begin", *added, "drop"]
+    await applied_afterwards(service)
+
+
 async def test_one_minibatch_has_no_more_groups_than_the_header_says(service: Service) -> None:
-    with pytest.raises(InvalidInput, match="groups 1 to 1 of the batch are not in one of its 1 mini-batches of 1"):
+    with pytest.raises(InvalidInput, match=r"\[1\] are not in one of the 1 mini-batches of 1"):
         await Streamed(service, groups_per_minibatch=1).whole()
     await applied_afterwards(service)

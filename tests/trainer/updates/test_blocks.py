@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.common.batches.blocks import blocks_of, trained_tokens
+from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
 from services.common.errors import InternalError
 from services.trainer.ranks.shards import block_parts
 from services.trainer.updates.replayed import Replayed
@@ -16,7 +16,7 @@ def in_blocks(harness: Harness) -> None:
     batch = samples()
     harness.worker.begin_blocks(temperature=TEMPERATURE)
     totals = []
-    for number, block in enumerate(blocks_of(batch, 2)):
+    for number, block in enumerate(blocks_of(batch, BlockCutter(1 << 20, 2))):
         (part,) = block_parts(block, harness._config, 1)
         harness.worker.add_block(minibatch=number, **part.body, frames=part.frames)
         totals.append({"num_tokens": int(trained_tokens(block).sum()), "num_sequences": block.num_rows})

@@ -12,7 +12,7 @@ from services.common.config.rollout import RolloutConfig, Temperature
 
 
 class EvalSetConfig(Strict):
-    """Says how one set of data.eval is sampled and what is reported; by default one greedy completion per prompt."""
+    """Says how one set of data.eval is sampled and reported; by default with one greedy completion per prompt."""
 
     temperature: Temperature = 0.0
     """Sampling temperature: 0 for greedy decoding, or at least 0.01."""

@@ -1,4 +1,5 @@
-"""Reads from a message what the history of calls keeps: ids, versions and hashes, never texts, tokens or secrets."""
+"""Reads the fields of a message that the history of calls keeps: ids, versions and hashes, never texts, tokens or
+secrets."""
 
 import functools
 import hashlib
@@ -20,7 +21,7 @@ _DIGITS = 32
 
 
 def ids_of(message: Message) -> dict[str, Any]:
-    """Returns what is kept of `message`, as JSON values: a stamp is [version, digest], metrics are their hash."""
+    """Returns the kept fields of `message`, as JSON values: a stamp is [version, digest], metrics are their hash."""
     found: dict[str, Any] = {}
     for name, has_presence, read in _readers(message.DESCRIPTOR):
         if has_presence and not message.HasField(name):

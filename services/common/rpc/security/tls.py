@@ -24,7 +24,7 @@ CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 
 @dataclass(frozen=True)
 class Identity:
-    """Holds the contents of the three files, as PEM, and what the certificate says."""
+    """Holds the contents of the three files, as PEM, and the fields of the certificate."""
 
     ca: bytes
     certificate: bytes

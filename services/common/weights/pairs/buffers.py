@@ -49,7 +49,7 @@ class OwnedBuffers(Protocol):
         ...
 
     def written(self, buffer: int) -> None:
-        """Notes that the buffer holds a bucket, as soon as the device has done what was asked of it so far."""
+        """Notes that the buffer holds a bucket, as soon as the device has finished the work that was queued before."""
         ...
 
     def free(self) -> None:
@@ -74,7 +74,7 @@ class MappedBuffers(Protocol):
         ...
 
     def read(self, buffer: int) -> None:
-        """Notes that the buffer was read, as soon as the device has done what was asked of it so far."""
+        """Notes that the buffer was read, as soon as the device has finished the work that was queued before."""
         ...
 
     def unmap(self) -> None:

@@ -56,7 +56,7 @@ class PairSender(PairEnd):
         self._unless_broken(self._open_buffers)
 
     def buffer(self, num_bytes: int) -> torch.Tensor | None:
-        """Returns the memory to pack the next bucket into, once the other end has read what was in it."""
+        """Returns the memory to pack the next bucket into, once the other end has read its content."""
         if not self._is_taken:
             self._unless_broken(self._wait_for_buffer)
             self._is_taken = True

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from services.common.config.run import Config
 from services.common.errors import LockstepError
-from services.common.families.architecture import read_architecture
+from services.common.families.architecture import read_architecture, read_content
+from services.common.families.registry import FAMILIES
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.memory import rank_memory
 from services.coordinator.checks.memory_colocated import colocated_phases, utilization
@@ -30,7 +31,11 @@ def examine_gpus(config: Config | None, given: Addresses, driver: str, cuda: str
     if config is None or given.trainer or given.rollout or not (Path(config.model) / "config.json").is_file():
         return
     try:
-        yield check_memory(config, read_gpus())
+        if read_content(config.model).get("model_type") in FAMILIES:
+            yield check_memory(config, read_gpus())
+        else:
+            fix = "watch nvidia-smi during the first steps"
+            yield Finding("GPU memory", "not estimated for this family of models", Verdict.WARN, fix)
     except LockstepError as error:
         yield Finding("GPU memory", "unknown", Verdict.FAIL, error.message)
 

@@ -53,6 +53,7 @@ class _Session:
     sent: Stamp | None = None
     published: Stamp | None = None
     saved: dict[str, str] = field(default_factory=dict)
+    episodes: dict[str, tuple[int, Stamp | None]] = field(default_factory=dict)  # last turn, and what was published
 
 
 class CallChecks:
@@ -72,6 +73,8 @@ class CallChecks:
             "rollout.JoinWeightGroup": self._joins,
             "rollout.CommitWeights": self._commits,
             "rollout.Generate": self._generates,
+            "environment.Reset": self._resets,
+            "environment.Step": self._steps,
             "trainer.JoinWeightGroup": self._joins,
             "trainer.SendWeights": self._sends,
             "trainer.Train": self._trains,
@@ -226,6 +229,21 @@ class CallChecks:
             served == stamp or not is_known, f"{call.peer} was asked for {_show(stamp)}, but serves {_show(served)}"
         )
         require(session.published in (stamp, None), f"samples of {_show(stamp)}, which is not the published one")
+
+    def _resets(self, call: _Call) -> None:
+        self._session.episodes[call.sent["episode_id"]] = -1, self._session.published
+
+    def _steps(self, call: _Call) -> None:
+        """Checks that the turns of an episode come one after the other, all while one version is served."""
+        session, episode, turn = self._session, call.sent["episode_id"], call.sent["turn"]
+        if episode not in session.episodes:
+            require(not session.is_whole, f"turn {turn} of episode {episode}, which never began")
+            return
+        last, began = session.episodes[episode]
+        require(turn in (last, last + 1), f"turn {turn} of episode {episode} came after its turn {last}")
+        is_same = began == session.published or not session.is_whole
+        require(is_same, f"episode {episode} began with {_show(began)} and went on with {_show(session.published)}")
+        session.episodes[episode] = turn, began
 
     def _has_generated(self, call: _Call) -> None:
         for answer in call.got:

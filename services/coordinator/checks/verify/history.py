@@ -18,7 +18,7 @@ _LAYOUT = ("model", "trainer", "weights")
 
 
 class ViolationError(Exception):
-    """Describes in a sentence what is wrong with a row."""
+    """Says in a sentence which rule a row breaks."""
 
 
 @dataclass

@@ -44,7 +44,7 @@ def verify(run_dir: Path) -> Verdict:
         PreconditionFailed: It is an SFT run.
         DataLoss: The ledger is empty or cannot be read.
     """
-    # The run may go on meanwhile: what is in these parts of the files is in the ledger that is read next.
+    # The run may go on meanwhile: the ledger is read next, and has everything that is in these parts of the files.
     written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
     with closing(RecordedLedger(run_dir)) as ledger:
         rows = ledger.rows()

@@ -118,9 +118,9 @@ def panels(rows: Sequence[Row]) -> list[Plot]:
 def phases(rows: Sequence[Row]) -> dict[str, object]:
     """Returns the seconds of each phase in every step: `steps`, and `phases` of name and seconds.
 
-    The phase "other" is the rest of a step. With a lag, generating overlaps with training; only what is left of it
-    counts. An evaluation counts in the step that made its weights; the evaluation of the initial weights counts in the
-    first step.
+    The phase "other" is the rest of a step. With a lag, generating overlaps with training; only the rest of it counts.
+    An evaluation counts in the step that made its weights; the evaluation of the initial weights counts in the first
+    step.
     """
     steps = thin(steps_of(rows))
     columns = {name: [row.get(f"time/{name}_s", 0.0) for row in steps] for name in _PHASES}

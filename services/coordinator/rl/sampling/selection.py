@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, count, islice, takewhile
+from typing import Protocol
 
 import numpy as np
 
@@ -27,8 +28,18 @@ log = logging.getLogger(__name__)
 
 # (index in the order of prompts, prompt) -> scored group, or None if it has no score.
 DrawOne = Callable[[int, Prompt], Awaitable[ScoredGroup | None]]
-# Is called with each group as it is decided, and its place in the order of prompts; with None if it is not useful.
-Decide = Callable[[int, ScoredGroup | None], None]
+
+
+class Follower(Protocol):
+    """Follows a selection. Places are those in the order of prompts; with `keep: arrival`, decisions count arrivals."""
+
+    def begin(self, place: int, prompt: Prompt) -> None:
+        """Takes note that the prompt is sampled."""
+        ...
+
+    def decide(self, place: int, group: ScoredGroup | None) -> None:
+        """Takes note of a group that was tried; None if it is not useful."""
+        ...
 
 
 class Drop(StrEnum):
@@ -52,20 +63,22 @@ class Selected:
     """(samples, samples that passed) by prompt id; empty without a curriculum."""
 
 
-async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, decide: Decide | None = None) -> Selected:
+async def select(
+    config: Config, prompts: Iterator[Prompt], draw: DrawOne, follower: Follower | None = None
+) -> Selected:
     """Samples `prompts` until there are enough useful groups.
 
     Args:
         config: The run's config.
         prompts: Distinct prompts, in the order in which they are tried.
         draw: Samples and scores one of them.
-        decide: Is called with every tried group; with `keep: arrival` places count in order of arrival.
+        follower: Is told of every prompt and group.
 
     Raises:
         LockstepError: TOO_FEW_GROUPS if too few groups are useful; or as `draw`.
     """
     at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
-    selection = _Selection(config, prompts, draw, decide)
+    selection = _Selection(config, prompts, draw, follower)
     with contextlib.suppress(_EnoughError):
         async with task_group() as tasks:
             for _ in range(at_once):
@@ -85,8 +98,8 @@ class _Attempt:
 
 
 class _Selection:
-    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, decide: Decide | None):
-        self._config, self._draw, self._decide = config, draw, decide
+    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, follower: Follower | None):
+        self._config, self._draw, self._follower = config, draw, follower
         self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
         at_once = config.selection.over_sampling.at_once(self._wanted)
         budget = max(at_once, int(self._wanted * dynamic.max_rounds)) if dynamic.enabled else at_once
@@ -98,13 +111,15 @@ class _Selection:
         """Tries prompts one after another until one gives a useful group."""
         for index, prompt in self._next:
             self._num_started += 1
+            if self._follower:
+                self._follower.begin(index, prompt)
             group = await self._draw(index, prompt)
             drop = self._why_dropped(group)
             self._num_useful += drop is None
             self._tried[index] = _Attempt(prompt, group, drop)
-            if self._decide:
+            if self._follower:
                 by_arrival = self._config.selection.over_sampling.keep == "arrival"
-                self._decide(len(self._tried) - 1 if by_arrival else index, group if drop is None else None)
+                self._follower.decide(len(self._tried) - 1 if by_arrival else index, group if drop is None else None)
             if self._is_decided():
                 raise _EnoughError
             if drop is None or self._num_useful >= self._wanted:  # enough groups are done: no need to start another

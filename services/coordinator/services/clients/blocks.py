@@ -7,7 +7,7 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256, trained_tokens
 
 # A function that makes the call with these requests.
 Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]
@@ -38,7 +38,8 @@ class BlockStream:
 
     def commit(self, batch: pa.Table) -> None:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
-        hashes = map(content_sha256, blocks_of(batch, self._header.groups_per_block))
+        cutter = BlockCutter(self._header.tokens_per_block, self._header.groups_per_minibatch)
+        hashes = map(content_sha256, blocks_of(batch, cutter))
         commit = pb.TrainCommit(
             sha256=batch_sha256(self._header, hashes),
             num_samples=batch.num_rows,

@@ -57,7 +57,11 @@ class Replica:
         )
         self._renewal.begin(self._client, RolloutService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         answer = await self._client.call(
-            RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
+            RolloutService.OpenRun,
+            request,
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
         )
         if config.trainer.moe.replay_routes == "on" and not answer.returns_routes:
             raise InvalidInput(

@@ -14,6 +14,7 @@ from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.files.transfer import require_sealed
 from services.common.rpc.client import Client
+from services.common.rpc.retry import MAX_RETRY_S
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.data.episodes import final_text, num_sampled
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
@@ -51,7 +52,11 @@ class Reward:
         )
         self._renewal.begin(self._client, RewardService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         opened = await self._client.call(
-            RewardService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
+            RewardService.OpenRun,
+            request,
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
         )
         self._require_same(opened.scorer, opened.environment)
         self.opened = opened

@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
@@ -150,7 +150,8 @@ class Rollout:
         while True:
             reserved = self._reserved(len(seeds), cost, affinity or Affinity())
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
-                if (answers := await self._answers(replica, request)) is not None:
+                with self._dropping(replica):
+                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
                     group = _group(index, prompt, len(seeds), answers)
                     if sampling.return_kept and not group.kept:
                         raise InternalError(f"replica {replica.address} returned no kept sets; update its service")
@@ -163,11 +164,11 @@ class Rollout:
         for prompt_id, num_tokens in lengths.items():  # an answer may have been overtaken by that of another group
             self.lengths[prompt_id] = max(num_tokens, self.lengths.get(prompt_id, 0))
 
-    async def _answers(self, replica: Replica, request: pb.GenerateRequest) -> list[pb.GenerateResponse] | None:
-        """Returns the answers of `replica`. If it died, hangs or no longer serves, marks it as dead and returns
-        None."""
+    @contextmanager
+    def _dropping(self, replica: Replica) -> Iterator[None]:
+        """Ends the block and marks the replica as dead if it dies, hangs or no longer serves."""
         try:
-            return [require_sealed(request, answer) async for answer in replica.generate(request)]
+            yield
         except Unavailable as error:
             self.mark_dead(replica, error)
         except DeadlineExceeded as error:
@@ -177,7 +178,6 @@ class Rollout:
             if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
                 raise
             self.mark_dead(replica, error)
-        return None
 
     def mark_dead(self, replica: Replica, why: LockstepError, *, restart: bool = False) -> None:
         """Stops sending groups to the replica, and reopens it when it comes back; with `restart`, on a new engine."""

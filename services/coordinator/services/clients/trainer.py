@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
 from services.common.batches import batch as batches
 from services.common.config.reading.any import AnyConfig, role_section
 from services.common.config.run import Config
-from services.common.config.streaming import groups_per_block
+from services.common.config.streaming import groups_per_minibatch, tokens_per_block
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
@@ -59,7 +59,11 @@ class Model:
         )
         self._renewal.begin(self._client, TrainerService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         self.opened = await self._client.call(
-            TrainerService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
+            TrainerService.OpenRun,
+            request,
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
         )
         # A trainer that listens on all interfaces does not know which address reaches it; the one we called does.
         self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
@@ -146,7 +150,7 @@ class Model:
             temperature=self._temperature,
             role=self._role,
             critic_version=critic_version,
-            groups_per_block=groups_per_block(config) if is_policy and isinstance(config, Config) else 0,
+            tokens_per_block=tokens_per_block(config) if is_policy and isinstance(config, Config) else 0,
         )
 
     def _needed(self, batch: pa.Table) -> pa.Table:
@@ -185,7 +189,7 @@ class Trainer(Model):
 
         header, config = self._header(batch_id, stamp), self._config
         if isinstance(config, Config) and config.trainer.num_minibatches > 1:
-            header.groups_per_minibatch = config.data.prompts_per_step // config.trainer.num_minibatches
+            header.groups_per_minibatch = groups_per_minibatch(config)
         return BlockStream(header, call)
 
     async def join(self, group: WeightGroup) -> str:

@@ -59,7 +59,7 @@ class Game:
         return float(rewards[_PLAYER])
 
     def _news(self) -> str:
-        """Returns what the game said since the last call, without the player's own moves."""
+        """Returns the game's messages since the last call, without the player's own moves."""
         _, observations = self._inner.get_observation()
         return "\n".join(text for sender, text, _ in observations if sender != _PLAYER)
 

@@ -21,7 +21,7 @@ def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
 
 
 def text_tool_schema(name: str, description: str, argument: str, meaning: str) -> Schema:
-    """Returns the schema of a tool whose only argument is a text."""
+    """Returns the schema of a tool with one argument, a text."""
     properties = {argument: {"type": "string", "description": meaning}}
     return tool_schema(name, description, {"type": "object", "properties": properties, "required": [argument]})
 
@@ -59,7 +59,7 @@ def only_text_argument(schema: Schema) -> str | None:
 
 
 def find_fault(arguments: Mapping[str, object], parameters: Schema) -> str:
-    """Returns what is wrong with arguments, or an empty text. Knows the parts of JSON schema that are made here."""
+    """Returns the error in arguments, or an empty text. Knows the parts of JSON schema that are made here."""
     properties = parameters["properties"]
     if missing := [name for name in parameters["required"] if name not in arguments]:
         return f"missing argument {missing[0]}"

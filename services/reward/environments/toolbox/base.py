@@ -33,4 +33,4 @@ class Tool:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Ends what the tool runs."""
+        """Ends the tool's processes and connections."""

@@ -51,7 +51,7 @@ class Connection:
             self._asked.discard(asked)
 
     async def close(self) -> None:
-        """Ends the session, after the requests in progress, each of which has its limit."""
+        """Ends the session after the requests in progress, which have time limits."""
         if self._asked:
             await asyncio.wait(self._asked, timeout=self._config.timeout_s)
         self._closing.set()

@@ -23,7 +23,7 @@ _MEMORY_BYTES, _DISK_BYTES, _MAX_PROCESSES = 1 << 30, 64 << 20, 16
 
 
 class Python(Tool):
-    """Returns what a program prints, errors included. Each program has a sandbox of its own."""
+    """Returns a program's output, including errors. Each program has a sandbox of its own."""
 
     version = f"python-2-{platform.python_version()}"
     schema = text_tool_schema("python", "Runs a Python program and returns what it prints.", "code", "The program.")

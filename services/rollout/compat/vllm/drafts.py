@@ -116,5 +116,5 @@ class CountsDrafts(_Base):
 
 
 def drafts_of(output: RequestOutput) -> Drafts:
-    """Returns what was drafted for the sample that `output` has finished; nothing without speculative decoding."""
+    """Returns the counts of the sample that `output` has finished; zeros without speculative decoding."""
     return Drafts(**(output.kv_transfer_params or {}).get(_KEY, {}))

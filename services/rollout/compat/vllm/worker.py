@@ -1,4 +1,4 @@
-"""Reads what a worker extension needs from the vLLM Worker that it is mixed into.
+"""Reads attributes of the vLLM Worker that a worker extension is mixed into.
 
 Reason: vLLM documents how to add an extension (worker_extension_cls), but not which attributes the worker has. Seen
 with vLLM 0.26.0 and 0.32.0, on GPU and CPU, with one worker in the engine's process and with a process per worker.

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from services.common.families.architecture import Architecture
 from services.common.weights.plan import ALIGN_BYTES, take_together
 from services.trainer.checkpoint.model_files import (
-    Stored,
     opened,
     require_finite,
     require_known,
@@ -103,20 +102,14 @@ def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_checkpoint_weights(
-    parameters: Sequence[LocalTensor],
-    weight_map: WeightMap,
-    parallelism: Parallelism,
-    model_path: str,
-    is_critic: bool = False,
+    parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
 ) -> None:
-    """Copies only this rank's slices from the safetensors files of `model_path`. A critic needs no output layer.
+    """Copies only this rank's slices from the safetensors files of `model_path`, which `require_loadable` has checked.
 
     Raises:
-        InvalidInput: A file is damaged, a tensor is missing, unknown, of another shape than config.json gives or not
-            finite, or the output layer that config.json ties to the embedding is another.
+        InvalidInput: A file is damaged, or a number is not finite.
     """
     stored = stored_tensors(Path(model_path))
-    _check_tensors(stored, weight_map.model, Path(model_path), is_critic=is_critic)
     with contextlib.ExitStack() as stack:
         files = {tensor.file for tensor in stored.values()}
         tensors = {file: stack.enter_context(opened(file)) for file in files}
@@ -130,8 +123,17 @@ def load_checkpoint_weights(
     require_finite(named, model_path)
 
 
-def _check_tensors(stored: Mapping[str, Stored], model: Architecture, directory: Path, *, is_critic: bool) -> None:
-    """Raises InvalidInput unless the checkpoint has exactly the tensors of the model."""
+def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -> None:
+    """Checks, before a model of that size is made, that the files have exactly its tensors.
+
+    A critic needs no output layer.
+
+    Raises:
+        InvalidInput: A file is damaged, a tensor is missing, unknown or of another shape than config.json gives, or the
+            output layer that config.json ties to the embedding is another.
+    """
+    directory = Path(model_path)
+    stored = stored_tensors(directory)
     output, embedding = model.family.output.tensors[0], model.family.embedding.tensors[0]
     shapes = model.checkpoint_shapes()
     if is_critic:
