@@ -10,9 +10,11 @@ GPU_VENV ?= .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 COMMA := ,
 GPUS ?= $(if $(CUDA_VISIBLE_DEVICES),$(words $(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES))),$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l))
+# Some containers set this. Tests start hundreds of processes, and each would compile the same modules again.
+unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-faults test-parts test-long lint protos bench clean
+.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-light test-parts test-long lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -42,11 +44,12 @@ run-gpu: setup-gpu data/larger/model.safetensors
 
 # Three at a time: services that wait for one another to start leave time for the others. sed keeps lines whole.
 test: setup
-	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-parts lint test-faults
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-parts lint test-light
 
-# RUNS, FAULTS with lint before it, and all others take about the same time.
-RUNS := tests/e2e tests/common tests/coordinator tests/deploy
-FAULTS := tests/fault tests/reward tests/rollout tests/model tests/campaign tests/trainer/losses
+# RUNS, where one trainer and two replicas are lent to most tests, LIGHT with lint before it, and all others take about
+# the same time.
+RUNS := tests/e2e tests/fault tests/rollout tests/trainer/ranks
+LIGHT := tests/common tests/coordinator tests/reward tests/deploy tests/model tests/campaign tests/trainer/losses
 
 # Everything that starts no engine and no trainer ranks.
 test-fast: setup
@@ -55,11 +58,11 @@ test-fast: setup
 test-runs: setup
 	@$(BIN)/python -m pytest $(RUNS) 2>&1 | sed -u ''
 
-test-faults: setup
-	@$(BIN)/python -m pytest $(FAULTS) 2>&1 | sed -u ''
+test-light: setup
+	@$(BIN)/python -m pytest $(LIGHT) 2>&1 | sed -u ''
 
 test-parts: setup
-	@$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(RUNS) $(FAULTS)) 2>&1 | sed -u ''
+	@$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(RUNS) $(LIGHT)) 2>&1 | sed -u ''
 
 # Whole runs that are disturbed for minutes, and measurements. CI leaves them out.
 test-long: setup

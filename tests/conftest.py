@@ -4,6 +4,7 @@ To start a replica or a trainer takes longer than most runs on them.
 """
 
 import gc
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.e2e.lockstep_command import Lent
+
+# Before any test imports torch: one thread here, and the threads of services sleep while they wait for work. If they
+# spin, operations on tiny tensors take 16 times the CPU time while other processes need the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shell starts background jobs with SIGINT ignored, and their children inherit that; tests send SIGINT to commands.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,7 +52,8 @@ def lent_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Lent"]:
         yield lent
         assert all(process.poll() is None for process in processes), "a service that was only borrowed has ended"
         logged = {name: len(lent.log(name)) for name in addresses}
-    assert not [name for name in addresses if "Traceback" in lent.log(name)[logged[name] :]], "not a quiet end"
+    ends = {name: lent.log(name)[logged[name] :] for name in addresses}
+    assert not [said for said in ends.values() if "Traceback" in said], "not a quiet end"
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CloseRunResponse()
 
     @contextlib.contextmanager
-    def _generating(self, tasks: Sequence[Sequence[asyncio.Task[Sample]]]) -> Iterator[None]:
+    def _generating(
+        self,
+        tasks: Sequence[Sequence[asyncio.Task[Sample]]],
+        answers: Sequence[asyncio.Task[list[rollout_pb2.GenerateResponse]]],
+    ) -> Iterator[None]:
         """Counts a call of Generate. Aborts samples left at its end, because the caller is gone or a group failed."""
         self._num_generating += 1
         try:
@@ -111,6 +115,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             self._num_generating -= 1
             for task in itertools.chain(*tasks):
                 task.cancel()
+            # Takes the errors of the other groups, each of which asyncio would log as one that nobody has seen.
+            asyncio.gather(*answers, return_exceptions=True)
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Context
@@ -137,8 +143,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             ]
             for prompt in request.prompts
         ]
-        with self._generating(tasks), self._fence.guarding():  # another run would close the engine
-            for finished in asyncio.as_completed(list(map(answer, request.prompts, tasks))):
+        answers = [asyncio.create_task(coroutine) for coroutine in map(answer, request.prompts, tasks)]
+        with self._generating(tasks, answers), self._fence.guarding():  # another run would close the engine
+            for finished in asyncio.as_completed(answers):
                 for message in await finished:
                     yield message
 

@@ -234,11 +234,15 @@ class Lent:
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
 
+    def page(self, name: str) -> str:
+        """The address, HOST:PORT, at which the service serves its metrics, once it listens."""
+        until_it_listens(self.directory / f"{name}.log")
+        (page,) = re.findall(r"metrics on http://([^/\s]+)", self.log(name))
+        return page
+
     def metrics(self, name: str) -> bytes:
         """What the service tells Prometheus."""
-        until_it_listens(self.directory / f"{name}.log")
-        (page,) = re.findall(r"metrics on (http://\S+)", self.log(name))
-        return urllib.request.urlopen(page, timeout=PATIENCE_S).read()
+        return urllib.request.urlopen(f"http://{self.page(name)}/metrics", timeout=PATIENCE_S).read()
 
 
 def until_it_listens(log: Path) -> None:

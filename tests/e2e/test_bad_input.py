@@ -118,8 +118,8 @@ def refusal(run: LockstepRun) -> str:
     return line
 
 
-def test_what_a_started_service_notices(workspace: Path):
-    with LockstepRun(workspace, "rollout.num_replicas=1", "trainer.num_ranks=1", "model=no-weights") as run:
+def test_what_a_started_service_notices(workspace: Path, lent: Sequence[str]):
+    with LockstepRun(workspace, lent[1], "trainer.num_ranks=1", "model=no-weights") as run:
         run.until(lambda: run.services("trainer"), "the services to start")
         below = set(run.below())
         while run.process.poll() is None:
@@ -132,7 +132,7 @@ def test_what_a_started_service_notices(workspace: Path):
 
 def test_what_a_given_service_notices(workspace: Path, lent: Sequence[str]):
     address = f"127.0.0.1:{free_port()}"
-    given = [*lent, f"--reward={address}", f"model={workspace / 'model'}"]
+    given = [*lent[:2], f"--reward={address}", f"model={workspace / 'model'}"]
     mistakes = {
         'reward.scorers=[{kind: python, path: "no_such_module:score"}]': ("no_such_module", "scorers"),
         "rollout.engine={no_such_option: 1}": ("rollout", "no_such_option"),

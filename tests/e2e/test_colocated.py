@@ -49,11 +49,10 @@ def published(directory: Path) -> dict[int, set[str]]:
     "config", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Megatron")) for name in CONFIGS]
 )
 def test_placement_changes_no_bit(config: str, tmp_path: Path, lent: Sequence[str]):
-    """The colocated run starts its services."""
     workspace = make_workspace(tmp_path, model=str(tmp_path / "model"), **SETTINGS, **CONFIGS[config])
     found = []
-    for placement, given in (("colocated", ()), ("disaggregated", lent)):
-        with LockstepRun(workspace, f"placement={placement}", *given) as run:
+    for placement in ("colocated", "disaggregated"):
+        with LockstepRun(workspace, f"placement={placement}", *lent) as run:
             assert run.wait() == 0, run.output
             assert ("the engines sleep" in run.log) == (placement == "colocated")
         batches = [

@@ -17,7 +17,7 @@ from tests.e2e.namespaces import Host, received_bytes, two_hosts
 from tests.support import running
 
 COORDINATOR, TRAINER, REWARD, ROLLOUT, TORCHRUN = 7000, 7001, 7003, 7002, 29500
-NUM_STEPS = 3
+NUM_STEPS = 1
 
 
 def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
@@ -104,7 +104,7 @@ def test_it_trains_over_the_network_with_the_numbers_of_loopback(run_there: tupl
     assert num_bytes > (1 + NUM_STEPS) * model  # each publication, and more
     there, here = numbers(workspace), numbers(undisturbed)
     kept = [line for line in there if line["step"] < NUM_STEPS or "train/loss" in line]
-    assert [line["step"] for line in kept] == [0, 1, 2, 2, 3]
+    assert [line["step"] for line in kept] == [0, 1]
     assert kept == here[: len(kept)]
 
 

@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(killed: Path, undisturbed: 
     assert weights(killed) == weights(undisturbed) != {}
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_megatron_trains_as_fsdp_does(base: Path, undisturbed: Path, trainer: str, tensor_parallel: int) -> None:
     workspace = make_workspace(base, f"megatron-tp{tensor_parallel}")
     layout = ["trainer.strategy=megatron", f"trainer.megatron.tensor_model_parallel_size={tensor_parallel}"]

@@ -30,8 +30,8 @@ def test_a_killed_coordinator_takes_its_services_with_it(workspace: Path):
         assert_gone(below)
 
 
-def test_one_interrupt_ends_the_run_after_its_step(workspace: Path):
-    with LockstepRun(workspace, "resume=must") as run:
+def test_one_interrupt_ends_the_run_after_its_step(workspace: Path, lent: Sequence[str]):
+    with LockstepRun(workspace, "resume=must", *lent[:2]) as run:  # the reward service is the run's own
         before = len(run.ledger("published"))
         run.until(lambda: len(run.ledger("published")) >= before + 2, "the first step")
         below = run.below()

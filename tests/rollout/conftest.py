@@ -11,6 +11,7 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
 from services.common.rpc.client import Client
+from tests.e2e.lockstep_command import Lent
 from tests.rollout.rollout_stack import PlayedTrainer, Replica, Stack
 from tests.support import free_port, make_model, running, service_command
 
@@ -44,22 +45,24 @@ def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., con
 
 
 @pytest_asyncio.fixture(scope="session")
-async def replicas(start_replica: Callable) -> AsyncIterator[list[Replica]]:
-    """The first serves metrics."""
-    page = f"127.0.0.1:{free_port()}"
-    async with start_replica("--metrics", page) as (first, _), start_replica() as (second, _):
-        first.page = page
-        yield [first, second]
+async def replicas(lent_services: Lent) -> AsyncIterator[list[Replica]]:
+    """The lent ones, which serve metrics."""
+    found = []
+    for name in ("rollout-0", "rollout-1"):
+        client = Client(lent_services.addresses[name], rollout_pb2_grpc.RolloutServiceStub)
+        log = lent_services.directory / f"{name}.log"
+        found.append(Replica(client, lent_services.processes[name].pid, log, lent_services.page(name)))
+    yield found
+    for replica in found:
+        await replica.close()
+        await replica.client.close()
 
 
 @pytest_asyncio.fixture(scope="session")
-async def stack(replicas: list[Replica], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    address = f"127.0.0.1:{free_port()}"
-    log = tmp_path_factory.mktemp("trainer") / "log"
-    with running(service_command("trainer", address, num_ranks=2), log):
-        client = Client(address, trainer_pb2_grpc.TrainerServiceStub)
-        yield Stack(client, replicas)
-        await client.close()
+async def stack(replicas: list[Replica], lent_services: Lent) -> AsyncIterator[Stack]:
+    client = Client(lent_services.addresses["trainer"], trainer_pb2_grpc.TrainerServiceStub)
+    yield Stack(client, replicas)
+    await client.close()
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ class Replica:
     pid: int
     log: Path
     page: str = ""
+    run_id: str = ""
 
     async def open(
         self,
@@ -77,7 +78,12 @@ class Replica:
             can_sleep=can_sleep,
             return_routes=return_routes,
         )
+        self.run_id = run_id
         return await self.client.call(RolloutService.OpenRun, request, timeout_s=1200, wait_for_ready=True)
+
+    async def close(self) -> None:
+        """Closes the run that was opened last."""
+        await self.client.call(RolloutService.CloseRun, pb.CloseRunRequest(run_id=self.run_id), timeout_s=PATIENCE_S)
 
     async def info(self) -> pb.GetInfoResponse:
         return await self.client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)

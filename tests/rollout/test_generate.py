@@ -98,15 +98,15 @@ async def test_an_answer_says_how_long_the_unfinished_samples_of_others_are(play
     stamp = await publish(played, 109)
     request = pb.GenerateRequest(
         expected_stamp=stamp,
-        prompts=[pb.Prompt(prompt_id=f"a/{length}", tokens=[3] * length, seeds=range(2)) for length in (8, 40, 90)],
+        prompts=[pb.Prompt(prompt_id=f"a/{length}", tokens=[3] * length, seeds=range(2)) for length in (8, 200, 400)],
         sampling=SamplingParams(temperature=1.0, max_tokens=MAX_MODEL_LEN - 1),  # a shorter prompt has more tokens
         report_unfinished=True,
     )
     answers = [answer async for answer in played.replica.client.stream(RolloutService.Generate, request, timeout_s=600)]
     ends = [len(answer.completions[0].tokens) for answer in answers]
-    assert [answer.prompt_id for answer in answers] == ["a/90", "a/40", "a/8"]
+    assert [answer.prompt_id for answer in answers] == ["a/400", "a/200", "a/8"]
     first, second, last = (dict(answer.unfinished) for answer in answers)
-    assert last == {} and [*second] == ["a/8"] and sorted(first) == ["a/40", "a/8"]
+    assert last == {} and [*second] == ["a/8"] and sorted(first) == ["a/200", "a/8"]
     # vLLM sends 32 tokens at a time, and may be a few steps further with other samples than with the finished one.
     assert all(ends[0] - 32 <= length <= ends[1] for length in first.values())
     assert ends[1] - 32 <= second["a/8"] < ends[2]

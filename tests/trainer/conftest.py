@@ -1,13 +1,9 @@
 """One trainer deployment and one run of the FSDP scenarios, shared by all tests."""
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 

@@ -24,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {**TP2, "lora": {"rank": 4}},
     "adapters on fsdp": {"lora": {"rank": 4}},
 }
+# Each is a command that starts a trainer. What else these read, the tests of the backends' checkpoints read as well.
+LONG = {"megatron by bucket", "adapters on fsdp"}
 
 
 async def lockstep(*arguments: object) -> tuple[int, str]:
@@ -38,7 +40,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES])
 async def test_the_export_is_what_the_ranks_held(deployment: Deployment, tmp_path: Path, case: str) -> None:
     await deployment.open("untied", **CASES[case])
     await deployment.publish()

@@ -100,8 +100,10 @@ def without_times(metrics: Any) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
-@pytest.mark.parametrize("tokens", [1, 60, 100])  # blocks of one group, of two, and of three and one
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+# Blocks of one group, of two, and of three and one.
+@pytest.mark.parametrize(
+    ("tokens", "aggregation"), [(1, "token_mean"), (60, "seq_mean_token_mean"), (100, "seq_mean_token_mean")]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
     trainer: Deployment, tokens: int, aggregation: str, backend: str

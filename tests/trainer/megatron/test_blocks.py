@@ -20,7 +20,8 @@ TOLERANCE, ADAPTER_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 5e-5, 2e-2
 METRIC_TOLERANCE = 1e-5
 
 
-NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in LAYOUTS]
+NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in LAYOUTS]
+OVERLAPPING = [param for param, name in zip(NAMES, LAYOUTS, strict=True) if name.endswith("-overlap")]
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +75,6 @@ def test_blocks_are_the_update_of_the_whole_batch(results: Path, name: str) -> N
     assert_close(blocks, whole, is_bfloat16=is_bfloat16)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.endswith("-overlap")])
+@pytest.mark.parametrize("name", OVERLAPPING)
 def test_blocks_and_whole_batches_may_alternate(results: Path, name: str) -> None:
     assert_close(read(results, f"{name}-mixed")[0], read(results, f"{name}-whole")[0])

@@ -1,5 +1,6 @@
 """Tests every model family: weights go from Hugging Face to Megatron and back bit by bit, and the model is the same."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,20 @@ def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: p
     """Also of biases and routers, and what decays and what does not."""
     after, answers = read(families / "results", f"{name}-after")
     monkeypatch.setattr(harness, "_models", families / "models")
-    harness.open(FAMILY_LAYOUTS[name].kind, {"loss": LOSS})
-    metrics = harness.train(samples())
-    want = {name: tensor.clone() for name, tensor in harness.backend.weights()}
+    metrics, want = update_of_fsdp(harness, FAMILY_LAYOUTS[name].kind)
     assert answers["updates"][0] == pytest.approx(metrics, rel=5e-6, abs=5e-6)
     assert after.keys() == want.keys()
     for tensor_name, tensor in want.items():
         gap = (after[tensor_name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
         assert gap < 3e-6, f"{tensor_name}: {gap:.3g}"
+
+
+@functools.cache
+def update_of_fsdp(harness: Harness, kind: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics and weights."""
+    harness.open(kind, {"loss": LOSS})
+    metrics = harness.train(samples())
+    return metrics, {name: tensor.clone() for name, tensor in harness.backend.weights()}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -126,6 +133,7 @@ def test_fsdp_computes_and_exports_the_same_model(
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 
+@functools.cache
 def logprobs_of_transformers(model_path: Path) -> np.ndarray:
     """Of all tokens of `samples`, in float32."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

@@ -48,6 +48,7 @@ async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files
             await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())
 
 
+@pytest.mark.long  # test_lost_ranks.py has lost ranks that need no torch, and test_launcher.py how others end with one
 async def test_a_killed_rank_is_the_reason_that_the_caller_gets(trainer_files: Path) -> None:
     async with deployed("tests.trainer.faulty_trainer", trainer_files) as trainer:
         await trainer.open(collective_timeout_s=2 * PATIENCE_S)

@@ -13,6 +13,7 @@ from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PAR
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.errors import Overloaded, Reason, Unavailable
+from services.common.rpc import retry
 from services.coordinator.rl.publishing.colocated import ColocatedPublisher, make_publisher
 from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.services.clients.replica import ReplicaState
@@ -182,7 +183,8 @@ async def test_a_publication_that_breaks_is_repeated_in_a_new_epoch(parts: Parts
     assert [group.epoch for group in parts.trainer.groups] == [1, 2]
 
 
-async def test_an_engine_that_dies_asleep_ends_the_run(parts: Parts) -> None:
+async def test_an_engine_that_dies_asleep_ends_the_run(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff_s", lambda _: retry.MAX_RETRY_S)  # it is not called again until that has passed
     await parts.publisher.publish(1)
     await parts.train()
     await parts.replica.die()
