@@ -347,4 +347,6 @@ async def baseline_of(cluster: Cluster, directory: Path, files: Path, variant: s
         outcome = await episode._session(with_fault=True)
     assert outcome == "done", f"{variant}: {outcome}: {episode._tail()}"
     run_dir = directory / "runs" / "run"
-    return Baseline(exported(run_dir), numbers(directory), dict(episode._seen), time.monotonic() - begin)
+    # GetInfo renews leases, when time says so. A seed must draw the same events on a slow machine.
+    events = {event: number for event, number in episode._seen.items() if ".GetInfo." not in event}
+    return Baseline(exported(run_dir), numbers(directory), events, time.monotonic() - begin)
