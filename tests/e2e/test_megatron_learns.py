@@ -4,15 +4,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.lockstep_command import invoke
 from tests.support import ROOT
 
 DEPLOY = ROOT / "deploy"
 
 
-@pytest.mark.long  # test_repeatable.py has a short run on Megatron, and its updates are compared with those of FSDP
 def test_the_quickstart_learns_on_megatron(tmp_path: Path, lent: Sequence[str]):
     made = invoke("data", "arithmetic", "--out", "data/arithmetic", cwd=tmp_path)
     assert made.returncode == 0, made.stderr

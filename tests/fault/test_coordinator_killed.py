@@ -47,7 +47,6 @@ def test_one_interrupt_ends_the_run_after_its_step(workspace: Path, lent: Sequen
         assert run.ledger("finished")[-1]["version"] == versions[-1]
 
 
-@pytest.mark.long
 def test_a_second_interrupt_ends_it_at_once(workspace: Path):
     with LockstepRun(workspace) as run:
         run.hold()  # the step would never end

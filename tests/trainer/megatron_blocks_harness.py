@@ -92,14 +92,6 @@ LONG = {
     "untied-tp2-on_policy",
     "untied-dp2-plain",
     "untied-1-kl",
-    "untied-1",
-    "moe-1",
-    "tied-cp2",
-    "tied-dp2",
-    "untied-tp2-kl",
-    "untied-cp2-kl",
-    "untied-dp2-kl",
-    "untied-dp2-overlap",
 }
 
 

@@ -4,7 +4,6 @@ of transformers."""
 import functools
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +28,7 @@ METRIC_TOLERANCE = 5e-6
 # Relative to the largest entry of a tensor, after two updates of up to 3e-2: up to 1e-6 here. A missing all-reduce of
 # the norms' gradients alone makes 5e-2, see the test of it.
 WEIGHT_TOLERANCE = 3e-6
-# What is in others too, each with something else.
-LONG = {
-    "tied-1-small",
-    "deep-1-small",
-    "tied-tp2",
-    "tied-pp2",
-    "tied-cp2",
-    "tied-dp2",
-    "tied-dp2-plain",
-    "tied-pp2-dp2",
-    "tied-tp2-cp2",
-    "untied-tp2-pp2",
-    "untied-pp2-dp2",
-    "moe-ep2-pp2",
-}
-NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in LAYOUTS]
-COMPARED = [
-    param for param, layout in zip(NAMES, LAYOUTS.values(), strict=True) if layout.like and not layout.has_broken_norms
-]
+COMPARED = [name for name, layout in LAYOUTS.items() if layout.like and not layout.has_broken_norms]
 # The same operations in the same order.
 IDENTICAL = [name for name, layout in LAYOUTS.items() if layout.like and ("offload" in name or "recompute" in name)]
 KINDS = ("untied", "tied", "moe", "deep")
@@ -70,31 +51,16 @@ class Result:
 
 
 @pytest.fixture(scope="session")
-def short_layouts(trainer_files: Path) -> Path:
+def megatron(trainer_files: Path) -> Path:
     """One world size after the other; DIRECTORY/world<n>."""
     for kind in ("deep", "deep-moe"):
         make_model(trainer_files / "models" / kind, kind)
     directory = trainer_files / "megatron"
     directory.mkdir()
     (directory / "models").symlink_to(trainer_files / "models")
-    return run_layouts(directory, [name for name in LAYOUTS if name not in LONG])
-
-
-@pytest.fixture(scope="session")
-def all_layouts(short_layouts: Path) -> Path:
-    return run_layouts(short_layouts, [*LONG])
-
-
-@pytest.fixture
-def megatron(request: pytest.FixtureRequest) -> Path:
-    is_long = request.node.get_closest_marker("long") is not None
-    return request.getfixturevalue("all_layouts" if is_long else "short_layouts")
-
-
-def run_layouts(directory: Path, names: Sequence[str]) -> Path:
     for world in WORLDS:
         of_world = directory / f"world{world}"
-        run_harness("megatron_harness", of_world, world, of_world, [n for n in names if LAYOUTS[n].world == world])
+        run_harness("megatron_harness", of_world, world, of_world, [n for n in LAYOUTS if LAYOUTS[n].world == world])
     return directory
 
 
@@ -118,7 +84,7 @@ def assert_updates_close(got: list[dict[str, float]], want: list[dict[str, float
         assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_of_a_fresh_model_are_the_checkpoints_bit_by_bit(
     megatron: Path, trainer_files: Path, name: str
 ) -> None:
@@ -132,7 +98,7 @@ def test_weights_of_a_fresh_model_are_the_checkpoints_bit_by_bit(
         assert torch.equal(exported[key], tensor.to(dtype)), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_weight_is_sent_by_one_rank_and_all_that_hold_weights_send(megatron: Path, name: str) -> None:
     result, sizes = Result(megatron, name), LAYOUTS[name].megatron
     assert sorted(name for _, name, _ in result.published) == sorted(result.before)
@@ -267,7 +233,7 @@ def test_bfloat16_follows_float32(megatron: Path) -> None:
 def test_a_closed_run_leaves_neither_threads_nor_files(megatron: Path) -> None:
     # Groups of a run bring some 60 threads and 90 files; a leak would add as many with every layout. Layouts with a
     # reference of their own hold more while they are open.
-    opened = [name for name, layout in LAYOUTS.items() if layout.world == 2 and "full" not in name and name not in LONG]
+    opened = [name for name, layout in LAYOUTS.items() if layout.world == 2 and "full" not in name]
     answers = [json.loads((megatron / "world2" / f"{name}-after.json").read_text()) for name in opened]
     for key in ("num_threads", "num_files"):
         counts = [answer[key] for answer in answers]
