@@ -19,7 +19,7 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from benchmarks.publishing import open_publisher
-from services.common.config.rollout import SamplingConfig
+from services.common.config.rollout.section import SamplingConfig
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.coordinator.data.groups import SampledGroup, ScoredGroup

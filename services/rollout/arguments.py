@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from services.common.batches.routes import RouteShape
 from services.common.config.placement import SHARED_UTILIZATION
-from services.common.config.rollout import RolloutConfig
+from services.common.config.rollout.section import RolloutConfig
 from services.common.errors import InvalidInput
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.receiver import WeightReceiver

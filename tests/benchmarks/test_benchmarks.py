@@ -12,7 +12,7 @@ from benchmarks import colocated, gpu, rollout, step, train_cases
 from benchmarks.megatron_layouts import MODELS
 from benchmarks.rollout_ends import Service
 from services.common.config.reading.load import load
-from services.common.config.rollout import SamplingConfig
+from services.common.config.rollout.section import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.services.devices import split_gpus

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.sample import rejection_sampler
 
-from services.common.config.speculation import Eagle3SpeculationConfig, NgramSpeculationConfig
+from services.common.config.rollout.speculation import Eagle3SpeculationConfig, NgramSpeculationConfig
 from services.rollout.arguments import RolloutConfig, engine_arguments
 from services.rollout.compat.vllm import scheduler
 from services.rollout.compat.vllm.temperatures import copy_temperatures, expand

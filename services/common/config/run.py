@@ -15,9 +15,9 @@ from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import Placement, check_placement
 from services.common.config.restart import RestartConfig
 from services.common.config.reward.section import RewardConfig
-from services.common.config.rollout import RolloutConfig
+from services.common.config.rollout.rules import check_length, check_speculation
+from services.common.config.rollout.section import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
-from services.common.config.speculation_rules import check_length, check_speculation
 from services.common.config.trainer.roles import CriticConfig, ReferenceConfig
 from services.common.config.trainer.section import TrainerConfig, require_used
 from services.common.megatron.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
@@ -78,8 +78,8 @@ class TimeoutsConfig(Strict):
     Afterwards the service frees its GPU, and the run resumes from its newest checkpoint."""
 
 
-class Config(Strict):
-    """Configures a reinforcement-learning run."""
+class AnyRun(Strict):
+    """Holds the keys that all kinds of runs have."""
 
     name: str = Field(default="run", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
@@ -88,22 +88,32 @@ class Config(Strict):
     model: str
     """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
     trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    """Random seed for data order, sampling and initialization."""
-    num_steps: int = Field(default=100, ge=1)
-    """Number of training steps. Each step trains on one batch and raises the policy version by 1."""
     resume: str = "auto"
     """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
     never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
     back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
     back to the same one again, resume with auto in between."""
+    trace: bool = False
+    """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
+    that this command started."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Returns the directory of this run's files."""
+        return self.runs_dir / self.name
+
+
+class Config(AnyRun):
+    """Configures a reinforcement-learning run."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Random seed for data order, sampling and initialization."""
+    num_steps: int = Field(default=100, ge=1)
+    """Number of training steps. Each step trains on one batch and raises the policy version by 1."""
     placement: Placement = "disaggregated"
     """Which GPUs trainer and engines use. disaggregated: each has its own; colocated: every trainer rank shares its GPU
     with one engine worker, and only one of them keeps its memory there at a time. Needs as many engine workers as
     trainer ranks, all on one host."""
-    trace: bool = False
-    """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
-    that this command started."""
     data: DataConfig
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()
@@ -134,11 +144,6 @@ class Config(Strict):
     """Restarts of services that this command started."""
     observability: ObservabilityConfig = ObservabilityConfig()
     """Metrics, traces, trackers and logs."""
-
-    @property
-    def run_dir(self) -> Path:
-        """Returns the directory of this run's files."""
-        return self.runs_dir / self.name
 
     @property
     def needs_reference(self) -> bool:

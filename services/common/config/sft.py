@@ -1,16 +1,15 @@
 """Defines the config of a supervised run, `lockstep sft`: the same trainer section, its own data and evaluation."""
 
-from pathlib import Path
 from typing import Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import NAME, Strict
+from services.common.config.base import NAME
 from services.common.config.data import FilesConfig
 from services.common.config.evaluation.best import EvaluationFrequency, check_best
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.restart import RestartConfig
-from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
+from services.common.config.run import AnyRun, CheckpointConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.trainer.section import TrainerConfig, require_used
 from services.common.megatron.layout import Layout, check_layout, samples_at_once
 
@@ -41,30 +40,17 @@ class SftEvaluationConfig(EvaluationFrequency):
     """Evaluates on the held-out rows of data.eval: mean loss over all trained tokens, and perplexity."""
 
 
-class SftConfig(Strict):
+class SftConfig(AnyRun):
     """Configures a supervised run."""
 
     name: str = Field(default="sft", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
-    """Directory that holds the directories of all runs."""
-    model: str
-    """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
-    trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Random seed for data order and dropout."""
     num_steps: int | None = Field(default=None, ge=1)
     """Number of training steps, each on one batch. Set either this or num_epochs."""
     num_epochs: int | None = Field(default=None, ge=1)
     """Number of passes over the data. If the last batch is not full, rows of one more pass fill it."""
-    resume: str = "auto"
-    """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
-    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
-    back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
-    back to the same one again, resume with auto in between."""
-    trace: bool = False
-    """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
-    that this command started."""
     data: SftDataConfig
     """Rows to train and evaluate on."""
     trainer: TrainerConfig
@@ -79,11 +65,6 @@ class SftConfig(Strict):
     """Restarts of the trainer, if this command started it."""
     observability: ObservabilityConfig = ObservabilityConfig()
     """Metrics, traces, trackers and logs."""
-
-    @property
-    def run_dir(self) -> Path:
-        """Returns the directory of this run's files."""
-        return self.runs_dir / self.name
 
     @property
     def models(self) -> dict[str, TrainerConfig]:

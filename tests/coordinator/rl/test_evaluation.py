@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from services.common.batches.token_hash import tokens_sha256
 from services.common.config.evaluation.section import EvalSetConfig
 from services.common.config.reading.load import load
-from services.common.config.rollout import SamplingConfig
+from services.common.config.rollout.section import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal

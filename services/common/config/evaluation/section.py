@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
 from services.common.config.evaluation.best import EvaluationFrequency
-from services.common.config.rollout import RolloutConfig, Temperature
+from services.common.config.rollout.section import RolloutConfig, Temperature
 
 
 class EvalSetConfig(Strict):

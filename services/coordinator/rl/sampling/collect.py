@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
-from services.common.config.rollout import SamplingConfig
+from services.common.config.rollout.section import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.common.telemetry.context import within

@@ -10,7 +10,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from services.common.batches.kept import encode_kept, join_kept
 from services.common.config.environment import PythonEnvironmentConfig
-from services.common.config.rollout import SamplingConfig
+from services.common.config.rollout.section import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.files.transfer import seal
 from services.common.tasks import gather

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from services.common.config.base import Strict
 from services.common.config.discovery import DiscoveryConfig
-from services.common.config.speculation import SpeculationConfig
+from services.common.config.rollout.speculation import SpeculationConfig
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any temperature between 0 and this to this, and only logs that it did."""

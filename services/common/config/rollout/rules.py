@@ -2,7 +2,7 @@
 
 from services.common.config.evaluation.section import EvaluationConfig
 from services.common.config.placement import Placement
-from services.common.config.speculation import SpeculationConfig
+from services.common.config.rollout.speculation import SpeculationConfig
 from services.common.config.trainer.section import TrainerConfig
 
 
