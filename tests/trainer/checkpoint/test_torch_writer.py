@@ -59,11 +59,15 @@ def test_torch_itself_completes_such_a_checkpoint(full_for_others: None, tmp_pat
 def test_a_full_disk_is_named_wherever_in_a_file_it_is_found(tmp_path: Path) -> None:
     """Once a file is begun, torch ends it with an error of its own, "unexpected pos", which hides the system's."""
     large = {name: torch.arange(1500.0 + 37 * index) for index, name in enumerate("abcdefghijkl")}
+    others = set(threading.enumerate())
     with small_disk(tmp_path / "disk") as disk:
         for num_pages in range(20):  # the tensors alone need 20
             disk.fill_up_to(num_pages * 4096)
             with pytest.raises(PreconditionFailed, match="No space left"), typed_errors("checkpoint"):
                 dcp.save(large, storage_writer=ThreadedWriter(disk.path / "state", num_threads=2), no_dist=True)
+            # A thread that still writes when another has failed holds pages, which would be free a moment later.
+            for thread in set(threading.enumerate()) - others:
+                thread.join(PATIENCE_S)
             shutil.rmtree(disk.path / "state", ignore_errors=True)
             disk.free()
 
