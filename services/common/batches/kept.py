@@ -32,6 +32,14 @@ def decode_kept(data: bytes | memoryview, num_tokens: int) -> tuple[np.ndarray, 
     return counts, kept
 
 
+def keeps_sampled(tokens: np.ndarray, counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Returns whether each of `tokens` is in its own set, bool [tokens]; for the results of `decode_kept`."""
+    own = np.repeat(np.arange(len(tokens)), counts)
+    is_kept = np.zeros(len(tokens), bool)
+    is_kept[own[kept == tokens[own]]] = True
+    return is_kept
+
+
 def join_kept(parts: Iterable[tuple[bytes, int]]) -> bytes:
     """Returns the kept sets of a completion that consists of `parts`: the kept sets and number of tokens of each.
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import packed_lengths, trained_tokens
-from services.common.batches.kept import decode_kept
+from services.common.batches.kept import decode_kept, keeps_sampled
 from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
@@ -97,10 +97,7 @@ def check_kept(samples: pa.Table, *, vocab_size: int) -> None:
             raise InvalidInput(f"kept: row {index} names token {sets.max()} of {vocab_size}", field="kept")
         mask = samples["loss_mask"][index]
         must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
-        own = np.repeat(np.arange(len(tokens)), counts)
-        has_own = np.zeros(len(tokens), bool)
-        has_own[own[sets == tokens[own]]] = True
-        if (without := ~has_own & (must_have | (counts > 0))).any():
+        if (without := ~keeps_sampled(tokens, counts, sets) & (must_have | (counts > 0))).any():
             where = int(without.argmax())
             raise InvalidInput(
                 f"kept: row {index} has a set without the sampled token {tokens[where]} at {where}", field="kept"

@@ -190,14 +190,19 @@ async def test_deadline_of_a_stream(rig: Rig) -> None:
             pass
 
 
-async def test_cancelled_call_is_cancelled_at_the_server(rig: Rig) -> None:
-    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=PATIENCE_S))
+async def give_up(rig: Rig, call: asyncio.Task[Any]) -> None:
+    """Cancels `call` when the server has it, and waits until the server knows."""
     await rig.reward.entered.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     async with asyncio.timeout(PATIENCE_S):
         await rig.reward.cancelled.wait()
+
+
+async def test_cancelled_call_is_cancelled_at_the_server(rig: Rig) -> None:
+    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=PATIENCE_S))
+    await give_up(rig, call)
 
 
 async def test_an_error_of_a_shielded_call_is_logged_as_a_line_when_its_caller_has_given_up(
@@ -205,12 +210,7 @@ async def test_an_error_of_a_shielded_call_is_logged_as_a_line_when_its_caller_h
 ) -> None:
     caplog.set_level("INFO")
     call = asyncio.create_task(rig.client.call(RewardService.CloseRun, pb.CloseRunRequest(), timeout_s=PATIENCE_S))
-    await rig.reward.entered.wait()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    async with asyncio.timeout(PATIENCE_S):
-        await rig.reward.cancelled.wait()
+    await give_up(rig, call)
     rig.reward.gate.set()
     said = "/lockstep.reward.v1.RewardService/CloseRun, whose caller has given up: UNREACHABLE nobody is there"
     await until(lambda: said in caplog.messages)

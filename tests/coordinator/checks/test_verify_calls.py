@@ -183,15 +183,18 @@ DAMAGES: dict[str, tuple[Callable[[Lines], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_wrong_order_is_named(run_dir: Path, name: str) -> None:
-    damage, said = DAMAGES[name]
+def assert_named(run_dir: Path, damage: Callable[[Lines], None], said: str) -> None:
     lines = read(run_dir)
     damage(lines)
     write(run_dir, lines)
     verdict = verify(run_dir)
     assert said in verdict.violation
     assert verdict.lines
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_wrong_order_is_named(run_dir: Path, name: str) -> None:
+    assert_named(run_dir, *DAMAGES[name])
 
 
 def turn_left_out(lines: Lines) -> None:
@@ -222,14 +225,7 @@ EPISODES: dict[str, tuple[Callable[[Lines], None], str]] = {
 
 @pytest.mark.parametrize("name", EPISODES)
 def test_so_is_a_wrong_turn(played: Path, tmp_path: Path, name: str) -> None:
-    damage, said = EPISODES[name]
-    run_dir = shutil.copytree(played, tmp_path / "run")
-    lines = read(run_dir)
-    damage(lines)
-    write(run_dir, lines)
-    verdict = verify(run_dir)
-    assert said in verdict.violation
-    assert verdict.lines
+    assert_named(shutil.copytree(played, tmp_path / "run"), *EPISODES[name])
 
 
 def test_a_batch_may_be_answered_again(run_dir: Path) -> None:

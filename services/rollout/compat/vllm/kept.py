@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from services.common.batches.kept import decode_kept, encode_kept
+from services.common.batches.kept import decode_kept, encode_kept, keeps_sampled
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
 from services.rollout.compat.vllm.worker import WorkerExtension
@@ -163,7 +163,6 @@ def kept_of(output: RequestOutput) -> bytes:
         counts, kept = decode_kept(data, len(tokens))
     except ValueError as error:
         raise InternalError(f"vLLM returned no kept sets of a sample: {error}") from error
-    own = np.repeat(np.arange(len(tokens)), counts)
-    if (missing := np.setdiff1d(np.arange(len(tokens)), own[kept == tokens[own]])).size:
-        raise InternalError(f"vLLM returned kept sets without {missing.size} of {len(tokens)} sampled tokens")
+    if num_missing := np.count_nonzero(~keeps_sampled(tokens, counts, kept)):
+        raise InternalError(f"vLLM returned kept sets without {num_missing} of {len(tokens)} sampled tokens")
     return data
