@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from services.common.compat.grpc import keep_early_status
 from services.common.errors import DataLoss, InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
@@ -18,8 +19,8 @@ from services.common.telemetry.context import outgoing
 
 # What gRPC says when a peer has not answered a ping (see options.py).
 _SILENT = "ping timeout"
-# What it says, in place of the status, if a service ends a call while the next message is being sent.
-_SEND_FAILED = "Internal error from Core"
+
+keep_early_status()
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -144,8 +145,6 @@ class Client:
                 address=self.address,
             )
         target = f"{method} at {self.address}"
-        if error.code() is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED:
-            return Unavailable(f"{target}: the service ended the call while the request was being sent", target=target)
         failure = from_rpc_error(error, target=target)
         if failure.reason is Reason.UNREACHABLE and _SILENT in failure.message:
             return Unavailable(
