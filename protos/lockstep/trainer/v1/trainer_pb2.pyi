@@ -119,13 +119,12 @@ class ForwardResponse(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainHeader(_message.Message):
-    __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version", "groups_per_block", "drawn_stamp", "groups_per_minibatch", "tokens_per_block")
+    __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version", "drawn_stamp", "groups_per_minibatch", "tokens_per_block")
     EXPECTED_STAMP_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CRITIC_VERSION_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     DRAWN_STAMP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_PER_MINIBATCH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -134,11 +133,10 @@ class TrainHeader(_message.Message):
     temperature: float
     role: Role
     critic_version: int
-    groups_per_block: int
     drawn_stamp: _types_pb2.PolicyStamp
     groups_per_minibatch: int
     tokens_per_block: int
-    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ..., groups_per_block: _Optional[int] = ..., drawn_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., groups_per_minibatch: _Optional[int] = ..., tokens_per_block: _Optional[int] = ...) -> None: ...
+    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ..., drawn_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., groups_per_minibatch: _Optional[int] = ..., tokens_per_block: _Optional[int] = ...) -> None: ...
 
 class TrainRequest(_message.Message):
     __slots__ = ("header", "frame", "sha256")
