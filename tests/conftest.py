@@ -1,6 +1,6 @@
 """Makes the tests independent of how busy the machine is and of how they are started, and shares services.
 
-To start a replica or a trainer takes longer than most runs on them.
+Services are shared because starting a replica or a trainer takes longer than most runs on them.
 """
 
 import gc
@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.e2e.lockstep_command import Lent
 
-# Before any test imports torch: one thread here, and the threads of services sleep while they wait for work. If they
-# spin, operations on tiny tensors take 16 times the CPU time while other processes need the cores.
+# These are set before any test imports torch: it uses one thread here, and the threads of services sleep while they
+# wait for work. If they spin, operations on tiny tensors take 16 times the CPU time while other processes need the
+# cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -33,7 +34,10 @@ gc.disable()  # while modules are imported, which makes no garbage
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is never collected again: it takes half a second, and each role that a rank closes collects."""
+    """Excludes all imported objects from later garbage collections.
+
+    Going through them takes half a second, and a rank collects garbage whenever it closes a role.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -41,7 +45,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def lent_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Lent"]:
-    """Returns a running trainer of two ranks and two replicas: trainer, rollout-0 and rollout-1."""
+    """Yields a running trainer of two ranks and two running replicas: trainer, rollout-0 and rollout-1."""
     from tests.e2e.lockstep_command import Lent, running_services
     from tests.support import free_port
 
@@ -60,7 +64,7 @@ def lent_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Lent"]:
 def lent(lent_services: "Lent") -> Sequence[str]:
     """Returns the options of `lockstep run` that name the lent services, in their order.
 
-    They run in a directory of their own, so that the path of a model must be absolute.
+    The services run in a directory of their own, so the path of a model must be absolute.
     """
     return lent_services.options
 

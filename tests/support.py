@@ -1,4 +1,4 @@
-"""Small real models, real service processes and batches for the tests."""
+"""Makes small real models and batches for the tests, and starts and watches real service processes."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[1]
 """Root of the repository."""
 
 
-# Families whose head size is that of the hidden state divided by the heads.
+# In these families, the head size is the hidden size divided by the number of heads.
 _OTHER_SHAPE = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | {"hidden_size": 128}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
@@ -78,10 +78,10 @@ _OTHER_QWEN3: dict[str, dict[str, Any]] = {
 
 
 def make_model(directory: Path, kind: str) -> Path:
-    """Writes a random model with a character tokenizer.
+    """Writes a random model of `kind` with a character tokenizer.
 
-    It is a Qwen3 model, `untied`, `tied`, `moe`, with 4 layers `deep` or `deep-moe`, or for GPUs, with the shape of the
-    real one, `qwen3-0.6b`; or it is of another family, `phi3` or `qwen2_moe`.
+    `untied`, `tied` and `moe` are Qwen3 models of 2 layers; `deep` and `deep-moe` have 4. `qwen3-0.6b`, for GPUs, has
+    the shape of the real model of that name. `phi3` and `qwen2_moe` are other families.
     """
     import torch
     from transformers import (
@@ -129,7 +129,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: int = 0) -> pa.Table:
-    """Random samples of uneven length with advantages; behavior log-probabilities are those of a uniform policy."""
+    """Returns random samples of uneven length with advantages, and log-probabilities of a uniform behavior policy."""
     random = np.random.default_rng(seed)
     rows = []
     for group in range(num_groups):
@@ -211,7 +211,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def service_command(service: str, address: str, *flags: str, num_ranks: int = 1) -> list[str]:
-    """How an operator starts `service`."""
+    """Returns the command with which an operator starts `service`."""
     ranks = ["--nproc-per-node", str(num_ranks)] if service == "trainer" else []
     return [sys.executable, "-m", f"services.{service}", "--listen", address, *ranks, *flags]
 
@@ -220,7 +220,7 @@ def service_command(service: str, address: str, *flags: str, num_ranks: int = 1)
 def running(
     command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended, by its pid, with the block. Its environment gets `variables` in addition."""
+    """Yields a process that is ended, by its pid, with the block. Its environment gets `variables` in addition."""
     with log.open("ab") as output:
         env = os.environ | (variables or {})
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
@@ -236,7 +236,7 @@ def running(
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Every living process below `pid`, with its command line."""
+    """Returns every living process below `pid`, with its command line."""
     found: dict[int, str] = {}
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -247,19 +247,19 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def engine_of(replica: int) -> int:
-    """The process of the replica's engine, by the title that vLLM gives it."""
+    """Returns the pid of the engine of process `replica`, which is found by the title that vLLM gives it."""
     (engine,) = [pid for pid, title in descendants(replica).items() if "EngineCore" in title]
     return engine
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that `pid` has used."""
+    """Returns the processor time that `pid` has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def still_there(pids: Iterable[int], *, after_s: float = PATIENCE_S) -> list[int]:
-    """Those of `pids` that have not ended after `after_s`; returns as soon as all have."""
+    """Returns those of `pids` that have not ended after `after_s`, or an empty list as soon as all have ended."""
     deadline = time.monotonic() + after_s
     return [pid for pid in pids if not _ends(pid, deadline)]
 

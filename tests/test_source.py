@@ -1,4 +1,4 @@
-"""Rules that the source keeps: nothing that runs foreign code, small functions and files, stubs as generated."""
+"""Tests rules for the source: nothing runs foreign code, functions and files are small, stubs are as generated."""
 
 import ast
 import re
@@ -63,7 +63,7 @@ def violations(tree: ast.AST) -> Iterator[str]:
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
-    """Name, lines and arguments less self of every function."""
+    """Yields the name, the number of lines and the number of arguments without self of every function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -119,7 +119,7 @@ def test_there_is_something_to_check() -> None:
 
 
 def test_common_and_the_services_import_only_what_they_may() -> None:
-    """Also checked by import-linter; here for those who run the tests only."""
+    """Repeats a check of import-linter, for those who run the tests only."""
     services = ("rollout", "trainer", "reward", "coordinator")
     for path in SOURCES:
         owner = path.relative_to(ROOT / "services").parts[0]

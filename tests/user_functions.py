@@ -1,4 +1,4 @@
-"""A loss and an advantage estimator as a user writes them."""
+"""Defines a loss and an advantage estimator as a user writes them."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ NOT_A_FUNCTION = 3
 
 
 def soft_clip(tokens: Tokens, config: LossConfig, *, temperature: float = 1.0):
-    """REINFORCE with a weight that falls off smoothly as the policy moves away."""
+    """Returns the loss of REINFORCE with a weight that falls off smoothly as the policy moves away, and that weight."""
     ratio_N = tokens.log_ratio_N.exp()
     weight_N = torch.exp(-temperature * tokens.log_ratio_N.detach().abs())
     return -tokens.advantages_N * ratio_N * weight_N, {"weight_mean": weight_N}
@@ -23,7 +23,7 @@ def misshapen(tokens: Tokens, config: LossConfig):
 
 
 def ranks(samples: Samples, config: AdvantageConfig, *, scale: float = 1.0) -> np.ndarray:
-    """The sample's rank among all samples by reward, from -scale / 2 to scale / 2."""
+    """Returns the rank of each token's sample among all samples by reward, from -scale / 2 to scale / 2."""
     order_S = samples.rewards_S.argsort().argsort()
     return (scale * (order_S / max(1, len(order_S) - 1) - 0.5))[samples.sample_M]
 

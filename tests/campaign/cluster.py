@@ -1,4 +1,8 @@
-"""The processes of a campaign: forked by the zygote, behind proxies, started again when they end, seen at a gate."""
+"""Runs the services of a campaign behind proxies, and starts them again when they end.
+
+The zygote, a process that has imported their modules, forks them. Each tells its events to a socket, the gate, and
+waits there for an answer.
+"""
 
 import asyncio
 import contextlib
@@ -35,7 +39,7 @@ _ASKING: Mapping[str, Any] = {
 
 
 _ENGINE = r"toy_engine|EngineCore"
-# A process below that of a service: the service, and what its command line has.
+# Processes that services start: the service, and a pattern that the command line of the process matches.
 _BELOW = {
     "rank-1": ("trainer", ""),
     "engine-0": ("rollout-0", _ENGINE),
@@ -46,7 +50,7 @@ _BELOW = {
 
 @dataclass
 class Process:
-    """A process that was started; `code` is set when it has ended."""
+    """Holds a process that was started. `code` is set once it has ended."""
 
     kind: str
     pid: int
@@ -61,7 +65,7 @@ class Process:
 
 
 class Zygote:
-    """Starts processes by asking the zygote."""
+    """Starts the zygote, and asks it to fork other processes."""
 
     def __init__(self) -> None:
         self._processes: dict[int, Process] = {}
@@ -85,7 +89,7 @@ class Zygote:
             if "pid" in answer:
                 self._answers.put_nowait(answer["pid"])
                 continue
-            while answer["exited"] not in self._processes:  # it ended before `fork` has made its object
+            while answer["exited"] not in self._processes:  # it ended before `fork` has created its Process
                 await asyncio.sleep(0)
             process = self._processes.pop(answer["exited"])
             process.code = answer["code"]
@@ -120,9 +124,9 @@ Handler = Callable[[str], Awaitable[str]]
 
 
 class Cluster:
-    """Services that are warm between episodes. `on_event` is asked at the gate, and returns the answer.
+    """Keeps services running from one episode to the next. `on_event` receives an event at the gate and answers it.
 
-    With `is_real`, they are those of a user: vLLM and two ranks of FSDP, on CPU.
+    With `is_real`, the services are those of a user instead of toys: vLLM and two ranks of FSDP, on CPU.
     """
 
     def __init__(self, directory: Path, *, is_real: bool = False):
@@ -142,7 +146,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Cluster"]:
-        """Runs all services."""
+        """Runs all services inside the `with` block."""
         server = await asyncio.start_unix_server(self._at_gate, self.gate)
         await self.zygote.start(self.directory / "zygote.log")
         try:
@@ -185,7 +189,7 @@ class Cluster:
                     await asyncio.sleep(0.01)
 
     async def open_runs(self) -> list[str]:
-        """Returns the services on which a run is open, or that do not say."""
+        """Returns a line for each service that has a run open or does not answer."""
         held = []
         for name in SERVICES:
             stub, method, request = _ASKING[name.partition("-")[0]]
@@ -215,12 +219,12 @@ class Cluster:
         writer.close()
 
     def pid_of(self, victim: str) -> int | None:
-        """The process id of a service or of a process below one; None if it is not there now."""
+        """Returns the process id of a service or of a process that it has started; None if it is not running now."""
         service, wanted = _BELOW.get(victim, (victim, ""))
         process = self.processes.get(service)
         if process is None or process.code is not None:
             return None
-        if service == "trainer" and self.is_real:  # a process that starts the ranks in their order
+        if service == "trainer" and self.is_real:  # the service is a process that starts the ranks in their order
             return dict(enumerate(descendants(process.pid))).get(0 if victim == "trainer" else 1)
         if victim not in _BELOW:
             return process.pid

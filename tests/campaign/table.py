@@ -1,4 +1,7 @@
-"""The result of a campaign as a file and as a table: `python -m tests.campaign.table FILE ...` shows those of files."""
+"""Saves the result of a campaign to a file, and shows it as a table.
+
+`python -m tests.campaign.table FILE ...` shows the results in the files as one table.
+"""
 
 import json
 import statistics
@@ -49,7 +52,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _times(values: Iterable[float | None]) -> str:
-    """Median and worst."""
+    """Returns the median and the worst of the known values as text, or "-" if none is known."""
     known = [value for value in values if value is not None]
     return f"{statistics.median(known):.1f} / {max(known):.1f}" if known else "-"
 

@@ -21,7 +21,7 @@ EVAL = re.compile(r"(?<![\w.])(?:eval|exec|compile)\(")
 
 @pytest.fixture(autouse=True)
 def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has each test patch for itself, and nothing of it stay."""
+    """Undoes the patches of each test at its end, so that each test makes its own."""
     monkeypatch.setattr(sympy_parser, "parse_expr", sympy_parser.parse_expr)
     monkeypatch.setattr(math_verify.parser, "parse_expr_cached", math_verify.parser.parse_expr_cached)
 

@@ -11,7 +11,7 @@ from tests.support import ROOT
 
 SOURCES = sorted((ROOT / "services").rglob("*.py"))
 OURS = {"services", "lockstep"}
-PYTHONS = sys.stdlib_module_names | {"_xxsubinterpreters"}  # Python 3.11 has it, and does not list it
+PYTHONS = sys.stdlib_module_names | {"_xxsubinterpreters"}  # Python 3.11 has this module, but does not list it
 
 
 def is_private(name: str) -> bool:
@@ -24,7 +24,7 @@ def is_foreign(module: str) -> bool:
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
-    """Names that imports bind, and the modules that they come from."""
+    """Returns the names that imports bind, with the modules that they come from."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -36,14 +36,14 @@ def imported(tree: ast.AST) -> dict[str, str]:
 
 
 def root_of(node: ast.expr) -> str:
-    """The name that a chain of attributes begins with."""
+    """Returns the name that a chain of attributes begins with, "" if it begins with something else."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Private names that the module itself defines: of functions, classes, class attributes and on self."""
+    """Returns the names that the module itself defines: of functions, classes, annotated attributes and on self."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -56,7 +56,7 @@ def own_names(tree: ast.AST) -> set[str]:
 
 
 def is_own_object(node: ast.expr) -> bool:
-    """self, cls or super()."""
+    """Returns whether an expression is self, cls or super()."""
     is_super = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
     return is_super or (isinstance(node, ast.Name) and node.id in ("self", "cls"))
 
@@ -71,7 +71,8 @@ def violations(tree: ast.AST) -> Iterator[str]:
         if not isinstance(node, ast.Attribute):
             continue
         origin = names.get(root_of(node), "")
-        # Of a value of unknown origin, such as a result, every private name counts that is not defined here.
+        # If the origin of a value is unknown, as that of a call's result, any private name that this module does not
+        # define counts as foreign.
         is_foreign_value = is_foreign(origin) if origin else not is_own_object(node.value) and node.attr not in own
         if is_private(node.attr) and is_foreign_value:
             yield f"line {node.lineno}: {ast.unparse(node)}"

@@ -22,11 +22,11 @@ def test_many_tensors_are_copied_at_once() -> None:
     copy_all(targets, sources)
     copy_all(targets[:1], [torch.full((3,), 5.0)], non_blocking=True)
     assert targets[0].tolist() == [5, 5, 5] and targets[1].tolist() == [[2, 2], [2, 2]]
-    assert not hasattr(torch, "foreach_copy_")  # else use that
+    assert not hasattr(torch, "foreach_copy_")  # if this fails, use that function
 
 
 def test_a_gloo_group_needs_no_global_state() -> None:
-    before = dist.is_initialized()  # by another test of this process
+    before = dist.is_initialized()  # another test of this process may have initialized it
     group = gloo_group(dist.HashStore(), 0, 1, address="127.0.0.1", timeout=TIMEOUT)
     assert dist.is_initialized() == before
     assert group.options._timeout == TIMEOUT
@@ -80,7 +80,10 @@ def test_a_watch_sees_every_operator_and_whether_it_writes() -> None:
 
 
 def test_the_public_mode_sees_no_operators() -> None:
-    """Else Recorder could be one: torch.overrides' mode sees functions as they are called, not what they run."""
+    """If this fails, Recorder can be such a mode.
+
+    The mode of torch.overrides sees functions as they are called, not the operators that they run.
+    """
     from torch.overrides import TorchFunctionMode
 
     assert not hasattr(TorchFunctionMode, "__torch_dispatch__")
@@ -104,7 +107,7 @@ def test_a_backward_pass_is_noticed_also_inside_of_checkpoints() -> None:
         checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     assert seen == [False, True, False, True]
     assert not is_in_backward()
-    assert not hasattr(torch.autograd, "is_in_backward")  # else use that
+    assert not hasattr(torch.autograd, "is_in_backward")  # if this fails, use that function
 
 
 def test_a_storage_keeps_its_number_without_memory() -> None:
@@ -115,7 +118,7 @@ def test_a_storage_keeps_its_number_without_memory() -> None:
     for tensor in (whole, other):
         tensor.untyped_storage().resize_(0)
     assert storage_id(whole) == before != storage_id(other)
-    assert whole.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() == 0  # what is public tells nothing
+    assert whole.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() == 0  # public, but equal for both
 
 
 def test_buffers_that_are_saved_are_known() -> None:
@@ -138,4 +141,4 @@ def test_parameters_can_be_called_and_run_hooks() -> None:
 def test_host_memory_is_page_locked_for_gpus_only() -> None:
     memory = HostMemory(1000, torch.device("cpu"))
     assert (memory.flat.numel(), memory.flat.dtype, memory.flat.is_pinned()) == (1000, torch.uint8, False)
-    assert callable(torch.cuda.cudart) and callable(torch.cuda.check_error)  # it uses them with a GPU
+    assert callable(torch.cuda.cudart) and callable(torch.cuda.check_error)  # HostMemory uses them with a GPU

@@ -68,7 +68,7 @@ def names(function: Any) -> list[str]:
 
 def test_vllm_has_no_name_for_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(METHOD, "forkserver")
-    with pytest.raises(ValueError, match="forkserver"):  # else set the variable
+    with pytest.raises(ValueError, match="forkserver"):  # if this fails, set the variable
         vllm.envs.environment_variables[METHOD]()
 
 
@@ -98,7 +98,7 @@ def test_a_pause_of_the_engine_is_one_call_and_vllms_own_sleeps_too() -> None:
     asyncio.run(abort_samples(SimpleNamespace(engine_core=Core())))
     assert asked == [{"mode": "abort", "clear_cache": False}]
     source = inspect.getsource(AsyncLLM.pause_generation)
-    assert "self.engine_core.pause_scheduler_async(" in source and "sleep(" in source  # else call that
+    assert "self.engine_core.pause_scheduler_async(" in source and "sleep(" in source  # if this fails, call it
 
 
 async def test_what_reads_an_engine_is_ended_before_it_and_tells_who_waits() -> None:
@@ -129,7 +129,7 @@ def test_compiled_models_are_looked_up_by_the_model_card_and_not_by_its_path(tmp
     assert models["same"].model == str(tmp_path / "same")
     original: Any = ModelConfig.compute_hash
     with_path = original.__wrapped__
-    assert with_path(models["first"]) != with_path(models["same"])  # else compiled.py is not needed
+    assert with_path(models["first"]) != with_path(models["same"])  # if this fails, drop compiled.py
 
 
 # ---- scheduler
@@ -185,7 +185,7 @@ def test_a_workers_rank_counts_data_parallelism() -> None:
 # ---- memory
 
 
-@pytest.mark.parametrize("knows_sleep", [True, False])  # before is_asleep, an allocation sleeps with its tag
+@pytest.mark.parametrize("knows_sleep", [True, False])  # without is_asleep, an allocation sleeps with its tag
 def test_allocations_of_sleep_mode_say_their_size_and_part(monkeypatch: pytest.MonkeyPatch, knows_sleep: bool) -> None:
     assert {"handle", "tag"} <= {field.name for field in fields(AllocationData)}
     allocator = cumem.CuMemAllocator()
@@ -208,7 +208,7 @@ def test_vllm_sleeps_and_wakes_by_parts() -> None:
     assert names(AsyncLLM.sleep)[:2] == ["self", "level"]
     assert names(AsyncLLM.wake_up) == ["self", "tags"]
     assert {memory.WEIGHTS, memory.KV_CACHE} <= set(SLEEP_TAGS)
-    # On CPU it does nothing, so that the workers overwrite the weights themselves. Else remove that.
+    # On CPU, sleep does nothing, so the workers overwrite the weights themselves. If this fails, remove their code.
     assert "not supported on CPU" in inspect.getsource(CPUWorker.sleep)
 
 
@@ -216,7 +216,7 @@ def test_vllm_sleeps_and_wakes_by_parts() -> None:
 
 
 class Model(nn.Module):
-    """A layer of two tensors, as vLLM would load it."""
+    """Has one layer of two tensors, as vLLM would load it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_the_reloads_functions_are_called_as_vllm_defines_them() -> None:
 
 
 def half_loaded() -> tuple[Model, torch.Tensor]:
-    """A model into which one of two tensors was loaded, and the memory that the engine reads."""
+    """Returns a model into which one of two tensors was loaded, and the memory that the engine reads."""
     model = Model()
     live = model.layer.weight.data
     initialize_layerwise_reload(model)

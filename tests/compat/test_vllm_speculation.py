@@ -22,7 +22,7 @@ from services.rollout.compat.vllm.temperatures import copy_temperatures, expand
 
 
 def test_vllms_function_for_cpu_drops_what_is_no_integer() -> None:
-    """Else temperatures.py is not needed."""
+    """If this fails, temperatures.py is not needed."""
     vllms: Any = inspect.unwrap(cpu_triton_utils._expand_kernel_impl)
     if vllms is expand:  # an earlier test of this process has loaded the plugin
         pytest.skip("vLLM's function is already replaced in this process")
@@ -54,7 +54,7 @@ def test_the_scheduler_counts_each_draft_of_each_sample() -> None:
     counted = ["num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"]
     assert list(inspect.signature(Scheduler.make_spec_decoding_stats).parameters)[2:] == counted
     call = inspect.getsource(Scheduler.update_from_output).partition("self.make_spec_decoding_stats(")[2]
-    assert all(f"{name}=" in call[:400] for name in counted)  # by name, whether it keeps statistics or not
+    assert all(f"{name}=" in call[:400] for name in counted)  # passed by name, whether vLLM keeps statistics or not
     assert "kv_transfer_params" in {field.name for field in msgspec.structs.fields(EngineCoreOutput)}
     assert "kv_transfer_params" in inspect.signature(RequestOutput.__init__).parameters
 
@@ -64,7 +64,7 @@ def test_the_scheduler_counts_each_draft_of_each_sample() -> None:
 )
 def test_vllm_has_every_setting(speculation: NgramSpeculationConfig | Eagle3SpeculationConfig) -> None:
     config = RolloutConfig(speculation=speculation, max_samples=2000)
-    again = RolloutConfig.model_validate_json(config.model_dump_json())  # as it travels
+    again = RolloutConfig.model_validate_json(config.model_dump_json())  # as it is sent to the service
     arguments = engine_arguments(again, "model", seed=0)
     assert set(arguments["speculative_config"]) <= set(inspect.signature(SpeculativeConfig).parameters)
     assert arguments["speculative_config"] == speculation.for_vllm()

@@ -1,4 +1,4 @@
-"""Every metric that a process of Lockstep exports: all registries, after each was told of something."""
+"""Lists every metric that a process of Lockstep exports, from all registries, each of which was given some values."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from services.trainer.metrics import TrainerMetrics
 
 @dataclass(frozen=True)
 class Exported:
-    """One metric. `samples` are the names that Prometheus stores."""
+    """Describes one metric. `samples` are the names that Prometheus stores."""
 
     name: str
     type: str
@@ -28,7 +28,7 @@ class Exported:
 
 
 def exported() -> dict[str, dict[str, Exported]]:
-    """Process -> name -> metric; what all of them have is below `all`."""
+    """Returns the metrics by process and name; those that all processes have are under `all`."""
     registries = {name: Metrics(name) for name in ("all", "rollout", "trainer", "reward", "coordinator")}
     rpc = RpcMetrics(registries["all"].registry)
     try:

@@ -16,9 +16,9 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "run.json").read_text())
 EXPORTED = exported()
 METRICS = {name: metric for own in EXPORTED.values() for name, metric in own.items()}
 SAMPLES = {sample: metric for metric in METRICS.values() for sample in metric.samples}
-# vLLM's own: tests/rollout/test_metrics.py reads them from a replica.
+# These are vLLM's own metrics. tests/rollout/test_metrics.py reads them from a replica.
 FOREIGN = {"vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"}
-# Of every process; useful where something is wrong with it, but nothing to look at.
+# Every process has these metrics. They help if something is wrong with it, but are not worth a panel.
 NOT_SHOWN = {
     "process_virtual_memory_bytes",
     "process_start_time_seconds",
@@ -27,19 +27,19 @@ NOT_SHOWN = {
 }
 
 _FUNCTIONS = {"rate", "sum", "histogram_quantile", "label_values"}
-# From the scrape configuration, or of every histogram's buckets.
+# Labels that come from the scrape configuration, and the one that the buckets of every histogram have.
 _TARGET_LABELS = {"job", "instance", "lockstep_process", "le"}
 _TOKEN = re.compile(r"(?P<string>\"[^\"]*\")|(?P<range>\[[^\]]*\])|(?P<word>[a-zA-Z_:][\w:]*)|(?P<other>\S)")
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where, and the PromQL."""
+    """Yields the title of a panel and the PromQL, for each target of each panel."""
     for panel in DASHBOARD["panels"]:
         yield from ((panel["title"], target["expr"]) for target in panel.get("targets", ()))
 
 
 def names_in(promql: str) -> tuple[set[str], set[str]]:
-    """Metrics and labels of an expression; everything else in it must be a function that is known here."""
+    """Returns the metrics and labels of an expression. Any other word that is not in _FUNCTIONS counts as a metric."""
     metrics, labels, rest = set(), set(), promql
     for matchers in re.findall(r"\{([^}]*)\}", rest):
         labels |= set(re.findall(r"([a-zA-Z_]\w*)\s*(?:=~|!~|!=|=)", matchers))

@@ -1,4 +1,4 @@
-"""The `lockstep` command as a user runs it, watched from outside through its files and processes."""
+"""Runs the `lockstep` command as a user does, and watches it from outside through its files and processes."""
 
 import asyncio
 import json
@@ -30,9 +30,9 @@ LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 NUM_STEPS = 6
 # A run takes a minute or two on an idle machine.
 RUN_S = 1200.0
-# Differ between runs of the same numbers.
+# Names of the metrics that differ between runs whose other numbers are the same.
 _CLOCK = re.compile(r"time/.*|train/.*_s")
-# A scorer that the test can hold: every sample is the digit share of its text, once the file `hold` is gone.
+# A scorer that the test can hold: once the file `hold` is gone, a sample's reward is the share of digits in its text.
 _GATE = """
 import pathlib, time
 
@@ -44,7 +44,7 @@ def score(*, completion, **_):
 
 
 def invoke(*arguments: object, cwd: Path, timeout_s: float = RUN_S) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
+    """Runs the `lockstep` command to its end."""
     command = [LOCKSTEP, *map(str, arguments)]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
@@ -52,14 +52,17 @@ def invoke(*arguments: object, cwd: Path, timeout_s: float = RUN_S) -> subproces
 
 
 def make_sums(directory: Path) -> None:
-    """Writes `directory`/{train,test}.parquet, 64 and 8 rows: in this process, which has imported the command."""
+    """Writes `directory`/{train,test}.parquet, of 64 and 8 rows, in this process, which has imported the command."""
     options = ["--out", str(directory), "--num-train", "64", "--num-test", "8"]
     made = CliRunner().invoke(app, ["data", "arithmetic", *options], catch_exceptions=False)
     assert made.exit_code == 0, made.output
 
 
 def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object) -> Path:
-    """A directory with model, data, scorer and run.yaml: steps of a second or two, a group of 4 at once."""
+    """Fills `directory` with model, data, scorer and run.yaml, and returns it.
+
+    A step takes a second or two. A replica generates the 4 samples of one group at once.
+    """
     make_model(directory / "model", kind)
     make_sums(directory / "data")
     (directory / "gate.py").write_text(_GATE)
@@ -95,7 +98,7 @@ def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object
 
 
 class LockstepRun:
-    """`lockstep run run.yaml ...` in a workspace."""
+    """Runs `lockstep run run.yaml ...` in a workspace."""
 
     def __init__(self, workspace: Path, *arguments: str):
         self.workspace, self.directory = workspace, workspace / "runs" / "run"
@@ -132,7 +135,7 @@ class LockstepRun:
         return path.read_text() if path.exists() else ""
 
     def ledger(self, kind: str) -> list[dict]:
-        """Decisions of a kind so far; `body` is flattened into the row."""
+        """Returns the decisions of a kind so far; `body` is flattened into the row."""
         path = self.directory / "ledger.sqlite"
         if not path.exists():
             return []
@@ -157,11 +160,11 @@ class LockstepRun:
             time.sleep(0.02)
 
     def below(self) -> dict[int, str]:
-        """All processes that the run has started, with their command lines."""
+        """Returns the ids and command lines of all processes that the run has started."""
         return descendants(self.process.pid)
 
     def services(self, service: str) -> dict[str, int]:
-        """Address to pid of the started services of a kind."""
+        """Returns the process ids of the services of a kind that the run has started, by address."""
         found = {}
         for pid, command in self.below().items():
             match = re.search(rf"-m services\.{service} .*--listen (\S+)", command)
@@ -177,7 +180,7 @@ class LockstepRun:
         (self.workspace / "hold").unlink()
 
     def wait(self, timeout_s: float = RUN_S) -> int:
-        """Waits for the end; the exit code."""
+        """Waits for the end, and returns the exit code."""
         return self.process.wait(timeout_s)
 
 
@@ -189,13 +192,13 @@ def require_legal(run_dir: Path) -> None:
 
 
 def numbers(workspace: Path) -> list[dict[str, float]]:
-    """metrics.jsonl without what the clock says."""
+    """Returns the lines of metrics.jsonl without times."""
     lines = (workspace / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if not _CLOCK.fullmatch(name)} for line in lines]
 
 
 def weights(workspace: Path) -> dict[str, bytes]:
-    """The exported weights, by file."""
+    """Returns the exported weights, by file."""
     directory = workspace / "runs" / "run" / "model"
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
@@ -220,7 +223,7 @@ def assert_gone(pids: Iterable[int]) -> None:
 
 @dataclass(frozen=True)
 class Lent:
-    """Running services, by name. They run in `directory`, where each has a log, and serve their metrics."""
+    """Holds running services, by name. They run in `directory`, where each has a log, and serve their metrics."""
 
     addresses: dict[str, str]
     processes: dict[str, subprocess.Popen[bytes]]
@@ -228,20 +231,20 @@ class Lent:
 
     @property
     def options(self) -> list[str]:
-        """The options of `lockstep run` that name them."""
+        """Returns the options of `lockstep run` that name the services."""
         return [f"--{name.partition('-')[0]}={address}" for name, address in self.addresses.items()]
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
 
     def page(self, name: str) -> str:
-        """The address, HOST:PORT, at which the service serves its metrics, once it listens."""
+        """Waits until the service listens, and returns the address, HOST:PORT, at which it serves its metrics."""
         until_it_listens(self.directory / f"{name}.log")
         (page,) = re.findall(r"metrics on http://([^/\s]+)", self.log(name))
         return page
 
     def metrics(self, name: str) -> bytes:
-        """What the service tells Prometheus."""
+        """Returns the metrics that the service gives Prometheus."""
         return urllib.request.urlopen(f"http://{self.page(name)}/metrics", timeout=PATIENCE_S).read()
 
 
@@ -254,10 +257,10 @@ def until_it_listens(log: Path) -> None:
 
 
 def reference(workspace: Path, lent: Lent) -> None:
-    """A run that nothing disturbs, on `lent` services and a reward service of its own.
+    """Makes a run that nothing disturbs, on `lent` services and a reward service of its own.
 
-    Of each lent service, <name>.log has what it logged meanwhile, and <name>.{before,after}.prom what it told
-    Prometheus.
+    For each lent service, <name>.log has what it logged during the run, and <name>.{before,after}.prom its metrics
+    before and after.
     """
     make_workspace(workspace, model=str(workspace / "model"))
     address = f"127.0.0.1:{free_port()}"
@@ -276,7 +279,7 @@ def reference(workspace: Path, lent: Lent) -> None:
 
 @contextmanager
 def running_services(addresses: dict[str, str], workspace: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The services of `addresses`, started as an operator does, in `workspace`."""
+    """Runs the services of `addresses` in `workspace`, as an operator starts them, and yields their processes."""
     with ExitStack() as stack:
         processes = []
         with chdir(workspace):

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine: each with its own interfaces, loopback and ports."""
+"""Creates hosts that are network namespaces of this machine: each has its own interfaces, loopback and ports."""
 
 import contextlib
 import itertools
@@ -16,19 +16,19 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace, with one address of the network between them."""
+    """Holds the name of a namespace, and its address on the network between the hosts."""
 
     name: str
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """`command`, run there."""
+        """Returns the command line that runs `command` on this host."""
         return ["ip", "netns", "exec", self.name, *command]
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts at the ends of a veth pair. Skips the test where namespaces may not be made."""
+    """Creates two hosts at the ends of a veth pair. Skips the test where namespaces may not be created."""
     if not shutil.which("ip"):
         pytest.skip("network namespaces need iproute2: apt-get install iproute2")
     prefix = f"ls{os.getpid()}n{next(_numbers)}"
@@ -52,7 +52,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def received_bytes(host: Host) -> int:
-    """What came over the network between the hosts so far."""
+    """Returns the number of bytes that `host` has received over the network between the hosts so far."""
     counter = Path("/sys/class/net/veth0/statistics/rx_bytes")  # of the namespace that reads it
     return int(subprocess.check_output(host.command("cat", str(counter)), text=True))
 

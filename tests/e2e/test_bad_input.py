@@ -81,7 +81,7 @@ MISTAKES = {
 def test_before_a_service_starts(
     workspace: Path, mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """In this process: one that imports the command anew takes seconds for each."""
+    """Runs the command in this process, because a new one would take seconds to import it for each mistake."""
     arguments, words = MISTAKES[mistake]
     monkeypatch.chdir(workspace)
     monkeypatch.setattr(sys, "argv", ["lockstep", "run", "run.yaml", f"runs_dir=runs/{mistake}", *arguments])
@@ -110,7 +110,7 @@ def test_the_command_says_it(workspace: Path, arguments: list[str], words: list[
 
 
 def refusal(run: LockstepRun) -> str:
-    """What a run that ended says of its reason."""
+    """Returns the line in which a run that has ended says why, and removes its directory."""
     assert run.process.returncode == 2, run.output
     assert "Traceback" not in run.output
     (line,) = [line for line in run.output.splitlines() if line.startswith("lockstep: error: ")]

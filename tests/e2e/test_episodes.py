@@ -1,4 +1,4 @@
-"""Episodes of several turns from end to end, with real services: an environment that echoes what the policy says."""
+"""Tests episodes of several turns from end to end, with real services and an environment that echoes the policy."""
 
 import itertools
 import shutil
@@ -110,7 +110,7 @@ def test_the_trainer_computes_the_engines_logprobs_over_all_turns(workspace: Pat
 
 
 def test_the_same_run_again_asks_for_the_same_samples(workspace: Path, lent: Sequence[str]):
-    """What the engine has in its prefix cache depends on timing, and with it the last bits of later turns."""
+    """Compares only what is asked: the engine's prefix cache, and so the last bits of later turns, depend on timing."""
     play(workspace, "name=again", *lent[:2])
     first, again = batches(workspace), batches(workspace, "again")
     assert len(first) == len(again) == NUM_STEPS

@@ -21,7 +21,7 @@ NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 24, 4, 8
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the files of a run whose config names another model, which is not even there."""
+    """Provides a workspace with the files of a run, and a config that names another model, which does not exist."""
     directory = tmp_path_factory.mktemp("eval")
     made = invoke("data", "arithmetic", "--out", "data", "--num-train", 8, "--num-test", 64, cwd=directory)
     assert made.returncode == 0, made.stderr
@@ -46,7 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy_completions(prompts: list[list[int]]) -> list[list[int]]:
-    """As transformers decodes them, with the end token where one is reached."""
+    """Returns the completions as transformers decodes them, with the end token where one is reached."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def greedy_completions(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def by_prompt(samples: pa.Table) -> np.ndarray:
-    """Rewards [prompts, samples]."""
+    """Returns the rewards [prompts, samples]."""
     assert samples["group"].to_pylist() == sorted(samples["group"].to_pylist())
     return samples["reward"].to_numpy().reshape(NUM_PROMPTS, -1)
 
@@ -98,7 +98,8 @@ def test_a_model_directory_with_two_sets(workspace: Path, lent: Sequence[str]):
     # Rewards are 0 or 1: pass@1 is their mean, pass@n the share of prompts with any.
     assert metrics["eval/sampled/pass@1"] == pytest.approx(rewards.mean(), abs=1e-12)
     assert metrics["eval/sampled/pass@4"] == pytest.approx(rewards.max(axis=1).mean(), abs=1e-12)
-    # Half right, as it ships, within five standard deviations of a share of 24 prompts; so samples of a prompt differ.
+    # The model as it ships is right half of the time, here within five standard deviations of a share of 24 prompts. So
+    # samples of a prompt differ.
     for name in ("greedy", "sampled"):
         assert abs(metrics[f"eval/{name}/reward"] - 0.5) < 5 * math.sqrt(0.25 / NUM_PROMPTS)
     assert len(set(sampled["seed"].to_pylist())) == sampled.num_rows

@@ -1,4 +1,4 @@
-"""Runs one service per host over mTLS on two hosts (network namespaces); the numbers equal those on loopback."""
+"""Tests that services on two hosts (network namespaces) train over mTLS with the same numbers as on loopback."""
 
 import os
 import re
@@ -21,7 +21,11 @@ NUM_STEPS = 1
 
 
 def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
-    """Coordinator, reward and a trainer rank on the first host, replica and a trainer rank on the second."""
+    """Yields the name and the command line of each service, in the order in which they are started.
+
+    The coordinator, the reward service and a trainer rank are on the first host, the replica and a trainer rank on the
+    second.
+    """
 
     def serve(host: Host, service: str, port: int, *arguments: str) -> list[str]:
         command = (sys.executable, "-m", f"services.{service}", "--listen", f"{host.address}:{port}")
@@ -32,8 +36,8 @@ def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
     yield "rollout", serve(second, "rollout", ROLLOUT)
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    for rank, host in ((1, second), (0, first)):  # ended the other way round: the other rank ends when rank 0 has
-        # As many threads as a rank has on loopback, where two share the cores: sums may depend on it.
+    for rank, host in ((1, second), (0, first)):  # they are ended in reverse: rank 1 ends once rank 0 has
+        # Each rank has as many threads as on loopback, where two share the cores, because sums may depend on them.
         own = ",".join(map(str, cores[-half:] if rank else cores[:half]))
         torchrun = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
         torchrun += ["--master-addr", first.address, "--master-port", str(TORCHRUN)]
@@ -48,12 +52,12 @@ def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
             "-m",
             "services.trainer",
         )
-        # On all interfaces: by which of them others reach it, it learns from the coordinator.
+        # It listens on all interfaces, and learns from the coordinator by which of them others reach it.
         yield f"trainer-{rank}", host.command(*command, "--listen", f"0.0.0.0:{TRAINER}", "--tls", "certs/trainer")
 
 
 def make_certificates(first: Host, second: Host) -> None:
-    """Below certs/ here, for the address by which each service is called, and for the operator who calls."""
+    """Issues certificates, below certs/ here, for the address at which each service is called and for the operator."""
     hosts = {"coordinator": first, "reward": first, "trainer": first, "rollout": second, "operator": second}
     for arguments in (
         ("init",),
@@ -64,14 +68,14 @@ def make_certificates(first: Host, second: Host) -> None:
 
 
 def doctor(host: Host, options: list[str]) -> str:
-    """What `lockstep doctor` says there, a line for each check."""
+    """Returns what `lockstep doctor` says on `host`, a line for each check."""
     command = host.command("env", "COLUMNS=400", LOCKSTEP, "doctor", *options, "--tls", "certs/coordinator")
     return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False).stdout
 
 
 @pytest.fixture(scope="module")
 def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """Workspace and output of a run on two hosts, and how many bytes the second one received."""
+    """Provides the workspace and output of a run on two hosts, and the number of bytes that the second one received."""
     workspace = make_workspace(tmp_path_factory.mktemp("namespaces"))
     with two_hosts() as (first, second), ExitStack() as stack, chdir(workspace):
         make_certificates(first, second)

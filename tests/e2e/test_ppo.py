@@ -22,9 +22,11 @@ KL_COEF = 0.1
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Path:
-    """Of a run of four steps that was killed after the third and went on from the second. `before` has the third step's
-    numbers before the kill. The critic has a trainer of its own, the reference is on the policy's ranks. The first
-    replica is a borrowed one. Sampling is truncated."""
+    """Provides the workspace of a run of four steps that was killed after the third and went on from the second.
+
+    `before` has the third step's numbers before the kill. The critic has a trainer of its own, and the reference is on
+    the policy's ranks. The replica before the kill is a borrowed one. Sampling is truncated.
+    """
     sampling = {"max_tokens": 64, "top_p": 0.9, "top_k": 20}
     samples = {"completions_per_prompt": 4, "max_model_len": 96, "max_samples": 4}
     directory = make_workspace(
@@ -52,7 +54,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> 
 
 
 def steps(workspace: Path) -> list[dict[str, float]]:
-    """Numbers of the steps, by step."""
+    """Returns the numbers of each step, at the step's index."""
     lines = [line for line in numbers(workspace) if "train/critic_loss" in line]
     return [{}, *lines]
 
@@ -68,7 +70,7 @@ def test_every_token_has_what_the_other_models_say_of_it(workspace: Path):
     # The policy is still the reference, which has the trainer's arithmetic, not the engine's.
     np.testing.assert_allclose(flat(batch["ref_logprobs"]), flat(batch["logprobs"]), atol=1e-4)
     assert np.abs(flat(batch["values"])).max() > 0  # one warm-up batch was trained on
-    # gamma and lam are 1, and there is no penalty yet: all tokens have the sample's reward before them.
+    # gamma and lam are 1, and there is no penalty yet: the return of every token is the sample's reward.
     rewards = np.repeat(batch["reward"], [len(row) for row in batch["tokens"]])
     np.testing.assert_allclose(flat(batch["returns"]), rewards, atol=KL_COEF * 1e-4 * 64)
     later = pq.read_table(workspace / "runs" / "run" / "batches" / "step-000002.parquet").to_pydict()
@@ -76,7 +78,10 @@ def test_every_token_has_what_the_other_models_say_of_it(workspace: Path):
 
 
 def test_every_token_has_what_it_was_drawn_from(workspace: Path):
-    """Policy and reference, which agree with the engine, have normalized over these tokens."""
+    """Tests that each token is in the set of tokens that it was drawn from.
+
+    Policy and reference, which agree with the engine, have normalized over these sets.
+    """
     batch = pq.read_table(workspace / "runs" / "run" / "batches" / "step-000000.parquet").to_pydict()
     for tokens, kept in zip(batch["tokens"], batch["kept"], strict=True):
         counts, sets = decode_kept(kept, len(tokens))
@@ -135,7 +140,7 @@ def test_where_a_critic_can_begin_again(workspace: Path, tmp_path: Path):
     with closing(Record(run)) as record:
         checkpoint = str(run / "critic_checkpoints" / "step-000002")
         assert record.critic_start(3) == record.critic_start(2) == (2, checkpoint)
-        assert record.critic_start(1) is None  # what it was warmed up with is not kept
+        assert record.critic_start(1) is None  # the batch that it was warmed up with is not kept
         assert [record.critic_checkpoint(step) for step in (1, 2, 3)] == [None, Path(checkpoint), None]
         (Path(checkpoint) / "manifest.json").write_text("{}")
         with pytest.raises(DataLoss, match="not the file that was saved"):

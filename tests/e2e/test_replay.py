@@ -21,7 +21,7 @@ from tests.e2e.lockstep_command import NUM_STEPS, invoke
 
 @pytest.fixture
 def workspace(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy of the run and of all that it read but the model, whose path is absolute."""
+    """Provides a copy of the run and of all that it read, except the model, whose path is absolute."""
     return shutil.copytree(undisturbed, tmp_path / "copy")
 
 
@@ -32,7 +32,7 @@ def replay(workspace: Path, *arguments: object) -> tuple[int, str]:
 
 
 def files(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file, but of those of replays."""
+    """Returns the SHA-256 of every file, except those of replays."""
     paths = [path for path in directory.rglob("*") if path.is_file() and "replay" not in path.parts]
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
@@ -43,7 +43,7 @@ def test_a_step_is_exactly_the_same_again(workspace: Path, lent: Sequence[str]) 
     assert code == 0, output
     assert "step 4: identical to the record" in output
     assert "rewards of 32 samples: all equal" in output
-    # From the checkpoint of step 2, so that the batch of step 3 comes first.
+    # The replay starts from the checkpoint of step 2, so the batch of step 3 comes first.
     assert "step-000002" in output and "training on the batch of step 3" in output
     assert files(workspace / "runs" / "run") == before
     (directory,) = (workspace / "runs" / "run" / "replay").iterdir()

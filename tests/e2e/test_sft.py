@@ -1,5 +1,7 @@
-"""`lockstep sft`: a tiny model learns sums by heart, a killed run ends as one that nothing disturbed, and what it
-leaves is a model to reinforce. Megatron trains as FSDP does."""
+"""Tests `lockstep sft`: a tiny model learns sums by heart, and a killed run ends as one that nothing disturbed.
+
+The run leaves a model from which reinforcement learning can start. Megatron trains as FSDP does.
+"""
 
 import math
 import subprocess
@@ -19,13 +21,13 @@ from tests.e2e.lockstep_command import LOCKSTEP, LockstepRun, numbers, weights
 from tests.support import make_model
 
 SUMS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(6) for b in range(6)]
-HELD_OUT = SUMS[::5]  # 8 rows: the last of the two batches they are scored in is not full
+HELD_OUT = SUMS[::5]  # 8 rows, scored in two batches, the second of which is not full
 NUM_EPOCHS, NUM_STEPS = 11, 33
 FIRST_STEPS = 11
 
 
 class SftRun(LockstepRun):
-    """`lockstep sft sft.yaml ...` in a workspace."""
+    """Runs `lockstep sft sft.yaml ...` in a workspace."""
 
     def __init__(self, workspace: Path, *arguments: str):
         self.workspace, self.directory = workspace, workspace / "runs" / "run"
@@ -50,7 +52,7 @@ def make_workspace(base: Path, name: str) -> Path:
             "samples_per_step": 12,
             "max_tokens": 8,
         },
-        # 12 rows of 4 or 5 tokens do not fit 2 x 16: micro-batches are accumulated.
+        # 12 rows of 6 or 7 tokens do not fit 2 x 16: micro-batches are accumulated.
         "trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 16, "optim": {"lr": 2e-3}},
         "evaluation": {"eval_freq": 11},
         "checkpoint": {"save_freq": 11},
@@ -70,19 +72,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(base: Path) -> Path:
-    """Workspace of a run whose coordinator is killed after the first checkpoint."""
+    """Provides the workspace of a run whose coordinator `undisturbed` kills after the first checkpoint."""
     return make_workspace(base, "killed")
 
 
 @pytest.fixture(scope="module")
 def trainer(lent: Sequence[str]) -> str:
-    """The option that names a trainer of two ranks, which has one run after the other."""
+    """Provides the option that names a trainer of two ranks, which has one run after the other."""
     return lent[0]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(base: Path, killed: Path, trainer: str) -> Path:
-    """Workspace of a run that nothing disturbs, on a trainer that it finds with the killed run still open."""
+    """Provides the workspace of a run that nothing disturbs, on a trainer on which the killed run is still open."""
     workspace = make_workspace(base, "undisturbed")
     with SftRun(killed, trainer) as run:
         run.until(lambda: run.has("finished", 13), "step 13")
@@ -99,7 +101,8 @@ def test_it_learns(undisturbed: Path) -> None:
     lines = numbers(undisturbed)
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert len(losses) == NUM_STEPS
-    # 64 tokens, and a model that is far from sure of anything; at the end the end token and most digits are known.
+    # The vocabulary has 64 tokens, and the model is at first far from sure of any. In the end it knows the end token
+    # and most digits.
     assert losses[0] > math.log(64) * 0.9 and max(losses[-3:]) < 0.3
     held_out = {line["step"]: line["eval/sums/nll"] for line in lines if "eval/sums/nll" in line}
     assert list(held_out) == [0, 11, 22, 33] and held_out[33] < 0.2
@@ -113,13 +116,13 @@ def test_the_held_out_loss_is_that_of_transformers(base: Path, undisturbed: Path
     for version, model in ((0, base / "model"), (NUM_STEPS, undisturbed / "runs" / "run" / "model")):
         logged = next(line for line in numbers(undisturbed) if line["step"] == version and "eval/sums/nll" in line)
         losses = torch.cat(list(response_nlls(model, HELD_OUT)))
-        # Sums of tens of float32 log-probabilities of a few nats.
+        # Both are computed from sums of tens of float32 log-probabilities of a few nats.
         assert logged["eval/sums/nll"] == pytest.approx(losses.mean().item(), abs=1e-5)
         assert logged["eval/sums/perplexity"] == pytest.approx(math.exp(logged["eval/sums/nll"]))
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(killed: Path, undisturbed: Path) -> None:
-    """On a trainer of its own this time, from the checkpoint."""
+    """The run continues from its checkpoint, this time on a trainer of its own."""
     with SftRun(killed, "resume=must") as run:
         assert run.wait() == 0, run.output
         assert not run.below()
@@ -135,9 +138,10 @@ def test_megatron_trains_as_fsdp_does(base: Path, undisturbed: Path, trainer: st
     with SftRun(workspace, trainer, *layout, "num_epochs=null", f"num_steps={FIRST_STEPS}") as run:
         assert run.wait() == 0, run.output
     got, want = numbers(workspace), [line for line in numbers(undisturbed) if line["step"] <= FIRST_STEPS]
-    assert len(want) == FIRST_STEPS + 2  # the held-out loss before and after are lines of their own
+    assert len(want) == FIRST_STEPS + 2  # the held-out losses before and after are lines of their own
     for ours, theirs in zip(got, want, strict=True):
-        # Means over tens of float32 numbers of size 1, in another order: up to 3e-7 here, after all steps as after one.
+        # These are means over tens of float32 numbers of about 1, added in another order. The relative difference is up
+        # to 3e-7 here, after all steps as after one.
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -154,7 +158,7 @@ def test_the_model_answers_and_is_one_to_start_from(undisturbed: Path) -> None:
 
 
 def response_nlls(directory: Path, rows: list[dict[str, str]]) -> Iterator[torch.Tensor]:
-    """Of each row, those of each token of the response and of its end token."""
+    """Yields for each row the negative log-likelihoods [tokens] of the response and of its end token."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), Tokenizer.load(directory)
     for row in rows:
         prompt = tokenizer.encode(row["prompt"])
@@ -165,7 +169,11 @@ def response_nlls(directory: Path, rows: list[dict[str, str]]) -> Iterator[torch
 
 
 def test_a_run_that_gets_no_better_ends_and_stays_ended(base: Path, trainer: str) -> None:
-    """The loss falls, which is no better where the largest value is best; the largest of a saved step is that of 2."""
+    """Tests early stopping and `keep_best` with mode `max` on a loss that only falls.
+
+    No evaluation is better than the first, so the run ends once its patience is used up. Of the saved steps, step 2 has
+    the largest loss, so its checkpoint is kept.
+    """
     workspace = make_workspace(base, "early")
     largest = {"metric": "eval/sums/nll", "mode": "max"}
     changes = {

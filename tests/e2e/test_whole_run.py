@@ -48,7 +48,7 @@ def test_every_step_is_on_policy_and_recorded_once(workspace: Path):
 
 
 def test_no_service_ends_a_run_or_itself_with_a_traceback(workspace: Path):
-    """The lent services end later, which their fixture looks at."""
+    """Checks the logs of the run; the fixture `lent_services` checks how the shared services end later."""
     logs = {name: (workspace / f"{name}.log").read_text() for name in ("trainer", "reward", "rollout-0", "rollout-1")}
     assert "listens on" in logs["reward"]
     assert [name for name, log in logs.items() if "Traceback" in log] == []
@@ -60,7 +60,7 @@ def test_numbers_of_every_step(workspace: Path):
     evaluations = [line for line in lines if "eval/test/reward" in line]
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
     assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
-    # float32 in engine and trainer, as in tests/rollout.
+    # Engine and trainer compute in float32, as in tests/rollout.
     assert max(line["train/logprob_gap_max"] for line in steps) <= 1e-4
     for line in steps:
         batch = pq.read_table(workspace / "runs" / "run" / "batches" / f"step-{line['step'] - 1:06d}.parquet")
@@ -69,7 +69,7 @@ def test_numbers_of_every_step(workspace: Path):
 
 
 def test_prometheus_reads_the_same_of_the_services(workspace: Path):
-    """Other runs may have been on these services before."""
+    """Checks how far each metric rose during the run, because other runs may have used these services before."""
     before, after = (
         {name: parse((workspace / f"{name}.{when}.prom").read_text()) for name in ("trainer", "rollout-0", "rollout-1")}
         for when in ("before", "after")
@@ -87,8 +87,8 @@ def test_prometheus_reads_the_same_of_the_services(workspace: Path):
         num_tokens = sum(len(tokens) for batch in batches for tokens in batch[column].to_pylist())
         assert gained("trainer", "lockstep_trainer_trained_tokens_total", role="policy", part=part) == num_tokens
     generated = sum(gained(replica, "lockstep_rollout_generated_tokens_total") for replica in replicas)
-    assert generated > num_tokens  # the evaluations too
-    # vLLM counts with nobody having asked it to.
+    assert generated > num_tokens  # evaluations generate tokens too
+    # vLLM's own metrics are there although nothing in the config asks for them.
     assert all(
         {"vllm:kv_cache_usage_perc", "vllm:num_requests_running"} <= after[replica].keys() for replica in replicas
     )
@@ -99,7 +99,7 @@ def test_prometheus_reads_the_same_of_the_services(workspace: Path):
         assert gained(replica, "lockstep_rollout_publication_bytes_total") == sent > 0
         assert gained(replica, "lockstep_rollout_publication_seconds_count") == NUM_STEPS + 1
         assert value(after[replica], "lockstep_rollout_in_flight_samples") == 0
-    # The run has come to its end, and the services that were given to it hold it no longer.
+    # The run has ended, and the services that it was given no longer hold it.
     assert "lockstep_trainer_version" not in after["trainer"]
     assert not any("lockstep_rollout_served_info" in after[replica] for replica in replicas)
 

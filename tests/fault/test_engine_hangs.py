@@ -1,4 +1,7 @@
-"""Processes that are stopped, not ended: the run names whom it waits for in vain, and goes on as far as it can."""
+"""Tests runs whose processes are stopped (SIGSTOP) but do not end.
+
+The run names the process that does not answer, and goes on as far as it can.
+"""
 
 import os
 import signal
@@ -10,7 +13,7 @@ from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, rep
 from tests.fault.stopping import all_idle, stop_while_generating
 from tests.support import descendants, engine_of, still_there
 
-# Far above the second that a group takes, and above the time in which a silent connection is noticed.
+# Far above the second that a group takes, and above the time after which a silent connection is noticed.
 GENERATE_S = 30.0
 pytestmark = pytest.mark.long
 
@@ -24,13 +27,13 @@ def times_back(run: LockstepRun, address: str) -> int:
 
 
 def epochs_before(run: LockstepRun, version: int) -> list[int]:
-    """Number of replicas of every epoch until `version` was published."""
+    """Returns the number of replicas of every epoch of the weight group until `version` was published."""
     published = next(row["seq"] for row in run.ledger("published") if row["version"] == version)
     return [epoch["num_replicas"] for epoch in run.ledger("epoch") if epoch["seq"] < published]
 
 
 def stop_a_service(run: LockstepRun, address: str, version: int) -> None:
-    """Stops a whole replica in the generation from `version`; it goes on after the next publication."""
+    """Stops a whole replica while it generates from `version`, and lets it go on after the next publication."""
     service = run.services("rollout")[address]
     engine = stop_while_generating(run, address, service, version)
     os.kill(service, signal.SIGSTOP)
@@ -46,7 +49,7 @@ def stop_a_service(run: LockstepRun, address: str, version: int) -> None:
 
 
 def stop_an_engine_that_generates(run: LockstepRun, address: str, version: int) -> None:
-    """Stops only the engine of a replica in the generation from `version`; its service answers."""
+    """Stops only the engine of a replica while it generates from `version`; its service still answers."""
     engine = stop_while_generating(run, address, run.services("rollout")[address], version)
     run.until(lambda: lost(run, address), "the deadline of a group")
     assert replica_info(address).info.service == "rollout"
@@ -77,7 +80,7 @@ def stop_the_trainer(run: LockstepRun, version: int) -> None:
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LockstepRun, list[str]]:
-    """The run until the trainer was stopped, and the addresses of trainer and replicas."""
+    """Provides a run that ended after its trainer was stopped, and the addresses of the trainer and the replicas."""
     limits = {"weights": {"timeout_s": 15.0}, "timeouts": {"generate_s": GENERATE_S}}
     workspace = make_workspace(tmp_path_factory.mktemp("hanging"), **limits)
     with LockstepRun(workspace) as run:

@@ -1,4 +1,4 @@
-"""Replicas that die while they generate and while they receive: the run goes on with the same numbers."""
+"""Tests that a run goes on with the same numbers when replicas die while they generate or receive weights."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.support import engine_of, still_there
 
 
 def kill_while_generating(run: LockstepRun, address: str, version: int) -> None:
-    """Kills the replica in the generation from `version`, and lets the step end only when it is back."""
+    """Kills the replica while it generates from `version`, and returns when it is back, before the step ends."""
     service = run.services("rollout")[address]
     stop_while_generating(run, address, service, version)
     os.kill(service, signal.SIGKILL)
@@ -23,7 +23,7 @@ def kill_while_generating(run: LockstepRun, address: str, version: int) -> None:
 
 
 def kill_while_receiving(run: LockstepRun, victim: str, survivor: str, version: int) -> None:
-    """Stops the victim's engine before it receives `version` + 1, and kills it while the survivor waits for it."""
+    """Stops the victim's engine before it receives `version` + 1, and kills the victim while the survivor waits."""
     run.until(lambda: run.has("published", version), f"version {version} to be served")
     run.until(lambda: all_idle([victim, survivor]), "all groups to be generated")
     service = run.services("rollout")[victim]
@@ -35,7 +35,7 @@ def kill_while_receiving(run: LockstepRun, victim: str, survivor: str, version: 
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LockstepRun, object, object, list[int]]:
-    """The run, what a second coordinator said, the revived replica, and all processes."""
+    """Provides the run, the result of a second coordinator, the info of the restarted replica, and the run's pids."""
     workspace = make_workspace(tmp_path_factory.mktemp("replicas"))
     with LockstepRun(workspace) as run:
         run.until(lambda: run.has("published", 0), "the first publication")
@@ -77,7 +77,7 @@ def test_the_weight_group_follows_its_members(disturbed):
 def test_nobody_waits_for_the_dead(disturbed):
     logs = "".join(path.read_text() for path in (disturbed[0].directory / "logs").iterdir())
     assert "EPOCH_ABORTED" in logs
-    assert "waited 60 s" not in logs  # as long as weights.timeout_s: the survivor was told
+    assert "waited 60 s" not in logs  # 60 s is weights.timeout_s; the survivor need not wait, because it was told
 
 
 def test_no_sample_is_lost_or_drawn_twice(disturbed, undisturbed: Path):
@@ -87,7 +87,7 @@ def test_no_sample_is_lost_or_drawn_twice(disturbed, undisturbed: Path):
         ours, theirs = pq.read_table(run.workspace / name), pq.read_table(undisturbed / name)
         assert len(set(zip(ours["prompt_id"].to_pylist(), ours["sample"].to_pylist(), strict=True))) == 8 * 4
         assert ours.num_rows == 8 * 4
-        # Seeds follow from step, prompt and sample alone, so a group that was sent again is the same group.
+        # Seeds follow from step, prompt and sample alone, so a group that is generated again is the same.
         assert ours.equals(theirs)
 
 

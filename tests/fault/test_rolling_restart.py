@@ -27,7 +27,10 @@ RESTARTED = ("reward", "rollout-0")
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory, lent_services: Lent) -> LockstepRun:
-    """A run whose reward service is restarted as an orchestrator does it, and whose replica 0 leaves for replica 2."""
+    """Provides a run during which replica 2 replaced replica 0 and the reward service was restarted.
+
+    The restart is that of an orchestrator: SIGTERM, then a new process at the same address.
+    """
     directory = tmp_path_factory.mktemp("rolling")
     workspace = make_workspace(directory, model=str(directory / "model"))
     addresses = {name: f"127.0.0.1:{free_port()}" for name in RESTARTED}

@@ -1,4 +1,7 @@
-"""Ends a coordinator while its services go on: it is replaced by another run, or killed in the middle of a step."""
+"""Tests services that go on while their coordinator ends.
+
+Another run replaces the coordinator, or it is killed in the middle of a step.
+"""
 
 import asyncio
 import os
@@ -34,7 +37,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def services(workspace: Path, lent_services: Lent) -> Iterator[dict[str, tuple[str, int]]]:
-    """Address and pid of each service."""
+    """Yields the address and pid of each service, by its name."""
     address = f"127.0.0.1:{free_port()}"
     lent = {
         name: (lent_services.addresses[name], lent_services.processes[name].pid) for name in ("trainer", "rollout-0")

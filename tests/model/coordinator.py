@@ -1,4 +1,4 @@
-"""What the coordinator does: opening, publications, steps, checkpoints. See services/coordinator/rl/loop.py."""
+"""Models the coordinator: opening, publications, steps, checkpoints. See services/coordinator/rl/loop.py."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def ended(w: World) -> World:
 
 
 def at(*places: str):
-    """Returns a guard: the coordinator is at one of `places`."""
+    """Returns a guard that holds while the coordinator is at one of `places`."""
     return lambda w, rules: w.coordinator.at in places
 
 
@@ -55,12 +55,12 @@ def trainer_opened(w: World, rules: Rules) -> bool:
 
 
 def take_version(w: World, rules: Rules) -> Iterator[World]:
-    """The trainer may be a step ahead of the record: Run.last_finished and Run.unfinished_stamp."""
+    """Takes the trainer's version, maybe a step ahead of the record: Run.last_finished and Run.unfinished_stamp."""
     held, last_id = w.trainer.answer.value
     is_ahead = w.ledger.last == held - 1 and last_id == held - 1
     batch = w.ledger.collected[held - 1] if is_ahead else None
     w = w._replace(trainer=w.trainer._replace(waits=None, answer=None))
-    if is_ahead and batch is None:  # the run ends with DATA_LOSS, and its user restarts the trainer, as it says
+    if is_ahead and batch is None:  # the run ends with DATA_LOSS, and the user restarts the trainer, as told
         yield ended(w)._replace(trainer=Trainer())
         return
     version = held - 1 if is_ahead else held
@@ -68,7 +68,7 @@ def take_version(w: World, rules: Rules) -> Iterator[World]:
 
 
 def open_replica(w: World, rules: Rules, index: int) -> Iterator[World]:
-    """Opens the run, on a new engine if the replica has none; also after it was lost during the run."""
+    """Opens the run on a replica, with a new engine if it has none; also after it was lost during the run."""
     r = w.replicas[index]
     engine = r if r.is_open else Replica(is_open=True, inbox=r.inbox)
     yield with_replica(w, index, engine._replace(token=w.coordinator.token, newest=-1, seat=0, view="stale"))
@@ -85,7 +85,7 @@ def begin(w: World, rules: Rules) -> Iterator[World]:
 
 
 def can_adopt(w: World, rules: Rules) -> bool:
-    """A complete checkpoint is not recorded, and the trainer has gone on since: Run.adopt_checkpoint."""
+    """Returns whether a checkpoint before the trainer's version is complete but unrecorded: Run.adopt_checkpoint."""
     c = w.coordinator
     step = c.version if c.is_ahead else c.version - 1
     if c.at != "begun" or step < 1 or w.ledger.finished[step] is None or w.ledger.saved >= step:
@@ -129,7 +129,7 @@ def has_group_to_use(w: World, rules: Rules) -> bool:
 
 
 def has_no_replica(w: World, rules: Rules) -> bool:
-    """No replica can be published to, or none serves."""
+    """Returns whether no replica can receive a publication or, where samples are needed, none serves."""
     c, views = w.coordinator, [r.view for r in w.replicas]
     if c.at == "publishing":
         return all(view == "dead" for view in views)
@@ -158,7 +158,10 @@ def members(w: World) -> list[Replica]:
 
 
 def all_answered(place: str, word_of_trainer: str, word: str):
-    """Returns a guard: all members have answered so."""
+    """Returns a guard that holds at `place` once all replicas of the group have answered with `word`.
+
+    The trainer must have answered with `word_of_trainer` too, unless that is empty.
+    """
 
     def guard(w: World, rules: Rules) -> bool:
         if w.coordinator.at != place:
@@ -201,7 +204,7 @@ def published(w: World, rules: Rules) -> Iterator[World]:
 
 
 def attempt_failed(w: World, rules: Rules) -> bool:
-    """A member has refused its call, or will never answer it."""
+    """Returns whether a member of the weight group has refused its call, or will never answer it."""
     if w.coordinator.at not in ("joining", "sending", "committing"):
         return False
     all_members = [w.trainer, *members(w)]
@@ -228,7 +231,7 @@ def fail_attempt(w: World, rules: Rules) -> Iterator[World]:
 
 
 def can_take_recorded(w: World, rules: Rules) -> bool:
-    """The save in progress comes first, because the weights must not change before it."""
+    """Returns whether the recorded batch is next; a save in progress ends first, as it needs unchanged weights."""
     if w.coordinator.at != "generating" or w.coordinator.saving or recorded_batch(w, rules) is None:
         return False
     return w.mode.lag == 0 or not rules.lag_drained or next_to_draw(w) is None
@@ -331,7 +334,7 @@ def is_due(w: World) -> bool:
 
 
 def can_save(w: World, rules: Rules) -> bool:
-    """One checkpoint is saved at a time."""
+    """Returns whether a checkpoint is due and none is being saved, as only one is saved at a time."""
     return w.coordinator.at == "saving" and is_due(w) and not w.coordinator.saving
 
 
@@ -366,7 +369,7 @@ def is_saved(w: World, rules: Rules) -> bool:
 
 
 def trainer_failed(w: World, rules: Rules) -> bool:
-    """The trainer has refused a call, or lost one: the run ends with its error."""
+    """Returns whether the trainer has refused or lost a call, which ends the run with the trainer's error."""
     c, t = w.coordinator, w.trainer
     if c.at in ("opening trainer", "training") and (is_lost(t) or (t.answer and t.answer.word == "refused")):
         return True
@@ -387,7 +390,7 @@ def finish_run(w: World, rules: Rules) -> Iterator[World]:
 
 
 def end(w: World, rules: Rules) -> Iterator[World]:
-    """Ends the run. If the trainer has applied another batch than the recorded one, its user restarts it, as told."""
+    """Ends the run. If the trainer has applied another batch than the recorded one, the user restarts it, as told."""
     t = w.trainer
     must_restart = t.answer is not None and t.answer.value == "replayed"
     yield ended(w)._replace(trainer=Trainer()) if must_restart else ended(w)

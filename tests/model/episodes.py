@@ -1,6 +1,7 @@
-"""Samples of several turns: services/coordinator/rl/sampling/episodes.py and services/reward/environments/table.py.
+"""Models samples of several turns.
 
-A batch is one sample here, whose turns are drawn one after the other. An episode that fails is played again.
+See services/coordinator/rl/sampling/episodes.py and services/reward/environments/table.py. A batch is one sample here,
+whose turns are drawn one after the other. An episode that fails is played again.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def can_open(w: World, rules: Rules) -> bool:
 
 
 def open_environment(w: World, rules: Rules) -> Iterator[World]:
-    """Opens the run. Episodes of an earlier coordinator end."""
+    """Opens the run in the environment, which ends the episodes of an earlier coordinator."""
     e, c = w.environment, w.coordinator
     sessions = e.sessions if e.token == c.token else frozenset()
     yield w._replace(environment=e._replace(is_open=True, token=c.token, view="open", sessions=sessions))
@@ -58,7 +59,7 @@ def episodes_of(e: Environment) -> set[int]:
 
 
 def has_replied(place: str) -> Callable[[World, Rules], bool]:
-    """Returns a guard: the environment has answered the call of this place."""
+    """Returns a guard that holds at `place` once the environment has answered the call."""
 
     def guard(w: World, rules: Rules) -> bool:
         answer = w.environment.answer
@@ -93,12 +94,12 @@ def is_over(w: World, rules: Rules) -> bool:
 
 
 def record_episode(w: World, rules: Rules) -> Iterator[World]:
-    """Records the batch, and ends the episode without waiting for its end."""
+    """Records the batch, and ends the episode without waiting until it has ended."""
     yield with_batch(w._replace(environment=calm(w.environment)), w.coordinator.turns, ends=True)
 
 
 def with_batch(w: World, turns: tuple[Weights, ...], *, ends: bool) -> World:
-    """Returns the world with the batch of these turns on disk; `ends` the episode that is open."""
+    """Returns the world with the batch of these turns on disk; if `ends`, the open episode ends too."""
     batch = Batch(next_to_draw(w), turns[-1], w.coordinator.stamp, turns=turns)
     w = without_episode(w) if ends else w
     return moved(w._replace(ledger=synced(w.ledger, batch)), "recording", batch=batch)
@@ -112,14 +113,14 @@ def without_episode(w: World) -> World:
 
 
 def is_left_over(w: World, rules: Rules) -> bool:
-    """The batch is complete without an episode that has begun: selection.over_sampling."""
+    """Returns whether the batch can do without the episode that has begun, as with selection.over_sampling."""
     c = w.coordinator
     has_begun = 0 < len(c.turns) < w.mode.turns
     return c.at == "generating" and has_begun and any(r.view == "serving" and r.stamp == c.stamp for r in w.replicas)
 
 
 def leave_over(w: World, rules: Rules) -> Iterator[World]:
-    """Records the batch of another sample, whose turns are not told apart here."""
+    """Records the batch of another sample, whose turns are not modeled one by one."""
     drawn = next(r.content for r in w.replicas if r.view == "serving" and r.stamp == w.coordinator.stamp)
     yield with_batch(w, (drawn,) * w.mode.turns, ends=rules.leftovers_dropped)
 
@@ -131,7 +132,7 @@ def has_failed(w: World, rules: Rules) -> bool:
 
 
 def play_again(w: World, rules: Rules) -> Iterator[World]:
-    """Begins the sample anew. A service that was lost is opened before. What cannot be played again ends the run."""
+    """Begins the sample again, after opening a service that was lost; ends the run if it cannot be played again."""
     e = w.environment
     if e.answer and e.answer.value in ("replaced", "another turn"):
         yield ended(w)
@@ -179,13 +180,13 @@ def session_of(e: Environment, request: Request) -> Session | None:
 
 
 def reset(e: Environment, rules: Rules, request: Request) -> Environment:
-    """Begins an episode; anew, if it has played a turn."""
+    """Begins an episode; one that has already played turns begins again."""
     before, after = session_of(e, request), Session(request.about[0])
     return answered(e, request, "reply")._replace(sessions=e.sessions - {before} | {after})
 
 
 def play(e: Environment, rules: Rules, request: Request) -> Environment:
-    """Plays the next turn; the last one again is answered from memory."""
+    """Plays the next turn; a repeated call for the last turn is answered from memory."""
     session, turn = session_of(e, request), request.about[1]
     if session is None:
         return refused(e, request, "no episode")
@@ -208,9 +209,9 @@ def is_abandoned(w: World, rules: Rules) -> bool:
 
 
 def end_leases(w: World, rules: Rules) -> Iterator[World]:
-    """Ends the episodes that nobody plays. When they end makes no difference to others, so they do at last.
+    """Ends the episodes that nobody plays. The time makes no difference to others, so it is the end of the run.
 
-    The lease of an episode that is played ends as if the process that plays it died.
+    If the lease of an episode ends while it is played, that is the same as the death of its process: `kill_worker`.
     """
     yield w._replace(environment=w.environment._replace(sessions=frozenset()))
 
@@ -233,7 +234,7 @@ def has_sessions(w: World, rules: Rules) -> bool:
 
 
 def kill_worker(w: World, rules: Rules) -> Iterator[World]:
-    """The process that plays the episodes dies, or takes too long; the service goes on."""
+    """Ends the process that plays the episodes, which died or took too long; the service goes on."""
     yield w._replace(environment=w.environment._replace(sessions=frozenset()))
 
 
@@ -243,7 +244,7 @@ def calls(w: World, rules: Rules) -> bool:
 
 
 def lose_call(w: World, rules: Rules) -> Iterator[World]:
-    """The call is made again by the connection, or given up; it may still arrive."""
+    """Loses a call, which the connection repeats or the caller gives up; the lost one may still arrive."""
     e = w.environment
     yield w._replace(environment=e._replace(inbox=(*e.inbox, e.waits), answer=None))
     yield moved(without_episode(w._replace(environment=calm(e))), "generating")

@@ -1,4 +1,4 @@
-"""What can go wrong. The search bounds how often on one path."""
+"""Models what can go wrong. The search limits the number of faults on a path."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def is_running(w: World, rules: Rules) -> bool:
 
 
 def kill_coordinator(w: World, rules: Rules) -> Iterator[World]:
-    """Its calls that are under way may still arrive."""
+    """Kills the coordinator. Its calls that are under way may still arrive."""
     yield ended(w)
 
 
@@ -32,7 +32,10 @@ def can_thaw_late(w: World, rules: Rules) -> bool:
 
 
 def thaw_late(w: World, rules: Rules) -> Iterator[World]:
-    """It goes on later, with a batch that is only in its own memory, while another coordinator has the run."""
+    """Stops a coordinator, and lets it go on after another one has taken over the run.
+
+    It then sends a batch that is only in its own memory.
+    """
     c = w.coordinator
     batch = Batch(c.version, drawn=c.stamp, stamp=c.stamp, is_foreign=True)
     trainer = w.trainer._replace(inbox=(*w.trainer.inbox, Request("train", c.token, batch)))
@@ -72,7 +75,7 @@ def can_repeat_batch(w: World, rules: Rules) -> bool:
 
 
 def repeat_batch(w: World, rules: Rules) -> Iterator[World]:
-    """The connection is lost, so the coordinator sends the batch again; the first call may still arrive."""
+    """Loses the connection, so that the coordinator sends the batch again; the first call may still arrive."""
     t = w.trainer
     yield w._replace(trainer=t._replace(inbox=(*t.inbox, t.waits), answer=None))
 
@@ -82,14 +85,14 @@ def can_repeat_save(w: World, rules: Rules) -> bool:
 
 
 def repeat_save(w: World, rules: Rules) -> Iterator[World]:
-    """The call to save is lost before or after its effect, and repeated."""
+    """Loses the call to save, before or after its effect, so that it is repeated."""
     t, c = w.trainer, w.coordinator
     request = Request("save", c.token, c.saving)
     yield w._replace(trainer=t._replace(inbox=(*(one for one in t.inbox if one != request), request), saved=None))
 
 
 def flip(w: World, rules: Rules) -> Iterator[World]:
-    """One replica gets other bytes than were sent."""
+    """Broadcasts the weights, of which one replica receives other bytes than were sent."""
     for sound in broadcast(w, rules):
         for index, r in enumerate(sound.replicas):
             if r.received:

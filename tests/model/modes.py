@@ -1,4 +1,4 @@
-"""What only some configs do: blocks of a batch that are streamed, and replicas that sleep while the trainer works."""
+"""Models what only some configs do: stream blocks of a batch, and let replicas sleep while the trainer works."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from tests.model.state import (
     with_replica,
 )
 
-# Streamed blocks: services/coordinator/rl/streaming.py, services/trainer/blocks.py. A block is the whole of a batch.
+# Streamed blocks: services/coordinator/rl/streaming.py, services/trainer/blocks.py. Here one block is the whole batch.
 
 
 def can_stream(w: World, rules: Rules) -> bool:
@@ -89,7 +89,7 @@ def is_streaming(w: World, rules: Rules) -> bool:
 
 
 def break_stream(w: World, rules: Rules) -> Iterator[World]:
-    """The coordinator loses the stream. What it has sent arrives later, or never."""
+    """Breaks the coordinator's stream. What it has sent arrives later, or never."""
     t = w.trainer
     answer = Answer("lost") if _commits(w) else t.answer
     late = moved(w, w.coordinator.at, streamed=None)._replace(trainer=t._replace(answer=answer))
@@ -108,7 +108,7 @@ def has_block(w: World, rules: Rules) -> bool:
 
 
 def flip_block(w: World, rules: Rules) -> Iterator[World]:
-    """A block is not what was sent."""
+    """Changes the block that has arrived, so that it is not what was sent."""
     wrong = w.trainer.arrived._replace(is_foreign=True)
     yield w._replace(trainer=w.trainer._replace(arrived=wrong, gradients=(*w.trainer.gradients[:-1], wrong)))
 
@@ -135,7 +135,7 @@ def all_sleep(w: World, rules: Rules) -> bool:
 
 
 def go_on_asleep(w: World, rules: Rules) -> Iterator[World]:
-    """A replica that was lost meanwhile has no memory; it is dropped and opened again."""
+    """Goes on while replicas sleep; one that was lost meanwhile has no memory: it is dropped and opened again."""
     if any(r.answer and r.answer.value == "replaced" for r in sleeping(w)):
         yield ended(w)
         return
@@ -148,6 +148,6 @@ def go_on_asleep(w: World, rules: Rules) -> Iterator[World]:
 
 
 def replica_sleeps(r: Replica, rules: Rules, request: Request) -> Replica:
-    """Drops the weights."""
+    """Drops the weights of the replica, which serves nothing then."""
     stamp = None if rules.sleep_ends_serving else r.stamp
     return answered(r, request, "asleep")._replace(is_asleep=True, content=None, stamp=stamp, received=None)

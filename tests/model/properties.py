@@ -1,4 +1,4 @@
-"""What must hold in every state, and when a run has reached its end."""
+"""Defines what must hold in every state, and when a run has reached its end."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,7 +6,10 @@ from tests.model.state import Update, World
 
 
 def on_policy(w: World) -> bool:
-    """The batch of version t is applied to t, and has what its stamp says: that of t or, with a lag k, of t - k."""
+    """Returns whether each version t was updated by the batch of version t, drawn from what its stamp says.
+
+    The stamp is that of version t or, with a lag k, of a version from t - k on.
+    """
     return all(_is_of(w, update) for update in w.updates)
 
 
@@ -18,7 +21,10 @@ def _is_of(w: World, update: Update) -> bool:
 
 
 def drawn_from_one_version(w: World) -> bool:
-    """With a lag, every batch is drawn from exactly one version, so that the run can be repeated."""
+    """Returns whether every batch is drawn from exactly one version, so that the run can be repeated.
+
+    With a lag k, batch t is drawn from version t - k, or from version 0 if that is negative.
+    """
     batches = [batch for batch in w.ledger.collected if batch]
     return all(batch.stamp.version == max(0, batch.version - w.mode.lag) for batch in batches)
 
@@ -28,12 +34,12 @@ def nothing_else_applied(w: World) -> bool:
 
 
 def silent_asleep(w: World) -> bool:
-    """What sleeps serves nothing, and was not taken for serving since."""
+    """Returns whether no replica serves anything while it sleeps."""
     return not any(r.is_asleep and r.stamp for r in w.replicas)
 
 
 def served_as_stamped(w: World) -> bool:
-    """What a replica serves was compared on all members, and its engine really has it."""
+    """Returns whether what each replica serves was compared on all members and is what its engine really has."""
     return all(r.stamp is None or (r.stamp == r.content and r.stamp in w.compared) for r in w.replicas)
 
 
@@ -42,7 +48,7 @@ def never_backwards(w: World) -> bool:
 
 
 def not_disturbed(w: World) -> bool:
-    """A replica that the coordinator told to serve goes on with it, until it is killed or told otherwise."""
+    """Returns whether replicas serve what the coordinator told them to, until they are killed or told otherwise."""
     c = w.coordinator
     if c.at not in ("generating", "collecting"):
         return True
@@ -50,20 +56,20 @@ def not_disturbed(w: World) -> bool:
 
 
 def one_effect(w: World) -> bool:
-    """Every finished step is one update, by exactly the batch that is recorded for it."""
+    """Returns whether every finished step is one update, by exactly the batch that is recorded for it."""
     steps = [finished for finished in w.ledger.finished if finished]
     applied = {(update.batch, update.after) for update in w.updates}
     return all(step in applied for step in steps)
 
 
 def recorded_first(w: World) -> bool:
-    """What the trainer has applied is on disk: its coordinator can be killed at any time."""
+    """Returns whether what the trainer has applied is on disk, so that its coordinator can be killed at any time."""
     last = w.trainer.last
     return last is None or last.is_foreign or last in w.ledger.collected
 
 
 def saved_as_finished(w: World) -> bool:
-    """A recorded checkpoint is complete and has the weights of the finished step that it is named after."""
+    """Returns whether the recorded checkpoint is complete and has the weights of its finished step."""
     saved, finished = w.disk[w.ledger.saved], w.ledger.finished[w.ledger.saved]
     return w.ledger.saved == 0 or bool(saved and finished and saved.weights == finished[1])
 
@@ -73,7 +79,7 @@ def one_owner(w: World) -> bool:
 
 
 def turns_of_one_stamp(w: World) -> bool:
-    """All turns of a sample that is trained on come from the weights that its stamp says."""
+    """Returns whether all turns of each trained sample come from the weights that its stamp names."""
     batches = (update.batch for update in w.updates)
     return all(turn == batch.stamp for batch in batches for turn in batch.turns)
 
@@ -100,9 +106,9 @@ INVARIANTS: Mapping[str, Callable[[World], bool]] = {
 
 
 def is_finished(w: World) -> bool:
-    """The run has done all steps, its last checkpoint is recorded, and no episode is left open.
+    """Returns whether the run has done all steps, its last checkpoint is recorded, and no episode is left open.
 
-    The end of the run closes those that are left, if the service can be reached; here only their leases do.
+    At its end, a real run closes the open episodes if it can reach the service; here only their leases end them.
     """
     is_done = w.coordinator.at == "done" and w.ledger.last == w.num_steps == w.ledger.saved
     return is_done and not w.environment.sessions

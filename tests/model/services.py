@@ -1,4 +1,7 @@
-"""What the services do with calls, whoever sent them: services/trainer/servicer.py, services/rollout/servicer.py."""
+"""Models what the services do with calls, whoever sent them.
+
+See services/trainer/servicer.py and services/rollout/servicer.py.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -21,13 +24,13 @@ from tests.model.state import (
     with_replica,
 )
 
-BASE = Weights(0, 0)  # of the model directory
+BASE = Weights(0, 0)  # the weights of the model directory
 
 
 def receives(
     method: str, act: Callable[[World, Rules, Request], World], is_ready: Callable[[Trainer], bool]
 ) -> list[Transition]:
-    """Returns the transitions in which the trainer handles a call of `method`, if it `is_ready`."""
+    """Returns the transitions in which the trainer handles a call of `method`, when it `is_ready`."""
 
     def handling(is_late: bool) -> Transition:
         def requests(w: World) -> set[Request]:
@@ -48,7 +51,10 @@ def receives(
 
 
 def is_in_order(t: Trainer, request: Request) -> bool:
-    """A batch is sent long after the request to save, and arrives after it, unless that call is lost."""
+    """Returns whether the trainer can get this call now.
+
+    A batch is sent long after the request to save, and arrives after it, unless that request is lost.
+    """
     if request.method != "train":
         return True
     before = t.inbox[: t.inbox.index(request)]
@@ -56,7 +62,7 @@ def is_in_order(t: Trainer, request: Request) -> bool:
 
 
 def refusal(service: Trainer | Replica, request: Request, rules: Rules) -> str:
-    """Returns why any call but OpenRun is refused: the fence, or no open run."""
+    """Returns why a call other than OpenRun is refused (its fencing token, or no open run); an empty text if not."""
     if rules.fencing_token and service.token not in (0, request.token):
         return "replaced"
     return "" if service.is_open else "not open"
@@ -67,7 +73,7 @@ def trainer_answers(w: World, request: Request, word: str, value: object = None,
 
 
 def open_run(w: World, rules: Rules, request: Request) -> World:
-    """Keeps what it holds of this run; otherwise loads the checkpoint or the model."""
+    """Opens the run: the trainer keeps what it holds of this run, or loads the checkpoint or the model."""
     t = w.trainer
     if rules.fencing_token and request.token in t.tokens and request.token != t.token:
         return trainer_answers(w, request, "refused", "replaced")
@@ -131,7 +137,7 @@ def may_train(w: World, batch: Batch) -> bool:
 
 
 def apply_gradients(w: World, batch: Batch, *, is_owners: bool) -> World:
-    """Applies the gradients on the ranks, as those of `batch`."""
+    """Applies the gradients that the ranks hold, as the update by `batch`."""
     t = w.trainer
     version = t.weights.version + 1
     after = Weights(version, 1 + max((one.after.salt for one in w.updates if one.after.version == version), default=-1))
@@ -152,7 +158,7 @@ def save(w: World, rules: Rules, request: Request) -> World:
     if why:
         return save_answers(w, request, why)
     copied = Checkpoint(request.about, t.weights, t.last, request.token, t.kept)
-    return w._replace(trainer=taken(t, request)._replace(copied=copied, arrived=None))  # it ends a stream of blocks
+    return w._replace(trainer=taken(t, request)._replace(copied=copied, arrived=None))  # a save ends a stream of blocks
 
 
 def save_answers(w: World, request: Request, why: str) -> World:
@@ -183,7 +189,7 @@ def seated(w: World) -> list[Replica]:
 
 
 def all_in(own: str, others: str):
-    """Returns a guard: the trainer and all replicas that belong to its epoch are there."""
+    """Returns a guard that holds once the trainer is in stage `own` and all replicas of its epoch in `others`."""
 
     def guard(w: World, rules: Rules) -> bool:
         t = w.trainer
@@ -266,7 +272,7 @@ def replica_joins(r: Replica, rules: Rules, request: Request) -> Replica:
 
 
 def replica_receives_weights(r: Replica, rules: Rules, request: Request) -> Replica:
-    """Stops serving at once. A replica that sleeps is woken before."""
+    """Stops serving at once. A replica that sleeps is woken first."""
     epoch, _ = request.about
     if r.stage != "joined" or (rules.epoch_fence and epoch != r.epoch):
         return answered(r, request, "refused", "not joined")

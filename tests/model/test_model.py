@@ -1,4 +1,4 @@
-"""Searches every state of the protocol, and shows that the search finds a protocol that lacks one of its rules."""
+"""Searches every state of the protocol, and shows that the search detects when one of its rules is missing."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 NAMES = {holds: name for name, holds in INVARIANTS.items()}
 Record = Callable[[str, object], None]
 
-# A rule, the faults without which nobody notices that it is missing, and what is violated then.
+# MUTATIONS has, for each rule, the faults that are needed to notice that it is missing, and what is violated then;
+# None stands for PROGRESS.
 KILLS = ("the coordinator is killed", "the trainer is killed and started again")
 LATE = "a call of a publication is lost or late"
 FLIPPED = "bytes of a broadcast are flipped"
@@ -25,7 +26,7 @@ STOPPED = "a coordinator is replaced while it is stopped"
 LOST_STEP = "a call to the environment or its answer is lost"
 LOST_CLOSE = "a call that ends an episode is lost"
 FLIPPED_BLOCK = "bytes of a block are flipped"
-# Two steps, except with a lag, which needs a batch that was drawn before the last update.
+# Runs have two steps, except with a lag, which needs a batch that was drawn before the last update.
 MODES = {
     "streamed blocks": world_of(Mode(streams=True)),
     "replicas that sleep": world_of(Mode(sleeps=True)),
@@ -68,7 +69,7 @@ def test_the_protocol_keeps_its_promises_in_every_state(record_property: Record)
 
 
 def test_permuting_everything_finds_no_more(record_property: Record):
-    """The shorter search of the first test leaves out only what makes no difference."""
+    """Tests that the shorter search of the first test leaves out only what makes no difference."""
     found = _reported(search(PROTOCOL, max_faults=1, permuting=True), record_property)
     assert found.violated == "", "\n".join(found.path)
 
@@ -105,7 +106,7 @@ def test_so_is_one_of_another_mode(rule: str, mode: str, record_property: Record
 
 
 def _without(rule: str, faults: Sequence[str], first: World) -> Found:
-    """Searches with these faults and without `rule`, after a search with it that finds nothing."""
+    """Searches with these faults and without `rule`, after checking that a search with the rule finds nothing."""
     protocol = [step for step in PROTOCOL if not step.is_fault or step.name in faults]
     assert search(protocol, max_faults=len(faults), first=first).violated == ""
     return search(protocol, Rules()._replace(**{rule: False}), max_faults=len(faults), first=first)

@@ -1,4 +1,4 @@
-"""The other end of the scorers that ask a server: real HTTP on loopback, with answers as a test writes them."""
+"""Serves scorers that ask a server: real HTTP on loopback, with answers that a test chooses."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,7 +10,7 @@ Reply = Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
 
 
 class RemoteEnd:
-    """Answers each request with what `reply` makes of its JSON; keeps what it was asked."""
+    """Answers each request with what `reply` makes of its JSON; keeps the JSON and headers of all requests."""
 
     def __init__(self, reply: Reply):
         self._reply = reply
@@ -26,7 +26,7 @@ class RemoteEnd:
 
 @contextlib.asynccontextmanager
 async def served(reply: Reply) -> AsyncIterator[RemoteEnd]:
-    """Serves on a free port of loopback."""
+    """Yields a RemoteEnd that serves on a free port of loopback."""
     end, app = RemoteEnd(reply), web.Application(client_max_size=64 << 20)
     app.router.add_post("/{path:.*}", end.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -41,5 +41,5 @@ async def served(reply: Reply) -> AsyncIterator[RemoteEnd]:
 
 
 def chat(content: object) -> web.Response:
-    """A chat completion."""
+    """Returns the response that has `content` as a chat completion."""
     return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})

@@ -1,4 +1,4 @@
-"""Scorers of a user, good and bad; workers import this file by name."""
+"""Defines scorers as users write them, good and bad; workers import this file by name."""
 
 import asyncio
 import os
@@ -66,13 +66,13 @@ def leaves_child(*, extra, **_):
 
 
 def ranks(*, completion, answer, prompt, extra, num_tokens, finish_reason, scale=1, **_):
-    """Of a group: the share of samples that are shorter."""
+    """Returns, for each sample of a group, `scale` times the share of its samples that are shorter."""
     assert [len(set(map(str, column))) for column in (answer, prompt, extra, finish_reason)] == [1] * 4
     return [scale * sum(other < mine for other in num_tokens) / len(completion) for mine in num_tokens]
 
 
 async def of_group(*, completion, **_):
-    """As the first completion says."""
+    """Returns wrong scores of the kind that the first completion names; `hang` never returns."""
     kind = completion[0]
     if kind == "hang":
         hangs()

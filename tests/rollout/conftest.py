@@ -1,4 +1,4 @@
-"""Service processes that all rollout tests share: an engine start costs more than the tests."""
+"""Shares service processes among all rollout tests, because an engine start costs more than the tests."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -46,7 +46,7 @@ def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., con
 
 @pytest_asyncio.fixture(scope="session")
 async def replicas(lent_services: Lent) -> AsyncIterator[list[Replica]]:
-    """The lent ones, which serve metrics."""
+    """Yields the replicas of `lent_services`, which serve metrics."""
     found = []
     for name in ("rollout-0", "rollout-1"):
         client = Client(lent_services.addresses[name], rollout_pb2_grpc.RolloutServiceStub)
@@ -72,7 +72,10 @@ def played_trainer(replicas: list[Replica], model: Callable[[str], Path]) -> Pla
 
 @pytest_asyncio.fixture
 async def played(played_trainer: PlayedTrainer, model: Callable[[str], Path]) -> PlayedTrainer:
-    """The test as trainer of the first replica, which returns kept sets to requests that ask. Costs an engine start if
-    another run was open there."""
+    """Provides a trainer that the test plays, for the first replica.
+
+    The replica returns kept sets to requests that ask for them. The fixture costs an engine start if another run was
+    open there.
+    """
     await played_trainer.replica.open(model("untied"), played_trainer.run_id, sampling={"top_k": 20})
     return played_trainer

@@ -1,4 +1,4 @@
-"""Real services for the rollout tests, and the test itself in the trainer's place."""
+"""Calls the real services of the rollout tests, and plays the trainer in the test's own process."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ from services.trainer.ranks.publish import Publication, send
 from tests.support import PATIENCE_S
 
 MAX_MODEL_LEN = 512
-# Several buckets for each layer of the tiny models, so that a publication can end in the middle of one.
+# Several buckets for each layer of the tiny models, so that a publication can end in the middle of a layer.
 BUCKET_BYTES = 32 << 10
 PROMPTS = [[2 + (7 * i + 3 * j) % 60 for j in range(3 + i)] for i in range(8)]
 
@@ -36,7 +36,7 @@ _run_numbers = itertools.count()
 def greedy_by_transformers(
     model: torch.nn.Module, max_tokens: int, prompts: Sequence[Sequence[int]] = PROMPTS
 ) -> list[list[int]]:
-    """What `model` continues `prompts` with, one at a time so that nothing is padded."""
+    """Returns the tokens with which `model` continues each prompt greedily, one at a time so that nothing is padded."""
     answers = []
     for prompt in prompts:
         tokens_BT = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0)
@@ -52,7 +52,7 @@ def load_model(directory: Path) -> torch.nn.Module:
 
 @dataclass
 class Replica:
-    """One rollout process, its log, and where it serves metrics, if it does."""
+    """Calls one rollout process; `log` is its log file, and `page` the address of its metrics, if it serves them."""
 
     client: Client
     pid: int
@@ -113,7 +113,7 @@ class Replica:
         seeds: Sequence[int] = (0,),
         **sampling: object,
     ) -> list[pb.GenerateResponse]:
-        """The finished groups in the order of `prompts`, with all their routes and kept sets."""
+        """Returns the finished groups in the order of `prompts`, with all their routes and kept sets."""
         request = pb.GenerateRequest(
             expected_stamp=stamp,
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
@@ -136,7 +136,7 @@ class Replica:
         return [list(answer.completions[0].tokens) for answer in answers]
 
     async def until_sampling(self) -> None:
-        """Returns when the engine has something to do."""
+        """Waits until the engine has samples in flight."""
         async with asyncio.timeout(PATIENCE_S):
             while not (await self.info()).samples_in_flight:
                 await asyncio.sleep(0.01)
@@ -148,7 +148,7 @@ def completions(answers: Sequence[pb.GenerateResponse]) -> list[Completion]:
 
 @dataclass
 class Stack:
-    """A trainer and replicas that can be opened again and again."""
+    """Calls a trainer and replicas, which can be opened again and again."""
 
     trainer: Client
     replicas: list[Replica]
@@ -171,7 +171,7 @@ class Stack:
         )
 
     async def publish(self, version: int) -> PolicyStamp:
-        """All of section 8 of the protocol, with the digests of both ends compared."""
+        """Publishes to a new group of all replicas: forms it, sends, compares the digests of both ends, and commits."""
         await self.form_group(self.replicas)
         return (await self.send(version)).stamp
 
@@ -199,7 +199,7 @@ class Stack:
         assert len({answer.plan_digest for answer in joined}) == 1
 
     async def send(self, version: int) -> trainer_pb2.SendWeightsResponse:
-        """Another publication in the same epoch."""
+        """Publishes to the current group, whose epoch stays the same, and compares the digests of both ends."""
         request = trainer_pb2.SendWeightsRequest(epoch=self.epoch, version=version)
         sent, *received = await asyncio.gather(
             self.trainer.call(TrainerService.SendWeights, request, timeout_s=PATIENCE_S),
@@ -213,7 +213,7 @@ class Stack:
 
 
 class PlayedTrainer:
-    """Member 0 of the weight group in this process, with weights of its own that differ for every version."""
+    """Plays the trainer as member 0 of the weight group, with weights of its own that differ for every version."""
 
     def __init__(self, directory: Path, replica: Replica, run_id: str):
         self.model, self.replica, self.run_id = load_model(directory), replica, run_id
@@ -226,7 +226,7 @@ class PlayedTrainer:
         return [(name, tensor.detach()) for name, tensor in self.model.named_parameters()]
 
     def draw(self, seed: int) -> None:
-        """Other weights, far enough from the last ones to change every greedy answer."""
+        """Draws other weights, far enough from the last ones to change every greedy answer."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, tensor in self.model.named_parameters():
@@ -259,7 +259,7 @@ class PlayedTrainer:
         return await asyncio.to_thread(send, group, self.plan, self.weights(), version=version)
 
     async def publish(self, version: int) -> PolicyStamp:
-        """A publication in which nothing goes wrong."""
+        """Publishes the weights without a fault, and returns their stamp."""
         group = await self.join()
         sent, received = await asyncio.gather(self.send(group, version), self.replica.receive(self.epoch, version))
         assert received.digest == sent.digest
@@ -269,5 +269,5 @@ class PlayedTrainer:
         return stamp
 
     async def assert_exact(self, stamp: PolicyStamp) -> None:
-        """The replica answers as transformers does with the weights that were sent."""
+        """Asserts that the replica answers as transformers does with the weights that were sent."""
         assert await self.replica.greedy(stamp) == greedy_by_transformers(self.model, 24)

@@ -1,4 +1,4 @@
-"""Tests how a replica ends, and replicas that cannot start, in processes of their own."""
+"""Tests replicas that end and replicas that cannot start, in processes of their own."""
 
 import asyncio
 import contextlib
@@ -23,13 +23,13 @@ from tests.support import PATIENCE_S, descendants, engine_of, still_there
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="") as name:  # of tmp_path, the paths of sockets would be too long
+    with tempfile.TemporaryDirectory(prefix="") as name:  # in tmp_path, the paths of sockets would be too long
         yield Path(name)
 
 
 @pytest_asyncio.fixture(scope="module")
 async def mortals(start_replica: Callable, temporary: Path) -> AsyncIterator[list[tuple[Replica, object]]]:
-    """The second has a directory for temporary files to itself."""
+    """Yields two replicas that tests may kill; the second has a directory for temporary files to itself."""
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(start_replica())
         with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +100,7 @@ async def test_an_engine_that_hangs_is_missed_by_name_and_replaced_in_another_ru
     with pytest.raises(Aborted, match="all members to join; missing: 1") as raised:
         await asyncio.to_thread(WeightGroup, message, rank=0, device=torch.device("cpu"))
     assert raised.value.metadata["absent"] == "1"
-    assert (await replica.info()).num_workers == 1  # the service cannot know
+    assert (await replica.info()).num_workers == 1  # the service cannot know that its engine hangs
     joining.cancel()
     with pytest.raises(asyncio.CancelledError):
         await joining

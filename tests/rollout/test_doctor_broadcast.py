@@ -30,7 +30,7 @@ OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 
 
 class Idle:
-    """A rank's worker that is asked nothing."""
+    """Stands in for a rank's worker that gets no request."""
 
     def kill_epoch(self) -> None: ...
 
@@ -39,7 +39,7 @@ class Idle:
 
 @pytest_asyncio.fixture(scope="module")
 async def given() -> AsyncIterator[Addresses]:
-    """A trainer and two replicas."""
+    """Yields the addresses of a trainer and two replicas."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def served(add: object, servicer: object, name: str) -> str:
@@ -101,7 +101,7 @@ async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addre
         async for answer in client.stream(TrainerService.SendTestBroadcast, request, timeout_s=PATIENCE_S):
             groups.append(answer.group)
     assert caught.value.metadata["route"] == "lo 127.0.0.1"
-    # Nobody else may come later: the secret was of this broadcast only.
+    # Nobody can join later, because the secret was that of this broadcast only.
     (group,) = groups
     with pytest.raises(ConnectionRefusedError, match="does not accept the secret"):
         StoreClient(StoreAddress(group.store_host, group.store_port, group.store_secret), PATIENCE_S)
@@ -136,7 +136,7 @@ def sent(digest: str = "same", route: str = "eth0 10.0.0.1") -> types_pb2.TestBr
 
 
 async def judged(monkeypatch: pytest.MonkeyPatch, *tries: dict[str, object]) -> list[Finding]:
-    """Of two replicas b:1 and c:1; each of `tries` is what came of one broadcast."""
+    """Returns the findings about replicas b:1 and c:1, if each of `tries` is the result of one broadcast."""
     left = list(tries)
 
     async def next_try(given: Addresses, rollouts: list[str], timeout_s: float) -> publication._BroadcastResult:

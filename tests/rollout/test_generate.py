@@ -1,4 +1,4 @@
-"""Tests Generate: bad requests, canceling, and requests before a run is open."""
+"""Tests Generate: bad requests, truncation, long prompts, canceling, stop strings, and what an answer says."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ async def test_the_longest_prompt_has_room_for_one_token(played: PlayedTrainer):
 
 
 async def test_more_prompts_than_one_batch_of_the_engine_has_room_for(played: PlayedTrainer):
-    """On CPU, a part of a prompt with a seed would end vLLM's engine."""
+    """Tests that no prompt is split on CPU, where a part of a prompt with a seed would end vLLM's engine."""
     stamp = await publish(played, 107)
     length = MAX_MODEL_LEN - 1
     prompts = [[2 + number] * length for number in range(2 * _BATCH_TOKENS // length)]
@@ -99,7 +99,7 @@ async def test_an_answer_says_how_long_the_unfinished_samples_of_others_are(play
     request = pb.GenerateRequest(
         expected_stamp=stamp,
         prompts=[pb.Prompt(prompt_id=f"a/{length}", tokens=[3] * length, seeds=range(2)) for length in (8, 200, 400)],
-        sampling=SamplingParams(temperature=1.0, max_tokens=MAX_MODEL_LEN - 1),  # a shorter prompt has more tokens
+        sampling=SamplingParams(temperature=1.0, max_tokens=MAX_MODEL_LEN - 1),  # a shorter prompt gets more tokens
         report_unfinished=True,
     )
     answers = [answer async for answer in played.replica.client.stream(RolloutService.Generate, request, timeout_s=600)]
@@ -137,9 +137,9 @@ async def test_canceling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
     async with asyncio.timeout(PATIENCE_S):
         while (await played.replica.info()).samples_in_flight:
             await asyncio.sleep(0.05)
-    assert cpu_seconds(engine) - used_before < 5  # of the half minute
+    assert cpu_seconds(engine) - used_before < 5  # seconds of the half minute
     await played.assert_exact(stamp)
-    # Not only forgotten by the service: the engine's process rests.
+    # The service has not only forgotten the samples: the engine's process is idle.
     used_before = cpu_seconds(engine)
     await asyncio.sleep(1)
     assert cpu_seconds(engine) - used_before < 0.3

@@ -1,4 +1,4 @@
-"""A real engine returns the tokens that it has kept for each token, and log-probabilities over them."""
+"""Tests that a real engine returns the tokens kept for each sampled token, and log-probabilities over them."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import PROMPTS, PlayedTrainer
 
 TEMPERATURE, NUM_TOKENS, NUM_SAMPLES = 0.4, 40, 10  # vLLM sends 32 tokens at a time
-# float32 in both, as in test_speculation.py.
+# Both compute in float32, as in test_speculation.py.
 TOLERANCE = 2e-5
 
 
 def kept_by_definition(logits_TV: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Which tokens stay, bool [T, V]: vLLM applies min-p, then top-k, then top-p to what is left."""
+    """Returns which tokens stay, bool [T, V]: vLLM applies min-p, then top-k, then top-p to what is left."""
     probs_TV = (logits_TV / TEMPERATURE).softmax(-1)
     is_kept_TV = probs_TV >= min_p * probs_TV.amax(-1, keepdim=True)
     is_kept_TV &= probs_TV >= probs_TV.topk(top_k).values[:, -1:]
@@ -63,7 +63,7 @@ async def test_only_a_request_that_asks_gets_kept_sets(played: PlayedTrainer) ->
     stamp = await played.publish(111)
     (answer,) = await played.replica.generate(stamp, [PROMPTS[0]], temperature=1.0, top_k=3)
     assert answer.completions and not answer.kept
-    await played.assert_exact(stamp)  # greedy requests are answered as ever
+    await played.assert_exact(stamp)  # greedy requests are answered as before
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 0}, {"top_k": 1025}, {"temperature": 0.0}, {"stop": ["x"]}])

@@ -80,7 +80,10 @@ async def test_weights_are_received_while_the_cache_sleeps_and_served_when_all_i
 
 
 async def test_weights_that_were_not_published_again_after_a_sleep_are_refused(played: PlayedTrainer):
-    """As in https://github.com/huggingface/trl/issues/5312, where an engine went on with what its memory had."""
+    """Tests for the fault of https://github.com/huggingface/trl/issues/5312.
+
+    There an engine went on with what its memory had.
+    """
     stamp = await publish(played)
     await played.replica.sleep()
     await played.replica.wake(WEIGHTS)
@@ -165,7 +168,7 @@ async def test_a_caller_that_was_replaced_cannot_put_the_engine_to_sleep(played:
 
 
 class FullDevice:
-    """vLLM's engine whose second worker has no memory left; waking it anyway is an error."""
+    """Plays a vLLM engine whose second worker has too little memory left; waking it anyway is an error."""
 
     async def collective_rpc(self, name: str, args: tuple[str, ...] = ()) -> list[dict[str, object]]:
         assert name in ("lockstep_memory", "lockstep_fit")

@@ -31,7 +31,7 @@ PROMPTS = [[3 + 7 * prompt + index for index in range(40)] for prompt in range(1
 
 
 class Publisher(PlayedTrainer):
-    """A model in bfloat16, in host memory."""
+    """Plays a trainer that publishes a bfloat16 model from host memory."""
 
     def __init__(self, directory: Path, replica: Replica):
         self.model, self.replica, self.run_id = load_model(directory).to(torch.bfloat16), replica, "sleeper"
@@ -67,13 +67,19 @@ def show(what: str, workers: Sequence[DeviceMemory]) -> DeviceMemory:
 
 
 async def first_logprobs(publisher: Publisher, stamp: PolicyStamp) -> torch.Tensor:
-    """Of the first token of every prompt; the second call for a prompt would take its start from the cache."""
+    """Returns the log-probability of the first token that follows each prompt, [P].
+
+    A second call for the same prompts would take their starts from the prefix cache, if that still counted.
+    """
     answers = await publisher.replica.generate(stamp, PROMPTS, max_tokens=4)
     return torch.tensor([completion.logprobs[0] for completion in completions(answers)])
 
 
 async def wake_and_publish(publisher: Publisher, version: int) -> tuple[PolicyStamp, int]:
-    """Publishes to an engine that sleeps, between its two wakes, and commits. Returns also the bytes that it took."""
+    """Publishes to a sleeping engine between its two wakes, and commits.
+
+    Returns the stamp, and the bytes of memory that the engine took.
+    """
     replica = publisher.replica
     weights = show("wake weights", (await replica.wake(WEIGHTS)).workers)
     assert weights.taken_bytes >= publisher.plan.num_bytes
@@ -112,8 +118,8 @@ async def test_the_engine_gives_its_memory_back_and_serves_what_was_published_si
         assert taken_bytes == pytest.approx(slept.freed_bytes, rel=0.02)
         logprobs = await first_logprobs(publisher, stamp)
         if factor == 0.5:
-            assert (logprobs - wanted).abs().max() > 0.1  # other weights, and seen
-        else:  # the prompts are in no cache that counts, and CUDA graphs read the new weights
+            assert (logprobs - wanted).abs().max() > 0.1  # the weights differ, and it shows
+        else:  # no stale prefix cache was used, and CUDA graphs read the new weights
             torch.testing.assert_close(logprobs, wanted, rtol=0, atol=0.05)
         slept = show("sleep", (await publisher.replica.sleep()).workers)
 

@@ -18,15 +18,15 @@ from tests.rollout.rollout_stack import MAX_MODEL_LEN, PlayedTrainer, greedy_by_
 
 TEMPERATURE, NUM_TOKENS, NUM_SAMPLES = 0.25, 9, 400
 NUM_BINS = 32
-# Right samples are above it in one of 10^5 draws of seeds; these seeds are fixed. Without the correction of
-# compat/vllm/temperatures.py there is no statistic at all (NaN), and one for another temperature is far above.
+# Correct samples have a smaller p-value for one of 10^5 choices of seeds; these seeds are fixed. Without the correction
+# of compat/vllm/temperatures.py the statistic is NaN, and for another temperature the p-value is far smaller.
 LEAST_P = 1e-5
 TOLERANCE = 2e-5
 """Largest difference of log-probabilities in float32. Without speculation it is as large."""
 
 
 def logits_of(model: torch.nn.Module, prompt: Sequence[int], samples: Sequence[Completion]) -> torch.Tensor:
-    """What `model` says at each token of `samples` [S, T, V]."""
+    """Returns the logits [S, T, V] of `model` for each token of `samples`."""
     tokens_ST = torch.tensor([[*prompt, *sample.tokens] for sample in samples])
     with torch.no_grad():
         return model(tokens_ST).logits[:, len(prompt) - 1 : -1].double()
@@ -54,7 +54,10 @@ def p_value(tokens_ST: torch.Tensor, logprobs_STV: torch.Tensor, seed: int = 0) 
 
 @pytest.fixture
 async def speculating(played_trainer: PlayedTrainer, model: Callable[[str], Path]) -> PlayedTrainer:
-    """The test as trainer of a replica that looks for n-grams. Its next user opens another run there."""
+    """Provides a trainer that the test plays, for a replica that drafts with n-grams.
+
+    The replica's next user opens another run there.
+    """
     await open_run(played_trainer, model, {"kind": "ngram", "num_tokens": 3, "min_match": 1, "max_match": 2})
     return played_trainer
 
@@ -65,7 +68,7 @@ async def open_run(played: PlayedTrainer, model: Callable[[str], Path], speculat
 
 
 async def assert_kept(speculating: PlayedTrainer, stamp: PolicyStamp) -> Drafts:
-    """Compares samples with what they should be; returns what was drafted for them."""
+    """Asserts that tokens, distribution and log-probabilities are right; returns what was drafted for the samples."""
     await speculating.assert_exact(stamp)  # greedy samples are equal to the token
     prompt = [5, 9, *greedy_by_transformers(speculating.model, 24, [[5, 9]])[0]]
     sampling = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS}
@@ -81,7 +84,7 @@ async def assert_kept(speculating: PlayedTrainer, stamp: PolicyStamp) -> Drafts:
         pair = slice(place, place + 2)
         assert p_value(tokens_ST[:, pair], expected_STV[:, pair]) > LEAST_P
     assert p_value(tokens_ST, expected_STV) > LEAST_P
-    assert p_value(tokens_ST, (logits_STV / (1.25 * TEMPERATURE)).log_softmax(-1)) < LEAST_P  # it would notice
+    assert p_value(tokens_ST, (logits_STV / (1.25 * TEMPERATURE)).log_softmax(-1)) < LEAST_P  # a wrong one is noticed
     # A sample depends on its seed, not on the others that are drafted and verified in the same step.
     (again,) = await speculating.replica.generate(stamp, [prompt], seeds=[7], **sampling)
     (alone,) = again.completions

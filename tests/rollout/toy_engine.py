@@ -1,4 +1,4 @@
-"""An engine worker with a small model, for what cannot be seen in vLLM on CPU, where it packs its weights.
+"""Provides an engine worker with a small model, for what cannot be seen in vLLM on CPU, where it packs its weights.
 
 The layers, and how their weights are loaded, are like vLLM's; the layerwise reload and the receiver are the real ones.
 """
@@ -28,7 +28,7 @@ Loader = Callable[..., None]
 
 
 class Method(QuantizeMethodBase):
-    """What vLLM calls after it has loaded a layer; `process` changes it, or does nothing."""
+    """Has what vLLM calls after it has loaded a layer: `process`, which changes the layer or does nothing."""
 
     def __init__(self, process: Callable[[nn.Module], None]):
         self._process = process
@@ -47,7 +47,7 @@ def method(name: str, process: Callable[[nn.Module], None] = lambda layer: None)
 
 
 class Layer(nn.Module):
-    """Parameters, each with its loader, and what is done with them after loading."""
+    """Holds parameters, each with its loader, and what is done with them after loading."""
 
     def __init__(self, quant_method: Method | None = None, **parameters: tuple[torch.Tensor, Loader | None]):
         super().__init__()
@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
 
 def into_rows(begins: dict[str, int]) -> Loader:
-    """q, k and v, or gate and up, below each other; of each, this rank's rows."""
+    """Returns a loader that puts this rank's rows of q, k and v, or of gate and up, below each other."""
 
     def load(param: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
         rows = loaded.shape[0] // TP_SIZE
@@ -84,7 +84,7 @@ def one_expert(param: torch.Tensor, loaded: torch.Tensor, expert: int, part: str
     mine.copy_(loaded)
 
 
-# Checkpoint name -> parameter and what its loader must know.
+# Checkpoint name -> name of the parameter and arguments of its loader.
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "embed.weight": ("embed.weight", {}),
     "norm.weight": ("norm.weight", {}),
@@ -101,13 +101,13 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def onto_themselves(layer: nn.Module) -> None:
-    """As vLLM does after it has loaded experts again, if their kernel takes them as they are."""
+    """Copies parameters onto themselves, as vLLM does after reloading experts whose kernel takes them as they are."""
     for parameter in layer.parameters(recurse=False):
         parameter.data.copy_(parameter.data)
 
 
 class Toy(nn.Module):
-    """One rank's part of the model; `odd` is a layer that may be special."""
+    """Holds one rank's part of the model; `odd` is a layer that may do more than copy when it is loaded."""
 
     def __init__(self, odd: Layer | None = None):
         super().__init__()
@@ -143,7 +143,7 @@ class Toy(nn.Module):
 
 
 def checkpoint(seed: int) -> list[tuple[str, torch.Tensor]]:
-    """All weights of all ranks, other ones for every seed."""
+    """Returns all weights of all ranks, other ones for every seed."""
     generator = torch.Generator().manual_seed(seed)
     qkv_rows, bf16 = TP_SIZE * HEAD, torch.bfloat16
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"embed.weight": ((VOCAB, HIDDEN), torch.float32)}
@@ -162,7 +162,7 @@ ADAPTER_CONFIG = '{"r": 2}'
 
 
 def adapter(seed: int) -> list[tuple[str, torch.Tensor]]:
-    """Some adapter tensors, other ones for every seed."""
+    """Returns some adapter tensors, other ones for every seed."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"A": (2, HIDDEN), "B": (HIDDEN, 2)}
     return [
@@ -173,11 +173,11 @@ def adapter(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 class Broken(Exception):
-    """The publication ended."""
+    """Ends a publication before its last bucket."""
 
 
 class Wire:
-    """In the group's place: a bucket arrives, unseen by torch's dispatcher as from a network, when it is asked for.
+    """Takes the group's place: a bucket arrives when it is asked for, unseen by torch's dispatcher as from a network.
 
     Buckets that are read in place arrive in `buffers`, the same three in all publications.
     """
@@ -228,7 +228,7 @@ class Wire:
 
 
 class Worker(WeightReceiver):
-    """vLLM's Worker, as far as the receiver knows it."""
+    """Has what the receiver knows of vLLM's Worker."""
 
     def __init__(self, model: Toy, bucket_bytes: int):
         self.model, self.device, self.rank = model, CPU, 0
@@ -256,7 +256,7 @@ class Worker(WeightReceiver):
         self._lockstep_set_plan(plan.message.SerializeToString())
 
     def add_lora(self, request: LoRARequest) -> bool:
-        """In the place of vLLM's; the directory is gone when this returns."""
+        """Loads the adapter in the place of vLLM's method; its directory is deleted when this returns."""
         directory = Path(request.lora_path)
         assert request.load_inplace
         assert (directory / "adapter_config.json").read_text() == ADAPTER_CONFIG

@@ -1,4 +1,4 @@
-"""One trainer deployment and one run of the FSDP scenarios, shared by all tests."""
+"""Provides one trainer deployment and one run of the FSDP scenarios, which all tests share."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ disable_progress_bar()
 
 @pytest.fixture(scope="session")
 def trainer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`models/<kind>`: the tiny models."""
+    """Provides a directory that has the tiny models in `models/<kind>`."""
     directory = tmp_path_factory.mktemp("trainer")
     for kind in KINDS:
         make_model(directory / "models" / kind, kind)
@@ -27,7 +27,7 @@ def trainer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def harness(trainer_files: Path) -> Iterator[Harness]:
-    """A world of one rank, in this process."""
+    """Provides a world of one rank, in this process."""
     harness = Harness(dist.HashStore(), 0, 1, trainer_files / "models")
     yield harness
     harness.worker.close()
@@ -35,7 +35,7 @@ def harness(trainer_files: Path) -> Iterator[Harness]:
 
 @pytest.fixture(scope="session")
 def worlds(trainer_files: Path, harness: Harness) -> dict[int, Path]:
-    """Results of every scenario of fsdp_harness by world size."""
+    """Runs every scenario of fsdp_harness; returns the directory of the results by world size."""
     results = {world: trainer_files / f"world{world}" for world in (1, 2)}
     for directory in results.values():
         directory.mkdir()
@@ -53,14 +53,14 @@ def worlds(trainer_files: Path, harness: Harness) -> dict[int, Path]:
 
 @pytest.fixture(scope="session")
 async def deployment(trainer_files: Path) -> AsyncIterator[Deployment]:
-    """A trainer service of two ranks, as an operator starts it."""
+    """Provides a trainer service of two ranks, started as an operator starts it."""
     async with deployed("services.trainer", trainer_files) as deployment:
         yield deployment
 
 
 @pytest.fixture
 async def trainer(deployment: Deployment) -> Deployment:
-    """The deployment with a new run open and its weights published."""
+    """Provides the deployment with a new run open and its weights published."""
     await deployment.open()
     await deployment.publish()
     return deployment

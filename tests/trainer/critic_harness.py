@@ -1,6 +1,6 @@
-"""Real trainer ranks with a critic, on both backends.
+"""Runs real trainer ranks with a critic, on both backends.
 
-One process imports everything and forks the ranks of one world after the other. What came out lies in
+One process imports everything and forks the ranks of one world after the other. They write their results to
 DIRECTORY/NAME.{safetensors,json}.
 """
 
@@ -51,7 +51,7 @@ NUM_UPDATES = 2
 
 
 def _layouts() -> Iterator[tuple[str, Layout]]:
-    """`like` is one rank of FSDP, which is compared with plain torch."""
+    """Yields layouts by name; their `like` is one rank of FSDP, which is itself compared with plain torch."""
     for kind in ("untied", "tied", "moe", "deep"):
         yield f"{kind}-fsdp", Layout(kind, 1, {}, FSDP)
     yield "halves-fsdp", Layout("untied", 1, {}, FSDP | HALVES)
@@ -82,8 +82,8 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
 
 
 LAYOUTS = dict(_layouts())
-# Policy, reference and critic on the same ranks: their layouts, and what is asked of whom. Forwards are small letters,
-# updates capitals; x opens the critic anew.
+# Policy, reference and critic on the same ranks: their layouts, and the order of calls. The letters p, r and c are
+# forwards of these roles, capitals are their updates, and x opens the critic anew.
 SHARED: dict[str, tuple[dict[Role, Layout], str]] = {
     "fsdp": (dict.fromkeys(Role, Layout("untied", 2, {}, FSDP)), "rcCPcpCrP"),
     "mixed": (
@@ -103,7 +103,7 @@ SHARED: dict[str, tuple[dict[Role, Layout], str]] = {
         "pPcCPrpCx",
     ),
 }
-# Saved under, loaded under.
+# Each pair: the layout a checkpoint is saved under, and the layout it is loaded under.
 CHECKPOINTS = [
     ("untied-tp2", "untied-tp2"),
     ("untied-tp2", "untied-pp2"),
@@ -119,12 +119,12 @@ def critic_config(layout: Layout, value_loss: Mapping[str, Any] = VALUE_LOSS) ->
 
 
 def critic_samples(seed: int = 0) -> pa.Table:
-    """`samples` with what a critic is trained on."""
+    """Returns `samples` with the columns that a critic is trained on."""
     return with_returns(samples(seed), seed)
 
 
 def with_returns(table: pa.Table, seed: int = 0) -> pa.Table:
-    """`table` with values near 0, returns of size 1, and a loss mask that leaves one sample nothing."""
+    """Returns `table` with values near 0, returns of size 1, and a loss mask that masks all tokens of one sample."""
     random = np.random.default_rng(seed + 2)
     lengths = [len(tokens) for tokens in table["tokens"]]
     columns = {
@@ -139,7 +139,7 @@ def with_returns(table: pa.Table, seed: int = 0) -> pa.Table:
 
 
 def open_critic(harness: MegatronHarness, layout: Layout, checkpoint: str = "") -> None:
-    """Alone, as on ranks of its own."""
+    """Opens the critic alone, as on ranks of its own."""
     harness.worker.close()
     harness._settings, harness._data_ranks = {}, {}
     harness.open_role(Role.CRITIC, layout.kind, critic_config(layout), checkpoint)
@@ -150,13 +150,16 @@ def values(harness: MegatronHarness) -> list[list[float]]:
 
 
 def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
-    """Body in checkpoint names, and head; the same head on all ranks that have one, of which it is the first's."""
+    """Returns the body's weights under checkpoint names, and the head.
+
+    All Megatron ranks that have a head must have the same; the first's is returned.
+    """
     backend = harness.worker._backends[Role.CRITIC]
     if isinstance(backend, FsdpBackend):
         body = WeightStream(backend._model.causal_lm, torch.float32, backend.device)
         head = backend._model.value_head.weight.detach().full_tensor()
         return {name: tensor.clone() for name, tensor in body} | {HEAD: head}
-    # Megatron's library is large, and its backend is imported by those who want it.
+    # Megatron's library is large, so its backend is imported only where it is used.
     from services.trainer.megatron.weights.stream import WeightStream as ShardStream
     from services.trainer.megatron.weights.stream import local_parameters
 
@@ -174,7 +177,7 @@ def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
 
 
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
-    """Values before and after some updates, and weights after them."""
+    """Writes the values before and after some updates, and the weights after them."""
     open_critic(harness, LAYOUTS[name])
     num_threads, num_files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
     states, updates = [values(harness)], []
@@ -188,7 +191,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
 
 
 def share(harness: MegatronHarness, name: str, directory: Path) -> None:
-    """All roles together, the policy with the reference, and the critic alone; exact results by letter."""
+    """Runs all roles together, the policy with the reference, and the critic alone; writes exact results by letter."""
     layouts, order = SHARED[name]
     parts = {"together": order, "policy": set(order) & set("pPr"), "critic": set(order) & set("cCx")}
     answers = {part: _play(harness, layouts, [x for x in order if x in letters]) for part, letters in parts.items()}
@@ -233,7 +236,7 @@ def save(harness: MegatronHarness, path: Path, role: Role) -> None:
 
 
 def save_all(harness: MegatronHarness, directory: Path) -> None:
-    """An update, a checkpoint, whose files may be written while the next update is made."""
+    """Makes an update and saves a checkpoint, whose files may be written while the next update is made."""
     for name in sorted({name for name, _ in CHECKPOINTS}):
         layout = LAYOUTS[name]
         is_async = {} if "fsdp" in name else {"async_save": True}
@@ -260,7 +263,10 @@ def _go_on(harness: MegatronHarness, directory: Path, name: str) -> None:
 
 
 def mistake_all(harness: MegatronHarness, directory: Path) -> None:
-    """The policy's checkpoint for the critic, and the critic's for the policy; what is open goes on as it was."""
+    """Loads the policy's checkpoint as the critic and the critic's as the policy.
+
+    Writes both errors, and whether the policy that is open has the same weights as before.
+    """
     for name in MISTAKEN:
         layout = LAYOUTS[name]
         paths = {role: directory / "checkpoints" / f"{name}-{role}" for role in (Role.POLICY, Role.CRITIC)}
@@ -284,7 +290,7 @@ def mistake_all(harness: MegatronHarness, directory: Path) -> None:
 
 
 def convert(harness: MegatronHarness, directory: Path) -> None:
-    """A critic whose body is that of a policy's Megatron checkpoint."""
+    """Opens a critic whose body is that of a policy's Megatron checkpoint; writes its values and weights."""
     source = directory / "checkpoints" / f"{MISTAKEN[0]}-{Role.POLICY}" / "state"
     layout = LAYOUTS["untied-pp2"]
     open_critic(harness, replace(layout, megatron=layout.megatron | {"dist_checkpointing_path": str(source)}))
@@ -305,7 +311,7 @@ def act(harness: MegatronHarness, directory: Path) -> None:
 
 
 def main(directory: Path) -> int:
-    """0 if every rank came to its end."""
+    """Runs all ranks; returns 0 if every one came to its end, else 1."""
     for world in (4, 2, 1):  # one rank loads what two saved
         if any(run_ranks(world, directory, functools.partial(act, directory=directory))):
             return 1

@@ -1,4 +1,4 @@
-"""Changes a model directory, for tests of what a trainer makes of it."""
+"""Changes model directories, for tests of whether a trainer refuses them or computes what transformers computes."""
 
 import json
 import os
@@ -69,7 +69,10 @@ def truncated(model: Path) -> None:
 
 
 def indexed(first: str = SHARD, **files: Any) -> Change:
-    """An index that puts every tensor into the file `first`, except for `files`: tensor -> file."""
+    """Renames the weights to `first` and adds an index that names that file for every tensor, except for `files`.
+
+    `files` maps other tensors to their files; `__` in a tensor's name stands for a dot.
+    """
 
     def apply(model: Path) -> None:
         (model / WEIGHTS).rename(model / first)
@@ -94,7 +97,10 @@ def link_outside(path: Path) -> None:
 
 
 def is_a(model_type: str, **config: Any) -> Change:
-    """Another model, of random weights. `config` overrides a tiny shape; a key without a value is left out of it."""
+    """Writes another model, of random weights.
+
+    `config` overrides a tiny shape; a key without a value (`...`) is left out of it.
+    """
 
     def apply(model: Path) -> None:
         torch.manual_seed(0)
@@ -102,7 +108,7 @@ def is_a(model_type: str, **config: Any) -> Change:
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape))
         with torch.no_grad():
             for parameter in made.parameters():
-                if parameter.ndim == 1:  # what is 1 or 0 everywhere hides a mistake in its place
+                if parameter.ndim == 1:  # a norm or a bias of only 1 or 0 would hide a mistake in its place
                     parameter += 0.2 * torch.randn(parameter.shape)
         made.save_pretrained(model)
 

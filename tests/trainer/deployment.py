@@ -1,4 +1,4 @@
-"""A running trainer service and its one caller."""
+"""Starts a trainer service and makes the calls of its one caller."""
 
 import contextlib
 import itertools
@@ -20,18 +20,18 @@ from services.common.rpc.client import Client
 from tests.support import PATIENCE_S, free_port, make_batch, running
 from tests.trainer.fsdp_harness import config
 
-# Far above what any of these calls takes here, so that a hang is a failure and not a stuck suite.
+# The limit is far above what any of these calls takes here, so that one that hangs fails its test and not the suite.
 TIMEOUT_S = PATIENCE_S
 _numbers = itertools.count(1)
 
 
 def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterator[Any]:
-    """A header, unless it is None, then frames, then their SHA-256."""
+    """Returns an iterator over messages of a header, unless it is None, then frames, then their SHA-256."""
     return to_messages(message, frames, header)
 
 
 class Deployment:
-    """Keeps the stamp that was published last, and the store's address."""
+    """Calls a trainer service; keeps the stamp that was published last, and the store's address in `opened`."""
 
     def __init__(self, address: str, models: Path, pid: int):
         self.client = Client(address, trainer_pb2_grpc.TrainerServiceStub)
@@ -45,7 +45,7 @@ class Deployment:
         return await self.client.call(method, request, timeout_s=TIMEOUT_S)
 
     async def open(self, kind: str = "untied", checkpoint: str = "", **changes: Any) -> pb.OpenRunResponse:
-        """A new run, on a new copy of the model, with a reference if the loss needs one."""
+        """Opens a new run, on a new copy of the model, with a reference if the loss needs one."""
         settings, self.run_id = config(changes), f"run{next(_numbers)}"
         self.opened = await self.open_role(pb.ROLE_POLICY, settings, kind, checkpoint)
         if settings.loss.kl_coef:
@@ -109,7 +109,7 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deployed(module: str, files: Path) -> AsyncIterator[Deployment]:
-    """`module` with two ranks."""
+    """Starts `module` with two ranks and ends it with the block."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", module, "--nproc-per-node", "2", "--listen", address]
     with running(command, files / f"{module}.log") as process:

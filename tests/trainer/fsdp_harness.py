@@ -1,6 +1,6 @@
-"""Updates by real trainer ranks, without the service around them: the same scenarios at any world size.
+"""Makes updates on real trainer ranks, without the service around them: the same scenarios at any world size.
 
-`main` runs one rank; rank 0 leaves what came out in DIRECTORY.
+`main` runs one rank; rank 0 writes the results to DIRECTORY.
 """
 
 import json
@@ -24,8 +24,8 @@ from services.trainer.ranks.worker import Worker
 from tests.support import make_batch, with_routes
 
 KINDS = ("untied", "tied", "moe")
-# eps is large against the second moment's root: Adam divides by it, and would otherwise blow the rounding of a tiny
-# gradient up to a step of full size. Decay and clipping are on, so that they are compared too.
+# eps is large against the root of the second moment. Adam divides by the sum of both, and with a small eps would scale
+# the rounding of a tiny gradient up to a step of full size. Decay and clipping are on, so that they are compared too.
 OPTIM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
 BASE = {"compute_dtype": "float32", "max_tokens_per_microbatch": 4096, "max_logprob_gap": 100.0, "optim": OPTIM}
 FULL_LOSS = {
@@ -36,7 +36,7 @@ FULL_LOSS = {
     "aggregation": "seq_mean_token_mean",
 }
 SMALL = {"max_tokens_per_microbatch": 32}
-# Name -> model kind, changes to BASE. `large` is one pack on each rank, `small` is many.
+# Maps a scenario's name to its model kind and its changes to BASE. `large` is one pack on each rank, `small` is many.
 UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{kind}-large": (kind, {}) for kind in KINDS},
     **{f"{kind}-small": (kind, SMALL) for kind in KINDS},
@@ -53,7 +53,10 @@ TEMPERATURE = 0.7
 
 
 def samples(seed: int = 0) -> pa.Table:
-    """4 groups of 3: uneven lengths, not divisible by the ranks' packs, reference log-probabilities off by some."""
+    """Returns 4 groups of 3 samples, of uneven lengths that cannot be divided evenly over the ranks' packs.
+
+    The reference's log-probabilities differ from the engine's by random numbers of size 0.3.
+    """
     table = make_batch(4, 3, PolicyStamp(version=0, digest="0" * 32), seed=seed)
     random = np.random.default_rng(seed + 1)
     reference = [[x + float(random.normal(0, 0.3)) for x in row] for row in table["logprobs"].to_pylist()]
@@ -62,7 +65,10 @@ def samples(seed: int = 0) -> pa.Table:
 
 
 def aligned_samples(seed: int, align: int) -> pa.Table:
-    """`samples`, prompts made longer until each sequence, without its last token, is a multiple of `align`."""
+    """Returns `samples` with longer prompts: each sequence, without its last token, is a multiple of `align` long.
+
+    The added tokens repeat the prompt from its beginning.
+    """
     table = samples(seed)
     prompts, tokens = table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist()
     longer = [p + p[: (1 - len(p) - len(t)) % align] for p, t in zip(prompts, tokens, strict=True)]
@@ -71,7 +77,7 @@ def aligned_samples(seed: int, align: int) -> pa.Table:
 
 
 def batch_of(name: str) -> pa.Table:
-    """The samples that the scenario `name` trains on."""
+    """Returns the samples that the scenario `name` trains on."""
     return with_routes(samples()) if name.startswith("routes") else samples()
 
 
@@ -80,7 +86,7 @@ def config(changes: Mapping[str, Any] = {}) -> TrainerConfig:
 
 
 class Harness:
-    """One rank."""
+    """Runs one rank in this process, without the service around it."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, models: Path):
         self.rank, self.world, self._models = rank, world, models
@@ -117,7 +123,7 @@ class Harness:
         return answer.body["metrics"]
 
     def gradients_of(self, batch: pa.Table) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """Trains; the gradients, before the clip, of the last optimizer update, and the metrics."""
+        """Trains; returns the gradients of the last optimizer update, before the clip, and the metrics."""
         gradients: dict[str, torch.Tensor] = {}
         backend, step = self.backend, self.backend.step
 
@@ -134,7 +140,7 @@ class Harness:
         return gradients, metrics
 
     def logprobs(self, batch: pa.Table, role: str = "policy") -> list[np.ndarray] | None:
-        """In the batch's order, where this is the only rank."""
+        """Returns the log-probabilities in the batch's order if this is the only rank, else None."""
         parts, order = forward_parts(batch, self._config, self.world)
         part = parts[self.rank]
         answer = self.worker.forward(role=role, **part.body, frames=part.frames, temperature=TEMPERATURE)
@@ -155,7 +161,7 @@ def read(directory: Path, name: str) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def run_all(harness: Harness, directory: Path) -> None:
-    """Every scenario of UPDATES, then `_resume`."""
+    """Runs every scenario of UPDATES, then `_resume`."""
     for name, (kind, changes) in UPDATES.items():
         harness.open(kind, changes)
         gradients, metrics = harness.gradients_of(batch_of(name))
@@ -168,7 +174,7 @@ def run_all(harness: Harness, directory: Path) -> None:
 
 
 def _resume(harness: Harness, directory: Path) -> None:
-    """One update, a checkpoint, the next update; then the next update again, from the checkpoint."""
+    """Makes an update, a checkpoint and the next update; then makes the next update again, from the checkpoint."""
     checkpoint = directory / "checkpoint"
     harness.open("tied", {})
     harness.train(samples())
@@ -188,7 +194,7 @@ def _resume(harness: Harness, directory: Path) -> None:
 
 
 def main(rank: int, world: int, directory: Path) -> None:
-    """One rank."""
+    """Runs one rank of `world` through all scenarios."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), world)
     run_all(Harness(store, rank, world, directory.parent / "models"), directory)

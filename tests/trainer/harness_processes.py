@@ -1,4 +1,4 @@
-"""Harnesses: processes beside the tests, forked from one that has imported both backends once, which takes 10 s."""
+"""Starts harnesses: processes beside the tests, forked from one that has imported both backends, which takes 10 s."""
 
 import gc
 import multiprocessing
@@ -15,7 +15,7 @@ forks.set_forkserver_preload(
 
 
 def start_harness(name: str, *arguments: object) -> BaseProcess:
-    """`main(*arguments)` of tests.trainer.<name> in a process that leads a session of its own."""
+    """Starts `main(*arguments)` of tests.trainer.<name> in a process that leads a session of its own."""
     harness = forks.Process(target=_main, args=(name, arguments), name=name)
     harness.start()
     return harness
@@ -29,7 +29,7 @@ def _main(name: str, arguments: tuple[object, ...]) -> None:
 
 
 def run_harness(name: str, out: Path, *arguments: object, timeout_s: float = 1200) -> None:
-    """Runs a harness, whose ranks leave their results, and their errors, in `out`, to its end."""
+    """Runs a harness to its end; its ranks write their results and their errors to `out`."""
     harness = start_harness(name, *arguments)
     try:
         harness.join(timeout_s)

@@ -1,4 +1,7 @@
-"""vLLM with a base model and adapters: `python -m tests.trainer.lora_engine OUT BASE ADAPTER...`; OUT will be JSON."""
+"""Runs vLLM with a base model and adapters: `python -m tests.trainer.lora_engine OUT BASE ADAPTER...`.
+
+OUT is the JSON file that it writes.
+"""
 
 import json
 import sys
@@ -11,7 +14,7 @@ PROMPTS = ([2, 3, 4, 5], [7, 8, 9, 10, 11, 12], [20, 21])
 
 
 def main(out: Path, base: str, adapters: list[str]) -> None:
-    """Of each adapter, then of the base alone: greedy tokens and their log-probabilities for each prompt."""
+    """Writes greedy tokens and their log-probabilities for each prompt, of each adapter and then of the base alone."""
     _configure_vllm()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest

@@ -1,6 +1,6 @@
-"""Real ranks that train adapters: Megatron in every layout, and FSDP.
+"""Trains adapters on real ranks: Megatron in every layout, and FSDP.
 
-One process imports everything and forks the ranks of one world after the other. What came out lies in
+One process imports everything and forks the ranks of one world after the other. They write their results to
 DIRECTORY/NAME.{safetensors,json} and NAME-export.
 """
 
@@ -29,7 +29,7 @@ SOME = CANONICAL | {
 
 def _layouts() -> Iterator[tuple[str, Layout]]:
     two = {"tp2": TP, "pp2": PP, "cp2": CP, "dp2": {}}
-    cut = ["tp2", "pp2"]  # what depends on the matrices and not only on the batch
+    cut = ["tp2", "pp2"]  # these depend on the matrices and not only on the batch
     for name, kind, lora, splits in (
         ("untied-lora", "untied", LORA, two),
         ("tied-canonical", "tied", CANONICAL, cut),
@@ -72,7 +72,7 @@ def _layout(kind: str, world: int, megatron: Mapping[str, Any], lora: Mapping[st
 LAYOUTS = dict(_layouts())
 
 
-# Loads the adapters of another.
+# Maps a layout to the one whose adapters it loads.
 LOADS = {
     "untied-lora-tp2": "untied-lora-1",
     "untied-canonical-tp2": "untied-canonical-1",
@@ -82,7 +82,7 @@ LOADS = {
 
 
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
-    """Log-probabilities, merged weights, base and adapters, before and after the updates; the export."""
+    """Writes log-probabilities, merged weights, base and adapters, before and after the updates, and the export."""
     harness.open(LAYOUTS[name])
     states = [_state(harness)]
     metrics = [harness.train(samples(seed), version=seed) for seed in range(NUM_UPDATES)]
@@ -118,7 +118,7 @@ def _state(harness: MegatronHarness) -> tuple[dict[str, torch.Tensor], list[list
 
 
 def _copies(harness: MegatronHarness) -> bool:
-    """Whether the ranks of each tensor-parallel group hold the same of the adapters' matrices that are not cut."""
+    """Returns whether a tensor-parallel group's ranks hold the same numbers in adapter matrices that are not cut."""
     if harness.config.strategy == "fsdp":
         return True
     parallelism = harness.backend._model.parallelism
@@ -134,7 +134,7 @@ def _copies(harness: MegatronHarness) -> bool:
 
 
 def _masks_agree(harness: MegatronHarness) -> dict[str, bool]:
-    """By layer: whether the tensor-parallel ranks drop the same places of their inputs."""
+    """Returns by linear layer whether the tensor-parallel ranks drop the same places of their inputs."""
     group, agree = harness.backend._model.parallelism.tp_group, {}
     attention = harness.backend._model.bare_chunks()[0].train().decoder.layers[0].self_attention
     for name in ("linear_qkv", "linear_proj"):
@@ -150,7 +150,7 @@ def _rows(logprobs: list[np.ndarray]) -> list[list[float]]:
 
 
 def main(directory: Path) -> int:
-    """0 if every rank came to its end."""
+    """Runs all ranks; returns 0 if every one came to its end, else 1."""
     for world in sorted({LAYOUTS[name].world for name in LAYOUTS}):
         mine = [name for name in LAYOUTS if LAYOUTS[name].world == world]
         if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine, run=run))):

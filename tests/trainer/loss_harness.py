@@ -1,7 +1,7 @@
-"""Every policy loss on real trainer ranks in layouts of both backends.
+"""Runs every policy loss on real trainer ranks in layouts of both backends.
 
 One process imports everything and forks the ranks of one world after the other. A layout is opened once; every loss
-then has one update of two mini-batches, from the same weights. What came out lies in DIRECTORY/NAME.{safetensors,json}.
+then has one update of two mini-batches, from the same weights. The results lie in DIRECTORY/NAME.{safetensors,json}.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
 from tests.trainer.megatron_harness import CP, PP, TP, Layout, MegatronHarness, config, run_all, run_ranks
 
-# Every kind, with bounds that a good part of the tokens, or of the sequences, meet.
+# Every kind of loss, with bounds that many of the tokens or sequences meet.
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {
         "kl_coef": 0.2,
@@ -100,14 +100,14 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kept": {"kl_coef": 0.2, "entropy_coef": 0.05, "clip_low": 0.1, "clip_high": 0.15},
     "sft": {"kind": "sft", "aggregation": "seq_mean_token_mean", "entropy_coef": 0.05},
 }
-# Adam without a memory and with an eps that is large against the gradient: SGD at a rate of lr / eps. A weight then
-# moves by its gradient, whose rounding is neither hidden behind a sign nor blown up, and there is no state to put back.
+# Adam with betas of 0 and an eps that is large against the gradient is SGD at a rate of lr / eps. A weight then moves
+# by its gradient, whose rounding is neither hidden behind a sign nor scaled up, and there is no state to put back.
 # Decay and clipping are on, so that they are compared too.
 OPTIM = {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1.0, "weight_decay": 0.01, "max_grad_norm": 0.5}
 HALVES = {"num_minibatches": 2, "optim": OPTIM}
 FSDP = HALVES | {"strategy": "fsdp"}
 REFERENCE = "fsdp-1"
-# On one data-parallel rank SMALL is three micro-batches to a mini-batch, MEDIUM two; the reference has one.
+# On one data-parallel rank, SMALL makes three micro-batches of a mini-batch and MEDIUM two; the reference has one.
 MEDIUM = {"max_tokens_per_microbatch": 64}
 LAYOUTS = {
     REFERENCE: Layout("untied", 1, {}, FSDP),
@@ -124,7 +124,10 @@ LAYOUTS = {
 
 
 def samples() -> pa.Table:
-    """Those of fsdp_harness with masks, one sample all masked, and an engine that is off by some."""
+    """Returns the samples of fsdp_harness with loss masks, of which one masks a whole sample, and another engine.
+
+    The engine's log-probabilities are off by random numbers of size 0.5.
+    """
     table, random = fsdp_harness.samples(), np.random.default_rng(7)
     counts = [len(row) for row in table["tokens"].to_pylist()]
     masks = [(random.random(count) < 0.7).tolist() for count in counts]
@@ -137,13 +140,13 @@ def samples() -> pa.Table:
 
 
 def batch_of(loss: str) -> pa.Table:
-    """The samples that `loss` is computed on: those of one were sampled with truncation."""
+    """Returns the samples that `loss` is computed on; those of "kept" were sampled with truncation."""
     return with_kept(samples()) if loss == "kept" else samples()
 
 
 @contextlib.contextmanager
 def mean_of_ranks(harness: MegatronHarness) -> Iterator[None]:
-    """A mistake: every rank divides by its own counts, and what it gets is averaged over the ranks."""
+    """Makes a mistake: every rank divides by its own counts, and the quotients are averaged over the ranks."""
     train = harness.worker.train
 
     def of_own_counts(*, minibatches: list[dict[str, Any]], frames: Any, **more: Any) -> Any:
@@ -161,7 +164,7 @@ def mean_of_ranks(harness: MegatronHarness) -> Iterator[None]:
 
 @contextlib.contextmanager
 def means_of_chunks(_: MegatronHarness) -> Iterator[None]:
-    """A mistake: the mean of a sequence is that of the part that this context-parallel rank holds."""
+    """Makes a mistake: the mean of a sequence is that of the part that this context-parallel rank holds."""
     from services.trainer.megatron.microbatch import MicroBatch
 
     whole, last = MicroBatch.whole, []
@@ -179,7 +182,7 @@ def means_of_chunks(_: MegatronHarness) -> Iterator[None]:
         yield
 
 
-# Layout -> mistake, and losses that it must show in.
+# Maps a layout to a mistake, and to the losses that must show it.
 MISTAKES: dict[str, tuple[Callable[[MegatronHarness], Any], list[str]]] = {
     "fsdp-2": (mean_of_ranks, ["grpo", "ppo"]),
     "dp2": (mean_of_ranks, ["grpo", "ppo"]),
@@ -188,7 +191,7 @@ MISTAKES: dict[str, tuple[Callable[[MegatronHarness], Any], list[str]]] = {
 
 
 def tensors_of(backend: Any) -> list[torch.Tensor]:
-    """This rank's part of every parameter, in place."""
+    """Returns this rank's part of every parameter, not copies: to write to them changes the model."""
     if hasattr(backend, "_parameter_tensors"):
         return list(backend._parameter_tensors())
     return [parameter.to_local() for parameter in backend._model.parameters()]
@@ -201,7 +204,7 @@ def _refill(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
-    """All losses in one layout, then the mistakes."""
+    """Runs all losses in one layout, then those that must show the layout's mistake, with it."""
     layout = LAYOUTS[name]
     harness.worker.close()
     harness._settings, harness._data_ranks = {}, {}
@@ -235,7 +238,7 @@ def act(harness: MegatronHarness, directory: Path) -> None:
 
 
 def main(directory: Path) -> int:
-    """0 if every rank came to its end."""
+    """Runs all ranks; returns 0 if every one came to its end, else 1."""
     for world in (1, 2, 4):
         if any(run_ranks(world, directory, functools.partial(act, directory=directory))):
             return 1

@@ -1,8 +1,9 @@
-"""Real ranks that train in blocks, Megatron in every layout, and FSDP.
+"""Trains in blocks on real ranks: Megatron in every layout, and FSDP.
 
-They do it at once, as with streaming off, and with everything that comes between the blocks of a stream.
+The same updates are made with whole batches, in blocks as with streaming off, and in blocks with everything that comes
+between those of a stream.
 
-One process imports everything and forks the ranks of one world after the other. What came out lies in
+One process imports everything and forks the ranks of one world after the other. They write their results to
 DIRECTORY/NAME-{whole,off,on}.{safetensors,json}.
 """
 
@@ -84,7 +85,7 @@ def _layout(kind: str, world: int, megatron: Mapping[str, Any], changes: Mapping
 
 
 LAYOUTS = dict(_layouts())
-# What is in others too, each with something else.
+# Only make test-long runs these layouts: other layouts have what they have, each together with something else.
 LONG = {
     "untied-fsdp2-kl",
     "moe-fsdp2",
@@ -96,7 +97,7 @@ LONG = {
 
 
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
-    """The same updates in each of MODES, from the same weights."""
+    """Makes the same updates in each of MODES, from the same weights."""
     for mode in MODES:
         harness.open(LAYOUTS[name])
         metrics = []
@@ -109,7 +110,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
         tensors = _weights(harness)
         if harness.rank == 0:
             write(directory, f"{name}-{mode}", tensors, {"updates": metrics})
-    if name.endswith("-overlap"):  # what a whole update leaves in Megatron's buckets
+    if name.endswith("-overlap"):  # here an update in blocks and a whole one share Megatron's buckets
         harness.open(LAYOUTS[name])
         _in_blocks(harness, samples(0), 0, is_streamed=False)
         harness.train(samples(1), version=1)
@@ -119,7 +120,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
 
 
 def _cut(harness: MegatronHarness, batch: pa.Table) -> list[tuple[int, pa.Table]]:
-    """The blocks of two groups, or of one if there are several mini-batches, each with its mini-batch's number."""
+    """Returns blocks of two groups, or of one if there are several mini-batches, each with its mini-batch's number."""
     num_minibatches = harness.config.num_minibatches
     size = groups_per_minibatch(batch, num_minibatches)
     cutter = BlockCutter(1 << 20, 2) if num_minibatches == 1 else BlockCutter(1)
@@ -128,7 +129,7 @@ def _cut(harness: MegatronHarness, batch: pa.Table) -> list[tuple[int, pa.Table]
 
 def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_streamed: bool) -> dict[str, float]:
     worker, blocks = harness.worker, _cut(harness, batch)
-    if is_streamed:  # a stream that was lost
+    if is_streamed:  # begins with a stream that is lost
         worker.begin_blocks(temperature=TEMPERATURE)
         _add(harness, *blocks[1])
         _add(harness, *blocks[-1])
@@ -136,7 +137,7 @@ def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_st
     worker.begin_blocks(temperature=TEMPERATURE)
     for block in blocks:
         _add(harness, *block)
-        if is_streamed:  # of later groups
+        if is_streamed:  # as for later groups
             harness.logprobs(batch)
             if harness.config.loss.kl_coef:
                 harness.logprobs(batch, role="reference")
@@ -155,14 +156,14 @@ def _add(harness: MegatronHarness, minibatch: int, block: pa.Table) -> None:
 
 
 def _weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
-    """Of the policy, and of its adapters alone, on rank 0."""
+    """Returns the weights of the policy, and those of its adapters alone, on rank 0."""
     adapters = harness.backend.adapter() if harness.config.lora.rank else ()
     own = {f"adapter/{name}": tensor.clone() for name, tensor in adapters if tensor is not None}
     return harness.weights() | own
 
 
 def main(directory: Path, names: Sequence[str]) -> int:
-    """0 if every rank of the layouts came to its end."""
+    """Runs the layouts of `names`; returns 0 if every rank came to its end, else 1."""
     for world in sorted({LAYOUTS[name].world for name in names}):
         mine = [name for name in names if LAYOUTS[name].world == world]
         if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine, run=run))):

@@ -1,6 +1,6 @@
-"""Real Megatron ranks that save, are killed, and are followed by others that load, in other layouts.
+"""Runs real Megatron ranks that save and are killed, and then others that load, in other layouts.
 
-`main` forks all of them from one process that has imported everything. What came out lies in
+`main` forks all of them from one process that has imported everything. They write their results to
 DIRECTORY/NAME.{safetensors,json}, and DIRECTORY/checkpoints has what was saved.
 """
 
@@ -30,7 +30,7 @@ from tests.trainer.megatron_harness import CP, EP, PP, TP, VPP, Layout, Megatron
 BUCKETS = {"fully_reshardable": False}
 PLAIN = {"use_distributed_optimizer": False}
 ASYNC = {"async_save": True}
-# So few that the small models here are read in several batches, of other numbers on other ranks.
+# So few bytes that the small models here are read in several batches, not as many on one rank as on another.
 BATCH_BYTES = 1 << 18
 BF16 = SMALL | {"compute_dtype": "bfloat16"}
 LORA = SMALL | {"lora": {"rank": 4}}
@@ -67,7 +67,7 @@ LAYOUTS = {
     "lora-tp2-dropout": Layout("untied", 2, TP, DROPOUT),
     "lora-pp2": Layout("untied", 2, PP, LORA),
 }
-# Saved under, loaded under.
+# Each pair: the layout a checkpoint is saved under, and the layout it is loaded under.
 PAIRS = [
     ("tp2", "pp2"),
     ("tp2-dp2", "1"),
@@ -113,7 +113,7 @@ def save(harness: MegatronHarness, path: Path, version: int) -> None:
 
 
 def go_on(harness: MegatronHarness, directory: Path, name: str) -> None:
-    """The update after the checkpoint."""
+    """Makes the update after the checkpoint; writes its metrics and the weights after it."""
     metrics = harness.train(samples(5), version=1)
     weights = harness.weights()
     if harness.rank == 0:
@@ -121,7 +121,7 @@ def go_on(harness: MegatronHarness, directory: Path, name: str) -> None:
 
 
 def save_all(harness: MegatronHarness, directory: Path) -> None:
-    """One update, a checkpoint, the next update, in every layout of this world."""
+    """Makes an update, a checkpoint and the next update in every layout of this world."""
     names = {saved for saved, _ in PAIRS} | set(SAME)
     for name in sorted(name for name in names if LAYOUTS[name].world == harness.world):
         harness.open(LAYOUTS[name])
@@ -141,7 +141,7 @@ def load_all(harness: MegatronHarness, directory: Path) -> None:
 
 
 def refuse_all(harness: MegatronHarness, directory: Path) -> None:
-    """The error, and weights and optimizer state as they were."""
+    """Writes the error of each load that is refused, and whether weights and random state are what they were."""
     for saved, loaded in REFUSED:
         if LAYOUTS[loaded].world != harness.world:
             continue
@@ -157,7 +157,7 @@ def refuse_all(harness: MegatronHarness, directory: Path) -> None:
 
 
 def save_in_background(harness: MegatronHarness, directory: Path) -> None:
-    """An update between the copy and the end of the save; then a save whose files cannot be written, and the next."""
+    """Makes an update between the copy and the end of a save; then a save that cannot be written, and the next one."""
     harness.open(LAYOUTS["tp2-async"])
     harness.train(samples())
     path = directory / "checkpoints" / "tp2-async"
@@ -183,7 +183,7 @@ def save_in_background(harness: MegatronHarness, directory: Path) -> None:
 
 
 def stage_all(harness: MegatronHarness, directory: Path) -> None:
-    """Whose memory is in what the first rank will write in the background."""
+    """Records in whose memory the tensors lie that the first rank will write in the background."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values  # after services.trainer.megatron
     from megatron.core.dist_checkpointing.strategies.torch import _unwrap_pyt_sharded_tensor as unwrap
 
@@ -197,7 +197,8 @@ def stage_all(harness: MegatronHarness, directory: Path) -> None:
         }
 
         def stage(sharded: dict[str, Any], *, copied: Any, name: str = name, alive: set[int] = alive) -> Any:
-            # Held on to, as a place that is given back may be had again. Buckets have marks of their padding besides.
+            # The tensors are kept, as memory that is freed may be allocated again at the same address. Buckets also
+            # have marks of their padding, without data.
             tensors = [shard.data for shard in nested_values(sharded["optimizer"]) if hasattr(shard, "data")]
             made = {tensor.untyped_storage().data_ptr() for tensor in tensors} - alive
             staged = torch_dist.stage(sharded, copied=copied)
@@ -217,7 +218,10 @@ def stage_all(harness: MegatronHarness, directory: Path) -> None:
 
 
 def count_read(harness: MegatronHarness, directory: Path) -> None:
-    """Bytes of optimizer state that each rank of a data-parallel group asks for and has in memory at once."""
+    """Records the bytes of optimizer state that each data-parallel rank asks for and has in memory at once.
+
+    Also records the error of a load in which one rank asks for tensors that the checkpoint does not have.
+    """
     from megatron.core.dist_checkpointing.dict_utils import nested_values  # after services.trainer.megatron
 
     rounds: list[int] = []
@@ -253,7 +257,7 @@ def _instead(module: Any, name: str, replacement: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_writers() -> Iterator[threading.Event]:
-    """Writers wait until the event is set."""
+    """Makes writers wait until the event that it yields is set."""
     let_go, original = threading.Event(), megatron_checkpoint.write
 
     def held(*args: Any) -> None:
@@ -265,7 +269,10 @@ def _held_writers() -> Iterator[threading.Event]:
 
 
 def convert_all(harness: MegatronHarness, directory: Path) -> None:
-    """Weights alone, from our checkpoints and from one of the kind that Megatron's own tools write."""
+    """Loads weights alone, from our checkpoints and from one of the kind that Megatron's own tools write.
+
+    Also records the errors of checkpoints that are refused.
+    """
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # after services.trainer.megatron
 
     checkpoints = directory / "checkpoints"
@@ -315,7 +322,7 @@ def _converted(layout: Layout, source: Path) -> Layout:
 
 
 def refusal(call: Callable[[], Any]) -> list[str]:
-    """Class and message of the error that `call` raises."""
+    """Returns the class and the message of the error that `call` raises, or an empty list if it raises none."""
     try:
         call()
     except LockstepError as error:
@@ -324,7 +331,7 @@ def refusal(call: Callable[[], Any]) -> list[str]:
 
 
 def play(world: int, directory: Path, acts: list[Callable[[MegatronHarness, Path], None]]) -> None:
-    """`world` ranks play `acts` and are killed when all have."""
+    """Runs `acts` on `world` ranks, which are killed when all have done them."""
 
     def all_acts(harness: MegatronHarness) -> None:
         for act in acts:

@@ -1,7 +1,7 @@
-"""Real trainer ranks in every Megatron layout, without the service around them: some updates of one batch each.
+"""Makes updates on real trainer ranks in every Megatron layout, without the service around them.
 
-`main` forks the ranks of a world from one process that has imported everything, and runs layouts of that world size.
-What came out lies in DIRECTORY/NAME.{safetensors,json}.
+There are some updates in each layout, of one batch each. `main` forks the ranks of a world from one process that has
+imported everything, and runs layouts of that world size. The results lie in DIRECTORY/NAME.{safetensors,json}.
 """
 
 import functools
@@ -33,11 +33,11 @@ from services.trainer.ranks.worker import Worker
 from tests.support import with_routes
 from tests.trainer.fsdp_harness import BASE, FULL_LOSS, TEMPERATURE, aligned_samples, write
 
-# Three micro-batches on one data-parallel rank, two on each of two.
+# This makes three micro-batches on one data-parallel rank, and two on each of two.
 SMALL = {"max_tokens_per_microbatch": 64}
 # On-policy, the surrogate alone is a mean of advantages and cancels to almost 0; the entropy makes the loss of size 1.
 LOSS = {"entropy_coef": 0.5}
-# Of a tiny model's weights, so that several ranks send.
+# The slots are so small that several ranks send the weights of a tiny model.
 _SLOT_BYTES = 1 << 14
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
@@ -46,7 +46,7 @@ EP = {"expert_model_parallel_size": 2}
 VPP = {"virtual_pipeline_model_parallel_size": 2}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 UNPACKED = {"packed_sequences": False}
-# Buckets of a few matrices, so that there are several whose slots overlap.
+# A bucket has only a few matrices, so that there are several buckets whose slots overlap.
 OVERLAP = {"ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10000}}
 AUX = {
     "moe": {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1},
@@ -74,7 +74,10 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A model kind, parallel sizes, and changes to the trainer's config. `like` names what the results must equal."""
+    """Describes a model kind, parallel sizes, and changes to the trainer's config.
+
+    `like` names the layout whose results the results must equal.
+    """
 
     kind: str
     world: int
@@ -128,8 +131,8 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
 
 
 def _routed() -> Iterator[tuple[str, Layout]]:
-    """Replayed routes, in every layout that cuts tokens or layers, or computes them again."""
-    again = SMALL | {"gradient_checkpointing": True}  # in a pipeline, after the forward passes of others
+    """Yields layouts with replayed routes that cut tokens or layers, or compute them again."""
+    again = SMALL | {"gradient_checkpointing": True}  # in a pipeline, after the forward passes of other micro-batches
     cases: tuple[tuple[str, int, dict[str, Any], dict[str, Any], str], ...] = (
         ("1", 1, {}, {}, ""),
         ("1-small", 1, {}, SMALL, "1"),
@@ -150,7 +153,7 @@ def _routed() -> Iterator[tuple[str, Layout]]:
 
 
 def _options() -> Iterator[tuple[str, Layout]]:
-    """Everything besides parallel sizes."""
+    """Yields layouts for everything besides parallel sizes."""
     yield "untied-tp2-no-sp", Layout("untied", 2, TP | {"sequence_parallel": False}, SMALL, "untied-1")
     yield "untied-dp2-overlap", Layout("untied", 2, OVERLAP, SMALL, "untied-1")
     yield "tied-pp2-dp2-overlap", Layout("tied", 4, PP | OVERLAP, SMALL, "tied-1")
@@ -171,7 +174,8 @@ def _options() -> Iterator[tuple[str, Layout]]:
     frozen = {"moe": {"freeze_router": True}}
     yield "moe-1-frozen", Layout("moe", 1, frozen, SMALL)
     yield "moe-ep2-frozen", Layout("moe", 2, EP | frozen, SMALL, "moe-1-frozen")
-    # The loss is one of a micro-batch: this budget makes the same ones on one rank and on two, without any padding.
+    # The auxiliary loss is one of a micro-batch, so this budget makes the same micro-batches on one rank and on two,
+    # without any padding.
     same = {"max_tokens_per_microbatch": 40}
     yield "moe-1-aux", Layout("moe", 1, AUX, same, align=4)
     for name, megatron in (("dp2", {}), ("tp2", TP), ("pp2", PP), ("cp2", CP), ("ep2", EP)):
@@ -191,7 +195,7 @@ def _options() -> Iterator[tuple[str, Layout]]:
 
 
 LAYOUTS = dict(_layouts())
-# Run when they are named only; their models are made where they are tested.
+# These run only when they are named; their models are made where they are tested.
 FAMILY_LAYOUTS = {
     **{kind: Layout(kind, 1, num_updates=1) for kind in FAMILIES},
     **{
@@ -212,7 +216,7 @@ def config(layout: Layout) -> TrainerConfig:
 
 
 def reference_config(layout: Layout) -> TrainerConfig | None:
-    """None if there is none, or the policy's base is it."""
+    """Returns the reference's config, or None if there is no reference or the policy's base is the reference."""
     policy, own = config(layout), layout.changes.get("reference")
     if not policy.loss.kl_coef or (policy.lora.rank and own is None):
         return None
@@ -220,12 +224,12 @@ def reference_config(layout: Layout) -> TrainerConfig | None:
 
 
 def content(tensor: torch.Tensor) -> str:
-    # Of a copy: numpy would keep hold of memory that is offloaded next.
+    # A copy is hashed, as numpy would keep hold of memory that is offloaded next.
     return hashlib.sha256(tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()).hexdigest()
 
 
 class MegatronHarness:
-    """One rank."""
+    """Runs one rank in this process, without the service around it."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, models: Path):
         self.rank, self.world, self._models = rank, world, models
@@ -256,11 +260,11 @@ class MegatronHarness:
         return self.worker._backends[Role.POLICY]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Whole, in checkpoint names, on rank 0."""
+        """Returns whole weights under checkpoint names, on rank 0."""
         return {name: tensor.clone() for name, tensor in self.backend.weights()}
 
     def published(self) -> list[tuple[int, str, str]]:
-        """Rank, name and content of what every rank has to send."""
+        """Returns the rank, name and content (SHA-256) of every tensor that any rank has to send."""
         if not self.backend.sender_slots(_SLOT_BYTES):
             sent = [(0, name, content(tensor)) for name, tensor in self.backend.weights()]
             return sent if self.rank == 0 else []
@@ -279,7 +283,7 @@ class MegatronHarness:
         return self.forward(batch, role, "logprobs")
 
     def forward(self, batch: pa.Table, role: str, column: str) -> list[np.ndarray]:
-        """Of all samples in the batch's order, from all ranks."""
+        """Returns `column` of all samples in the batch's order, gathered from all ranks."""
         parts, order = forward_parts(batch, self._settings[role], self._num_parts(role))
         data_rank = self._data_ranks[role]
         part = parts[data_rank]
@@ -290,7 +294,7 @@ class MegatronHarness:
         return [np.array(row, dtype=np.float32) for row in table[column].to_pylist()]
 
     def bytes_here(self) -> dict[str, int]:
-        """Device memory of each of the offloader's groups; what two of them share counts for the first."""
+        """Returns the bytes of device memory of each offloader group; what two of them share counts for the first."""
         found: set[int] = set()
         sums = {}
         for name, tensors in self.backend._offloader._groups.items():
@@ -304,7 +308,10 @@ class MegatronHarness:
 
 
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
-    """Log-probabilities and weights before and after some updates; between the updates nothing asks for the weights."""
+    """Writes log-probabilities and weights before and after some updates.
+
+    Between the updates, nothing asks for the weights.
+    """
     layout = (LAYOUTS | FAMILY_LAYOUTS)[name]
 
     def batch(seed: int) -> pa.Table:
@@ -347,7 +354,7 @@ def run_all(
     names: Iterable[str],
     run: Callable[[MegatronHarness, str, Path], None] = run,
 ) -> None:
-    """Every layout of `names`; an error says which it was."""
+    """Runs every layout of `names`; an error says which layout it was."""
     for name in names:
         try:
             run(harness, name, directory)
@@ -357,16 +364,16 @@ def run_all(
 
 
 def run_ranks(world: int, directory: Path, act: Callable[[MegatronHarness], None]) -> list[int | None]:
-    """Forks `world` ranks of this process, which `act`; their exit codes.
+    """Forks `world` ranks from this process, each of which runs `act`; returns their exit codes.
 
-    The first rank that ends otherwise than with 0 takes the others, which would wait for it, with it. An error lies in
+    When a rank ends with another code than 0, the others, which would wait for it, are killed. An error is written to
     DIRECTORY/world<n>-rank<n>.error; the models are those beside DIRECTORY.
     """
     directory.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    for backend in ("megatron", "fsdp"):  # seconds: once, not in every rank
+    for backend in ("megatron", "fsdp"):  # takes seconds, so it is done once and not in every rank
         importlib.import_module(f"services.trainer.{backend}.backend")
-    gc.freeze()  # or every garbage collection of a rank, of which opening a role has some, goes through all of that
+    gc.freeze()  # or each garbage collection of a rank, as when it opens a role, would go through all that is imported
     store = directory / f"store-{uuid.uuid4().hex}"
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(store, rank, world, act)) for rank in range(world)]
@@ -395,5 +402,5 @@ def _rank(store: Path, rank: int, world: int, act: Callable[[MegatronHarness], N
 
 
 def main(world: int, directory: Path, names: Sequence[str]) -> int:
-    """0 if every rank came to its end."""
+    """Runs the layouts of `names` on `world` ranks; returns 0 if every rank came to its end, else 1."""
     return int(any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=names))))

@@ -1,4 +1,7 @@
-"""Losses as the papers write them: float64, one sample at a time, plain torch. What the trainer is compared with."""
+"""Computes losses as the papers write them, one sample at a time, in float64 and plain torch.
+
+The trainer is compared with them.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -23,7 +26,7 @@ class Result:
 
 
 def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of each completion token."""
+    """Returns the log-probability and the entropy of each completion token."""
     prompt, completion = row["prompt_tokens"], row["tokens"]
     if row.get("routes"):
         _replay(model, row["routes"], len(prompt) + len(completion))
@@ -40,14 +43,14 @@ def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.T
 
 
 def _kept(row: Row, place: int) -> list[int]:
-    """The kept set of the completion's token at `place`."""
+    """Returns the kept set of the completion's token at `place`, which is empty if it has none."""
     numbers = torch.frombuffer(bytearray(row["kept"]), dtype=torch.int32).tolist()
     counts, kept = numbers[: len(row["tokens"])], numbers[len(row["tokens"]) :]
     return kept[sum(counts[:place]) : sum(counts[: place + 1])]
 
 
 def _replay(model: torch.nn.Module, routes: bytes, num_tokens: int) -> None:
-    """Makes the routers choose `routes`, which are of one byte, in the next forward; the last token's are arbitrary."""
+    """Makes the routers choose `routes`, one byte each, in the next forward; those of the last token are arbitrary."""
     layers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     read = torch.frombuffer(bytearray(routes), dtype=torch.uint8).long().view(num_tokens - 1, len(layers), -1)
     chosen = torch.cat([read, read[-1:]])
@@ -104,7 +107,7 @@ def _loss(
 
 
 def tensors(row: Row) -> dict[str, torch.Tensor]:
-    """What a loss reads of a sample, float64 [tokens]."""
+    """Returns the columns that a loss reads of a sample, each float64 [tokens]."""
     given = {"behavior_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
     given |= {name: row[name] for name in ("advantages", "ref_logprobs") if row.get(name)}
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
@@ -114,7 +117,7 @@ Scored = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
-    """Loss of a mini-batch of sequences, each its log-probabilities, entropy and columns."""
+    """Returns the loss of a mini-batch of sequences, each given as its log-probabilities, entropy and columns."""
     means = [
         torch.cat([held[name][held["loss_mask"] > 0] for _, _, held in batch]).mean()
         for name in ("behavior_logprobs", "advantages")
@@ -146,7 +149,7 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
     advantages = held["advantages"]
     ratio = (logprobs - held["old_logprobs"]).exp()
     match config.kind:
-        case "gspo":  # the sequence form, of which the trainer has the token form
+        case "gspo":  # this is the sequence form; the trainer has the token form
             ratio = (logprobs - held["old_logprobs"]).mean().exp().expand(len(logprobs))
             return _clipped(ratio, advantages, config.gspo.clip_low, config.gspo.clip_high)
         case "python":  # tests.user_functions:soft_clip

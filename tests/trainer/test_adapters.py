@@ -1,5 +1,6 @@
-"""Adapters: the same in every layout and on both backends, nothing else changes, and PEFT's form of them is the same
-model.
+"""Tests adapters: they are the same in every layout and on both backends, and nothing else changes.
+
+The adapters that are exported for PEFT make the same model.
 """
 
 import json
@@ -23,7 +24,8 @@ from tests.trainer.lora_engine import PROMPTS
 from tests.trainer.lora_harness import ALPHA, LAYOUTS, LOADS, RANK
 from tests.trainer.megatron_harness import Layout, MegatronHarness
 
-# float32 sums of some 100 tokens in another order: 2^-24 = 6e-8 of the largest term each, three updates deep.
+# Each is a float32 sum over some 100 tokens in another order, which is off by 2^-24 = 6e-8 of its largest term, and
+# there are three updates.
 TOLERANCE = 1e-5
 # Where a gradient is small against Adam's eps, its rounding of 2e-8 comes back lr / eps = 10 times as large in each
 # update, and B has entries of only 0.02: 3 x 2e-7 / 0.02. Merged weights are 50 times as large as the adapters' part.
@@ -58,7 +60,7 @@ def rank(results: Path) -> Iterator[MegatronHarness]:
 
 
 def part(results: Path, name: str, which: str) -> dict[str, torch.Tensor]:
-    """merged, base or adapter of NAME-before or NAME-after."""
+    """Returns the tensors of "merged", "base" or "adapter" from NAME-before or NAME-after."""
     tensors, _ = read(results, name)
     return {key.removeprefix(f"{which}/"): value for key, value in tensors.items() if key.startswith(f"{which}/")}
 
@@ -108,7 +110,7 @@ def test_base_and_adapter_are_the_merged_weights(results: Path, name: str) -> No
         b = adapter.get(f"base_model.model.{key.removesuffix('.weight')}.lora_B.weight")
         assert (a is None) == (b is None)
         want = base[key].double() + (0 if a is None else ALPHA / RANK * b.double() @ a.double())
-        # One rounding of the product and one of the sum, each 2^-24 of entries of size 1.
+        # The product and the sum are rounded once each, by 2^-24 of entries of size 1.
         torch.testing.assert_close(merged[key].double(), want, rtol=0, atol=5e-7)
 
 
@@ -154,7 +156,7 @@ FORWARDS += ["phi3-lora-tp2", "qwen2_moe-canonical-tp2", "untied-lora-fsdp2", "m
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_adapted_forward_is_that_of_the_merged_export(results: Path, name: str) -> None:
-    """transformers runs the exported model; Megatron ran base and adapters apart."""
+    """Compares transformers, which runs the exported model, with the trainer, which ran base and adapters apart."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(results / f"{name}-export", dtype=torch.float32)
@@ -191,7 +193,7 @@ def test_vllm_serves_the_exported_adapter(results: Path) -> None:
             row = {"prompt_tokens": prompt, "tokens": completion["tokens"]}
             with torch.no_grad():
                 want, _ = plain_grpo.score(model, row, 1.0)
-            # Two implementations of a float32 forward; the adapters move these log-probabilities by 0.1 and more.
+            # These are two implementations of a float32 forward; adapters move its log-probabilities by 0.1 and more.
             np.testing.assert_allclose(completion["logprobs"], want.numpy(), rtol=0, atol=1e-4)
 
 
@@ -212,7 +214,7 @@ def test_reference_is_the_base(results: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["untied-lora-1", "untied-lora-tp2", "dropout-1"])
 def test_recomputed_activations_give_the_same_updates(results: Path, name: str) -> None:
-    # With dropout, other masks in the backward than in the forward would change the gradients by their own size.
+    # With dropout, masks in the backward that are not those of the forward would change gradients by their own size.
     got, want = part(results, f"{name}-recompute-after", "adapter"), part(results, f"{name}-after", "adapter")
     assert_close(got, want, ADAPTER_TOLERANCE)
     assert read(results, f"{name}-recompute")[1]["updates"][0]["loss"] == read(results, name)[1]["updates"][0]["loss"]
@@ -221,7 +223,7 @@ def test_recomputed_activations_give_the_same_updates(results: Path, name: str) 
 @pytest.mark.parametrize("name", ["dropout-1", "dropout-tp2", "dropout-tp2-plain"])
 def test_dropout_is_for_training_only(results: Path, name: str) -> None:
     plain = name.replace("dropout", "untied-lora").removesuffix("-plain")
-    # The forward after training is compared, too: test_adapted_forward_is_that_of_the_merged_export.
+    # test_adapted_forward_is_that_of_the_merged_export compares the forward after training, too.
     with pytest.raises(AssertionError):
         assert_close(part(results, f"{name}-after", "adapter"), part(results, f"{plain}-after", "adapter"), 0.01)
 

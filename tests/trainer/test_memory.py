@@ -1,5 +1,7 @@
-"""ReleaseMemory and AcquireMemory of a real trainer of two ranks, on both backends. Runs that use them are equal to the
-last bit to runs that do not."""
+"""Tests ReleaseMemory and AcquireMemory of a real trainer of two ranks, on both backends.
+
+Runs that use them are equal to the last bit to runs that do not.
+"""
 
 from collections.abc import Awaitable
 from pathlib import Path
@@ -56,21 +58,21 @@ async def refused(call: Awaitable[object], reason: Reason = Reason.MEMORY_RELEAS
 
 
 def batch_of(trainer: Deployment, seed: int = 0) -> pa.Table:
-    """With log-probabilities of a reference, which a loss with a KL term needs."""
+    """Returns a batch with log-probabilities of a reference, which a loss with a KL term needs."""
     table = trainer.batch(seed=seed)
     index = table.schema.get_field_index("ref_logprobs")
     return table.set_column(index, table.schema.field(index), table["logprobs"])
 
 
 async def open_all(trainer: Deployment, changes: dict[str, Any]) -> None:
-    """The policy, a reference if the loss needs one, and a critic."""
+    """Opens the policy, a reference if the loss needs one, and a critic."""
     settings = config(changes)
     await trainer.open(**{**changes, "loss": {}}) if settings.lora.rank else await trainer.open(**changes)
     await trainer.open_role(CRITIC, CriticSettings.model_validate(config({**changes, "lora": {}}).model_dump()))
 
 
 async def steps(trainer: Deployment, changes: dict[str, Any], *, moves: bool) -> list[Any]:
-    """What two steps of a colocated run's order say and publish."""
+    """Makes two steps in the order of a colocated run; returns all that the trainer answers and publishes."""
     await open_all(trainer, changes)
     said: list[Any] = [await trainer.publish()]
     if moves:
@@ -165,7 +167,7 @@ async def test_calls_that_need_a_released_part_are_refused(trainer: Deployment, 
 
 
 async def test_a_batch_that_was_applied_is_answered_without_the_memory(trainer: Deployment):
-    """As after a resumed coordinator, which does not know what was released."""
+    """Tests the call of a resumed coordinator, which does not know what was released."""
     batch = trainer.batch()
     await trainer.train(batch, batch_id="once")
     await release(trainer, *BOTH)

@@ -1,8 +1,9 @@
-"""Tests model directories as people have them: refused by name, or computed as transformers computes them.
+"""Tests model directories as people have them: each is refused with its cause, or computed as transformers computes it.
 
-One table: what is special or wrong in a tiny model, and what each strategy says. A row takes the way of a run: the
-trainer's service reads the card, a rank opens the model, and rollout service and coordinator get the card. All of it
-happens in this process; test_model_directories.py shows that a trainer of two ranks survives what is refused.
+A row of the table has what is special or wrong in a tiny model, and what each strategy says. It is tested in the order
+of a run: the trainer's service reads the card, a rank opens the model, and rollout service and coordinator get the
+card. All of it happens in this process; test_model_directories.py shows that a trainer of two ranks survives what is
+refused.
 """
 
 import os
@@ -49,7 +50,10 @@ ANY, KNOWN = "not supported by any strategy", "strategy megatron knows llama, "
 
 @dataclass(frozen=True)
 class Row:
-    """`fsdp` and `megatron` are words of a refusal. Without them the strategy computes what transformers computes."""
+    """Describes a change of a model, and what each strategy makes of it.
+
+    `fsdp` and `megatron` are words of a refusal. Without them, the strategy computes what transformers computes.
+    """
 
     change: Change
     fsdp: str = ""
@@ -77,7 +81,7 @@ def halved(tensors: Tensors) -> None:
 
 
 def with_output_layer(by: float) -> Change:
-    """An output layer that is the embedding, but for one number."""
+    """Adds an output layer that is the embedding, but for one number, which differs by `by`."""
 
     def change(tensors: Tensors) -> None:
         tensors[HEAD] = tensors[EMBEDDING].clone()
@@ -117,7 +121,7 @@ TENSORS = {
     "bfloat16": Row(has_tensors(halved)),
     "an old buffer": Row(sets("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(16))),
 }
-# Of some, transformers would load other weights than those that were checked.
+# For some of these, transformers would load other weights than those that were checked.
 FILES = {
     "an index": Row(indexed()),
     "an index of the whole file": Row(indexed(WEIGHTS)),
@@ -323,7 +327,7 @@ def test_a_model(harness: Harness, trainer_files: Path, tmp_path: Path, name: st
 
 
 def want(model_path: Path) -> np.ndarray:
-    """The log-probabilities that transformers computes for inference."""
+    """Returns the log-probabilities that transformers computes for inference."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     with torch.no_grad():
         return np.concatenate([plain_grpo.score(model, row, TEMPERATURE)[0] for row in samples().to_pylist()])

@@ -1,7 +1,7 @@
 """Tests ReleaseMemory and AcquireMemory on a GPU with the shape of Qwen3-0.6B: other processes can use freed memory.
 
-With `-s` it shows the bytes and seconds of each call. The first release of a part also pins its host memory, and one
-after the first update that of the optimizer's state; the others only copy.
+With `-s` it shows the bytes and seconds of each call. The first release of a part also pins its host memory, and the
+first release after an update pins that of the optimizer's state; the others only copy.
 """
 
 import sys
@@ -25,10 +25,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 KIND = "qwen3-0.6b"
 NUM_WEIGHTS = 596_049_920
 GIB = 1 << 30
-# torch gives whole segments back. One stays if a tensor is in it that does not leave, such as a library's workspace.
+# torch gives back whole segments. One stays if it has a tensor that does not leave, such as a library's workspace.
 KEPT_BYTES = GIB // 2
 MEGATRON = {"strategy": "megatron", "compute_dtype": "bfloat16"}
-# Bytes for each weight: the parameters, and moments with float32 weights where the parameters are bfloat16.
+# Each case: changes of the config, and bytes for each weight, first of the parameters, then of the optimizer, which has
+# the moments, and float32 weights where the parameters are bfloat16.
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
     "fsdp": ({"compute_dtype": "bfloat16"}, 4, 8),
     "megatron": (MEGATRON, 2, 12 + 4),  # and the buffer for gradients
@@ -48,7 +49,7 @@ class GpuHarness(Harness):
         return show("acquire", parts, self.worker.acquire_memory(model_parts=parts, roles=[Role.POLICY]))
 
     def contents(self) -> list[tuple[str, int, int]]:
-        """Group, bytes and checksum of every storage that the backend can offload, but gradients."""
+        """Returns group, bytes and checksum of every storage that the backend can offload, except gradients."""
         offloader: Any = self.backend._offloader
         names = [name for name in offloader._groups if name != "grads"]
         return [

@@ -46,7 +46,7 @@ def with_rows(table: pa.Table, row: int, **values: Any) -> pa.Table:
 
 
 async def refused(trainer: Deployment, batch: pa.Table | list[bytes], **header: Any) -> LockstepError:
-    """The error of Train; and that nothing was applied: version and content are what they were."""
+    """Returns the error of Train; asserts that nothing was applied: version and content are what they were."""
     before = trainer.stamp
     with pytest.raises(LockstepError) as caught:
         await trainer.train(batch, **header)
@@ -148,7 +148,7 @@ async def test_same_batch_twice_is_applied_once(trainer: Deployment) -> None:
     assert (first.replayed, again.replayed) == (False, True)
     assert (again.version, dict(again.metrics)) == (first.version, dict(first.metrics))
     applied_once = await trainer.publish()
-    # Also after the publication, when a batch of the old stamp would else be stale.
+    # It is replayed after the publication, too, when another batch of the old stamp would be stale.
     assert (await trainer.train(batch, batch_id="twice", stamp=stamp)).replayed
     assert await trainer.publish() == applied_once
 
@@ -167,7 +167,7 @@ async def test_logprob_gap_is_refused_and_the_trainer_goes_on(trainer: Deploymen
     off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
     error = await refused(trainer, off)
     assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_GAP)
-    # About 60 less the random model's 5.
+    # The gap is about 60 less the random model's 5.
     assert 50 < float(error.metadata["logprob_gap_mean"]) < 60
     assert (await trainer.train(batch)).version == 1
 
@@ -180,13 +180,16 @@ async def test_forward_answers_in_the_order_of_the_samples(trainer: Deployment, 
     for row, logprobs, entropy in zip(batch.to_pylist(), *scored.to_pydict().values(), strict=True):
         with torch.no_grad():
             want, want_entropy = plain_grpo.score(model, row, 1.0)
-        # float32 on both sides, logits of size 5: a few times 5 x 2^-24.
+        # Both sides are float32 with logits of size 5, so they differ by a few times 5 x 2^-24.
         np.testing.assert_allclose(logprobs, want.numpy(), rtol=0, atol=1e-5)
         np.testing.assert_allclose(entropy, want_entropy.numpy(), rtol=0, atol=1e-5)
 
 
 async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
-    """Behavior and reference log-probabilities from Forward: no gap, ratio 1, no divergence, to the last bit."""
+    """Checks that log-probabilities from Forward, as the engine's and the reference's, are those of the update.
+
+    To the last bit there is no gap, no divergence, and a ratio of 1.
+    """
     await trainer.open(loss={"kl_coef": 0.1})
     await trainer.publish()
     batch = trainer.batch()
@@ -197,7 +200,7 @@ async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
     batch = changed(batch, "logprobs", policy["logprobs"].to_pylist())
     metrics = (await trainer.train(batch)).metrics
     assert metrics["kl"] == metrics["logprob_gap_max"] == metrics["logprob_gap_kl"] == metrics["clip_fraction"] == 0
-    # A sum of two ranks' shares, rounded once.
+    # The mean is a sum of two ranks' shares, which is rounded once.
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1.2e-7)
 
 

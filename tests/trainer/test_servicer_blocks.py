@@ -70,7 +70,7 @@ async def send(trainer: Deployment, messages: Sequence[pb.TrainBlocksRequest]) -
 
 
 async def refused(trainer: Deployment, messages: Messages) -> LockstepError:
-    """The error of TrainBlocks; and that nothing was applied: version and content are what they were."""
+    """Returns the error of TrainBlocks; asserts that nothing was applied: version and content are what they were."""
     before = trainer.stamp
     with pytest.raises(LockstepError) as caught:
         await send(trainer, messages)
@@ -80,7 +80,7 @@ async def refused(trainer: Deployment, messages: Messages) -> LockstepError:
 
 
 async def digest_after_whole(trainer: Deployment, tokens: int, **changes: Any) -> tuple[PolicyStamp, dict[str, float]]:
-    """Trains a fresh run on the whole batch, which leaves the stamp that a stream must leave."""
+    """Trains a fresh run on the whole batch; returns the stamp and the metrics that a stream must give, too."""
     await trainer.open(**changes)
     await trainer.publish()
     answer = await trainer.train(trainer.batch(), tokens_per_block=tokens)
@@ -88,7 +88,10 @@ async def digest_after_whole(trainer: Deployment, tokens: int, **changes: Any) -
 
 
 async def assert_close_without_blocks(trainer: Deployment, metrics: dict[str, float], **changes: Any) -> None:
-    """The same update without blocks differs by rounding only: float32 sums of about 100 terms in another order."""
+    """Asserts that the same update without blocks differs by rounding only.
+
+    Float32 sums of about 100 terms are in another order.
+    """
     await trainer.open(**changes)
     await trainer.publish()
     at_once = without_times((await trainer.train(trainer.batch())).metrics)
@@ -99,7 +102,7 @@ def without_times(metrics: Any) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
-# Blocks of one group, of two, and of three and one.
+# These numbers of tokens make blocks of one group, blocks of two groups, and a block of three and one of one.
 @pytest.mark.parametrize(
     ("tokens", "aggregation"), [(1, "token_mean"), (60, "seq_mean_token_mean"), (100, "seq_mean_token_mean")]
 )
@@ -138,7 +141,7 @@ async def test_several_minibatches_may_be_streamed(trainer: Deployment, backend:
 
 
 async def test_minibatches_of_fewer_groups_have_smaller_blocks(trainer: Deployment) -> None:
-    """A step that found 6 of 8 groups: mini-batches of 3, in blocks of one or two."""
+    """Tests a step that found 6 of 8 groups: its mini-batches have 3 groups, in blocks of one or two."""
     changes = {"num_minibatches": 2, "loss": {"entropy_coef": 0.01}}
     found = []
     for tokens in (33, 0):
@@ -155,7 +158,7 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
     before = await trainer.publish()
     messages = messages_of(header_of(trainer, tokens=60), trainer.batch())
     for length in range(len(messages)):
-        # It ends in order, but too early; then it is cut by the caller while the trainer waits for more.
+        # First the stream ends in order, but too early; then the caller cuts it while the trainer waits for more.
         with pytest.raises((InvalidInput, DataLoss)):
             await send(trainer, messages[:length])
         taken = asyncio.Event()
@@ -172,7 +175,7 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
         await asyncio.wait({call})
         assert await trainer.held() == before
     assert await trainer.publish() == before
-    # Without blocks nothing else discards gradients before the update.
+    # For a batch without blocks, nothing else discards gradients before the update.
     await trainer.train(trainer.batch(), batch_id="streamed")
     assert await trainer.publish() == whole
 

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 async def both(trainer: Deployment) -> Deployment:
-    """Policy, published, and critic."""
+    """Provides a trainer with a policy, whose weights are published, and a critic."""
     await trainer.open_role(pb.ROLE_CRITIC, SETTINGS)
     return trainer
 
@@ -55,7 +55,7 @@ async def test_service_trains_the_critic_beside_the_policy(both: Deployment) -> 
     assert {"critic_loss", "critic_explained_variance", "critic_grad_norm"} <= set(answer.metrics)
     assert await both.held() == held  # the policy is what it was, and published
     assert (await both.train(batch_of(both))).version == 1
-    # Of the batch that the policy has been trained on already.
+    # The critic is trained on a batch that the policy has been trained on already.
     again = await both.train(batch_of(both), **CRITIC, critic_version=1)
     assert again.version == 2
     assert await both.publish() != held

@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a real trainer of two ranks over gRPC: they hold what was trained, or are refused."""
+"""Tests checkpoints and exports of a real trainer of two ranks over gRPC: they hold what was trained or are refused."""
 
 import json
 import os
@@ -84,7 +84,7 @@ async def test_export_is_what_was_published(trainer: Deployment, tmp_path: Path)
 
 @pytest_asyncio.fixture(params=[None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
 async def saver(deployment: Deployment, request: pytest.FixtureRequest) -> Deployment:
-    """A trainer of each way to save, whose weights are published."""
+    """Provides a trainer of each way to save, whose weights are published."""
     megatron: dict[str, Any] | None = request.param
     await deployment.open(
         **({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron})

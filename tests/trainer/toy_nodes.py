@@ -1,6 +1,7 @@
-"""A trainer of two hosts without torch: `python -m tests.trainer.toy_nodes serve`, or `follow ADDRESS`.
+"""Runs a rank of a trainer of two hosts without torch: `python -m tests.trainer.toy_nodes serve`, or `follow ADDRESS`.
 
-Rank 0 says its address, then that all are there, and ends in order when it is given a line. Rank 1 follows it.
+Rank 0 serves: it prints its address, then that all ranks are there, and ends in order when it is given a line. Rank 1
+follows it.
 """
 
 import asyncio
@@ -19,14 +20,14 @@ from services.trainer.ranks import sockets
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 from services.trainer.ranks.sockets import RanksAddress
 
-# Instead of 5 s and 30 s. On a busy machine the thread that answers may have to wait for a second or two.
+# These replace 5 s and 30 s. On a busy machine, the thread that answers may have to wait for a second or two.
 HEARTBEAT_MS, SILENCE_MS = 400, 4_000
 LOST = 3
 
 
 @contextlib.contextmanager
 def toy(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """One of the two, killed with the block."""
+    """Starts one of the two ranks, and kills it at the end of the block."""
     command, pipe = [sys.executable, "-m", "tests.trainer.toy_nodes", *arguments], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:
@@ -36,7 +37,7 @@ def toy(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 class Worker:
-    """Rank 1's, which can be lost, and rank 0's, which then waits for it as in a collective."""
+    """Does the work of rank 1, which can be lost, or of rank 0, which then waits for rank 1 as in a collective."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -68,14 +69,14 @@ class Worker:
 
     @rank_command
     def break_with_1(self) -> None:
-        """As a collective that another rank has left."""
+        """Kills rank 1; the other rank fails as in a collective that a rank has left."""
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ConnectionError("connection closed by peer")
 
     @rank_command
     def keep_1_busy(self, *, duration_s: float) -> Message:
-        """With the interpreter's lock held all the time, as some libraries do."""
+        """Keeps rank 1 busy, with the interpreter's lock held all the time, as some libraries do."""
         if self.rank == 1:
             ctypes.PyDLL(None).usleep(int(duration_s * 1e6))
         return Message({"busy": self.rank == 1})

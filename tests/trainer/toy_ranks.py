@@ -1,4 +1,4 @@
-"""`python -m tests.trainer.toy_ranks METHOD`: two ranks that each say who they are, and wait."""
+"""Starts two ranks that each say who they are, and wait: `python -m tests.trainer.toy_ranks METHOD`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def _end(*_: object) -> None:
 
 
 def work() -> None:
-    """Rank 0 ends with a code of its own when it is asked to."""
+    """Prints who this rank is, and waits; rank 0 ends with a code of its own when it is asked to."""
     if os.environ["RANK"] == "0":
         signal.signal(signal.SIGTERM, _end)
     says = {"pid": os.getpid(), **{name: os.environ[name] for name in NAMES}}

@@ -1,4 +1,4 @@
-"""Tests Arrow frames: samples survive encoding, and invalid frames are refused and never followed."""
+"""Tests Arrow frames: samples survive encoding, and invalid frames are refused before their offsets are followed."""
 
 import pyarrow as pa
 import pytest
@@ -12,7 +12,7 @@ from tests.support import make_batch
 
 BATCH = make_batch(4, 3, PolicyStamp(version=3, digest="0" * 32))
 (FRAME,) = encode(BATCH)
-# Arrow's own header of a stream with this schema, and its padding.
+# The most that Arrow adds to a frame: the header of a stream with this schema, and padding.
 OVERHEAD_BYTES = 8 << 10
 
 
@@ -40,7 +40,7 @@ def test_slices_and_chunks_are_encoded_as_they_are() -> None:
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.sampled_from([1, 5, 3000, 20_000]), min_size=1, max_size=30))
 def test_frames_are_bounded_however_uneven_the_rows(lengths: list[int]) -> None:
-    """Only a single row may be longer than asked."""
+    """Tests that only a frame of a single row may be longer than asked, by more than Arrow's overhead."""
     values = pa.list_(pa.float32())
     table = pa.table({"x": pa.array([[0.5] * n for n in lengths], values)})
     frames = list(encode(table, frame_bytes=100_000))
@@ -53,7 +53,7 @@ def test_frames_are_bounded_however_uneven_the_rows(lengths: list[int]) -> None:
 def test_frames_are_not_needlessly_small() -> None:
     table = pa.concat_tables([BATCH] * 200).combine_chunks()
     frames = list(encode(table, frame_bytes=100_000))
-    # Halves of what is too large are between half of the size asked and all of it.
+    # What is too large is halved, so each frame has between half of the size asked and all of it.
     assert len(frames) <= 2 * (table.nbytes // 100_000 + 1)
 
 
@@ -73,7 +73,7 @@ def test_garbage_is_refused(frame: bytes) -> None:
 @settings(max_examples=1500, deadline=None)
 @given(at=st.integers(0, len(FRAME) - 1), bit=st.integers(0, 7))
 def test_flipped_bit_is_refused_or_harmless(at: int, bit: int) -> None:
-    """An offset that points outside its buffer would end the process when it is followed."""
+    """Tests that no flipped bit ends the process, as following an offset that points outside its buffer would."""
     frame = bytearray(FRAME)
     frame[at] ^= 1 << bit
     try:

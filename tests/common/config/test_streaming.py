@@ -10,7 +10,10 @@ from services.common.config.streaming import streams, tokens_per_block
 
 
 def config(**changes: Any) -> Config:
-    """16 groups of 4 samples of up to 100 tokens, in micro-batches of 400 on each of two ranks."""
+    """Returns a config with 16 groups of 4 samples of up to 100 tokens, in micro-batches of 400 on each of two ranks.
+
+    `changes` replace sections, or are merged into those that are tables.
+    """
     settings: dict[str, Any] = {
         "model": "m",
         "data": {"train": "x.parquet", "prompts_per_step": 16, "max_prompt_tokens": 40},
@@ -26,13 +29,13 @@ def config(**changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("num_groups", "max_tokens", "tokens"),
     [
-        (16, 100, 100),  # as many tokens as can follow are subtracted, at most half of those of the micro-batches
+        (16, 100, 100),  # the tokens of an average group are subtracted, at most half of those of the micro-batches
         (16, 400, 700),
         (16, 1600, 3100),
         (16, 1601, 0),
         (16, 16384, 0),
         (31, 100, 100),
-        (32, 100, 300),  # 12,800 tokens: a quarter makes eight blocks of two micro-batches on each rank
+        (32, 100, 300),  # a quarter of at most 12,800 tokens makes eight blocks of two micro-batches on each rank
     ],
 )
 def test_a_block_can_fill_a_microbatch_of_every_rank(num_groups: int, max_tokens: int, tokens: int) -> None:

@@ -62,7 +62,7 @@ def test_a_scaling_that_is_no_object_is_refused() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_config_leaves_out_is_as_in_transformers(family: str) -> None:
-    """`lockstep plan` reads the file; the trainer reads transformers' config, which has all defaults."""
+    """`lockstep plan` reads the file; the trainer reads transformers' config, in which all defaults are filled in."""
     transformers = pytest.importorskip("transformers")
     for strategy in BOTH:
         assert _refusal({"model_type": family}, strategy) == _refusal(

@@ -67,7 +67,7 @@ def test_other_files_are_json_objects(tmp_path: Path, name: str, content: str) -
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link to nothing", "link outside", "link up and outside"])
 def test_only_files_of_the_model_are_read(tmp_path: Path, name: str, kind: str) -> None:
-    """A FIFO would make the reader wait, and what a link shows would leave this host in the card."""
+    """A FIFO would make the reader wait, and the content of a linked file would leave this host in the card."""
     source, file = directory_with(tmp_path / "in", config__json="{}"), tmp_path / "in" / name
     file.unlink(missing_ok=True)
     (tmp_path / "secret").write_text("{}")
@@ -83,7 +83,7 @@ def test_only_files_of_the_model_are_read(tmp_path: Path, name: str, kind: str) 
 
 
 def test_snapshot_in_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
-    """Its files link to `../../blobs`; the link of a whole directory is followed, too."""
+    """The files of a snapshot link to `../../blobs`. A link to the whole directory is followed, too."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

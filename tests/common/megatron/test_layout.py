@@ -1,4 +1,4 @@
-"""Rules of parallel sizes, who is where among the ranks, and the shapes of models."""
+"""Tests the rules for parallel sizes, the coordinates of each rank, and the share of a model that a rank holds."""
 
 import itertools
 import json
@@ -42,7 +42,8 @@ def checked(num_ranks: int, megatron: Mapping[str, Any], **given: Any) -> None:
     check_layout(MegatronConfig(**megatron), num_ranks, **given)
 
 
-# Rule: a legal layout, illegal ones next to it, each as (ranks, sizes, model, tokens), and what the error must name.
+# For each rule: a legal layout, illegal ones next to it, and what the error must name. A layout consists of the number
+# of ranks, the sizes, and, if the rule needs them, the model and the tokens of a micro-batch.
 MODEL, TOKENS = "architecture", "max_tokens"
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 HYBRID = {
@@ -288,7 +289,7 @@ def test_rule_in_config(rule: str) -> None:
 
 
 def test_fsdp_has_no_layout() -> None:
-    """Its ranks are all data-parallel, whatever the megatron section says."""
+    """With FSDP all ranks are data-parallel, whatever the megatron section says."""
     trainer = TrainerConfig(strategy="fsdp", num_ranks=3, megatron=MegatronConfig(**{TP: 2}))
     assert data_parallel_size(trainer) == 3
 
@@ -326,7 +327,10 @@ print(json.dumps([groups, [[field.name for field in dataclasses.fields(cls)] for
 
 @pytest.fixture(scope="module")
 def megatron_says() -> tuple[list[Any], list[list[str]]]:
-    """Megatron's groups of `many_layouts` and its config keys; in a process of its own, which has no CPU shim."""
+    """Provides Megatron's groups for `many_layouts` and its config keys.
+
+    They come from a process of its own, which has no CPU shim.
+    """
     pytest.importorskip("megatron.core", reason="the coordinator's environment has no Megatron")
     sizes = [(at.tp, at.cp, at.dp, at.pp, at.ep, at.etp, at.edp) for at in many_layouts()]
     command = [sys.executable, "-W", "ignore", "-c", _ASK_MEGATRON, json.dumps(sizes)]
@@ -336,7 +340,7 @@ def megatron_says() -> tuple[list[Any], list[list[str]]]:
 
 
 def groups_of(layout: Layout, names: tuple[str, ...], along: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """Ranks that differ in the coordinates `along` only, of the coordinates `names`."""
+    """Returns the groups of ranks that, of the coordinates `names`, differ only in those of `along`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for at in rank_map(layout):
         place = tuple(getattr(at, name) for name in names if name not in along)
@@ -359,7 +363,7 @@ def test_ranks_are_where_megatron_puts_them(megatron_says: tuple[list[Any], Any]
 
 
 def test_coordinates_count_up_along_their_groups() -> None:
-    """Groups alone would not notice two stages in the wrong order."""
+    """A comparison of groups alone would not notice two stages in the wrong order."""
     ranks = rank_map(Layout(world=16, tp=2, pp=2, vpp=1, cp=2, ep=4, etp=1, dp=2))
     assert [(at.tp, at.cp, at.dp, at.pp) for at in ranks[:6]] == [
         (0, 0, 0, 0),
@@ -374,7 +378,7 @@ def test_coordinates_count_up_along_their_groups() -> None:
 
 
 def test_reserved_keys_are_megatrons(megatron_says: tuple[Any, list[list[str]]]) -> None:
-    """A key that Megatron has renamed would be refused by nobody."""
+    """A reserved key that Megatron has renamed would no longer be refused."""
     tables = ("transformer_config_kwargs", "optimizer_config_kwargs", "ddp_config")
     for table, known in zip(tables, megatron_says[1], strict=True):
         assert set(layout_module._RESERVED[table]) <= set(known)
@@ -388,7 +392,7 @@ def test_layers_and_experts_of_a_rank() -> None:
 
 
 def test_share_of_a_rank() -> None:
-    """Matrices are cut, norms and the router are not."""
+    """Tests that TP cuts matrices, but neither norms nor the router."""
     matrices = 96 * (96 + 32 + 32) + 96 * 96
     llama, mixtral = replace(DENSE, model_type="llama"), replace(MOE, model_type="mixtral")
     assert llama.layer_parameters(4) == (matrices + 3 * 96 * 192) // 4 + 2 * 96

@@ -11,7 +11,7 @@ from services.common.rpc.fence import HEADER, Fence, incoming
 
 @contextmanager
 def refused(token: str, match: str) -> Generator[None]:
-    """Calls with `token` inside the block, which must raise RUN_REPLACED."""
+    """Makes the calls inside the block with `token`, and asserts that one of them raises RUN_REPLACED."""
     with caller(token), pytest.raises(PreconditionFailed, match=match) as caught:
         yield
     assert caught.value.reason is Reason.RUN_REPLACED
@@ -23,7 +23,7 @@ def caller(token: str):
 
 @pytest.fixture
 def fence() -> Fence:
-    """A service on which run a was opened, and then run b."""
+    """Provides the fence of a service on which run a was opened, and then run b."""
     fence = Fence()
     for token, run in (("first", "a"), ("second", "b")):
         with caller(token):
@@ -55,7 +55,7 @@ def test_a_resumed_coordinator_takes_over_its_own_run(fence: Fence):
 
 
 def test_opening_again_changes_nothing(fence: Fence):
-    """As for the other roles of a run on one trainer, and for a replica that was lost for a moment."""
+    """A run opens its trainer once for each role, and opens a replica again that was lost for a moment."""
     with caller("second"):
         fence.take_over("b")
         fence.require()

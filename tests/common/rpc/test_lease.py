@@ -1,4 +1,4 @@
-"""Tests that a service closes a run whose coordinator has gone without a word, and no other."""
+"""Tests that a service closes a run whose coordinator has gone without closing it, and no other run."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.support import PATIENCE_S
 
 
 class FakeService:
-    """A service with an open run, and a clock that the test moves."""
+    """Imitates a service with an open run, and has a clock that the test moves."""
 
     def __init__(self):
         self.closed = asyncio.Event()
@@ -26,7 +26,7 @@ class FakeService:
             self.closed.set()
 
     async def after(self, seconds: float, *, due: float) -> bool:
-        """Moves the clock, calls the timer that was due at `due`; returns whether the run was closed."""
+        """Moves the clock, runs the timer that was due at `due`, and returns whether the run was closed."""
         self.now += seconds
         self.lease._check(due)
         if self.lease._closing:
@@ -58,7 +58,7 @@ async def test_a_renewed_lease_does_not_end(service: FakeService):
 
 
 async def test_who_was_stopped_itself_gives_the_coordinator_another_chance(service: FakeService):
-    """Its calls may have come meanwhile, and were not read."""
+    """While the service itself was stopped, calls of the coordinator may have arrived that it has not read."""
     begin = service.now
     service.lease.begin(100)
     assert not await service.after(400, due=begin + 100)

@@ -1,4 +1,4 @@
-"""Tests a peer that goes silent without closing the connection: its host is frozen, or the network is cut."""
+"""Tests that a silent peer is noticed although its connection is open: its host is frozen, or the network is cut."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ from services.common.rpc.server import Server
 from tests.campaign.proxy import Proxy
 from tests.support import PATIENCE_S
 
-# gRPC waits a minute for the answer to a ping, unless it is told otherwise.
+# This is less than the minute that gRPC waits for the answer to a ping, unless it is told otherwise.
 LIMIT_S = 40.0
 
 
 class Reward(reward_pb2_grpc.RewardServiceServicer):
-    """Never answers OpenRun."""
+    """Answers GetInfo, but never OpenRun."""
 
     def __init__(self) -> None:
         self.entered, self.canceled = asyncio.Event(), asyncio.Event()
@@ -73,7 +73,10 @@ class Relay:
 
 @pytest_asyncio.fixture
 async def parts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Reward, Relay, Client]]:
-    """A service, and a client that reaches it through a relay. Both wait two and four seconds."""
+    """Yields a service, a relay, and a client that reaches the service through the relay.
+
+    Both ends send a ping after two seconds of silence, and wait four seconds for its answer.
+    """
     quick = list((dict(options.OPTIONS) | dict(options.keepalive(2_000, 4_000))).items())
     monkeypatch.setattr(options, "OPTIONS", quick)
     monkeypatch.setattr(client_module, "OPTIONS", quick)
@@ -101,7 +104,7 @@ async def test_both_ends_of_a_long_call_notice_the_silence(parts: tuple[Reward, 
 
 
 async def test_silence_is_noticed_while_a_request_is_being_sent(parts: tuple[Reward, Relay, Client]) -> None:
-    """No ping can be sent, because the connection is full."""
+    """Tests the case in which no ping can be sent, because the connection is full."""
     reward, relay, client = parts
     relay.fall_silent()
     begin = time.monotonic()

@@ -1,4 +1,7 @@
-"""A server with every method of every service, each of which answers an empty message, and certificates to call it."""
+"""Runs a server with every method of every service, and makes certificates to call it.
+
+Each method answers with an empty message.
+"""
 
 import asyncio
 import datetime
@@ -33,7 +36,7 @@ UNLISTED = "/lockstep.reward.v1.RewardService/AddedYesterday"
 
 @dataclass
 class Certificates:
-    """An authority and what it issues, below `root`."""
+    """Creates an authority and the certificates that it issues, all below `root`."""
 
     root: Path
     ca: Path = field(init=False)
@@ -43,7 +46,10 @@ class Certificates:
         init(self.ca)
 
     def of(self, role: Role, *hosts: str, name: str = "", valid_s: float = 3600) -> Path:
-        """Credentials of `role`, made once, for 127.0.0.1 unless `hosts` says otherwise."""
+        """Returns the directory with credentials of `role`, which are issued by the first call for it.
+
+        They are for `hosts`. If none is given, they are for 127.0.0.1 or, if the role is the operator's, for no host.
+        """
         out = self.root / (name or role)
         if not out.exists():
             validity = datetime.timedelta(seconds=valid_s)
@@ -52,7 +58,7 @@ class Certificates:
 
 
 class AnyMethod(grpc.GenericRpcHandler):
-    """Answers every method of METHODS, and one that no proto has."""
+    """Answers every method of METHODS, and UNLISTED, which no proto has."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         path = handler_call_details.method
@@ -89,21 +95,24 @@ _KINDS = {
 
 
 async def serve(directory: Path | None, port: int = 0) -> tuple[Server, str]:
-    """All methods, with the credentials in `directory` or in plaintext; the server and its address."""
+    """Serves all methods with the credentials in `directory` or in plaintext; returns the server and its address."""
     server = Server(tls=directory and Credentials(directory))
     server.grpc.add_generic_rpc_handlers((AnyMethod(),))
     return server, f"{HOST}:{await server.start(f'{HOST}:{port}', [])}"
 
 
 def channel(address: str, directory: Path | None, *, ca: Path | None = None) -> grpc.aio.Channel:
-    """gRPC's own channel, with the certificate in `directory` or with none; the server must be of `ca`."""
+    """Returns a channel of gRPC itself, with the certificate in `directory` or with none.
+
+    The server's certificate must be of the authority `ca`; by default, of the one in `directory`.
+    """
     root = ((ca or directory) / CA_FILE).read_bytes()
     pair = [(directory / name).read_bytes() for name in (KEY_FILE, CERTIFICATE_FILE)] if directory else [None, None]
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(root, *pair))
 
 
 async def call(to: grpc.aio.Channel, path: str) -> grpc.aio.AioRpcError | None:
-    """Calls a method with an empty message; the error, or None."""
+    """Calls a method with an empty message, and returns the error or None."""
     method: MethodDescriptor = METHODS.get(path) or METHODS["/lockstep.reward.v1.RewardService/Score"]
     request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     make = getattr(to, _KINDS[method.client_streaming, method.server_streaming])
@@ -124,5 +133,5 @@ def _once(message: Any) -> Iterator[Any]:
 
 
 async def calls(to: grpc.aio.Channel) -> dict[str, grpc.aio.AioRpcError | None]:
-    """Calls every method."""
+    """Calls every method, and returns the error or None for each."""
     return dict(zip(METHODS, await asyncio.gather(*(call(to, path) for path in METHODS)), strict=True))

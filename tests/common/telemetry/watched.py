@@ -1,4 +1,4 @@
-"""What a process says of itself, read as Prometheus and an OpenTelemetry collector read it."""
+"""Reads what a process exports about itself, as Prometheus and an OpenTelemetry collector do."""
 
 import contextlib
 import re
@@ -21,13 +21,13 @@ Labels = frozenset[tuple[str, str]]
 
 
 def scrape(address: str) -> dict[str, dict[Labels, float]]:
-    """What a page says now."""
+    """Returns the values that the metrics page at `address` has now, as `parse` does."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
         return parse(answer.read().decode())
 
 
 def parse(text: str) -> dict[str, dict[Labels, float]]:
-    """Name of the sample -> labels -> value."""
+    """Returns the values on a metrics page, by the name of the sample and by its labels."""
     found: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -36,19 +36,19 @@ def parse(text: str) -> dict[str, dict[Labels, float]]:
 
 
 def value(metrics: Mapping[str, Mapping[Labels, float]], name: str, /, **labels: str) -> float:
-    """Of the one sample with exactly these labels."""
+    """Returns the value of the one sample with exactly these labels."""
     return metrics[name][frozenset(labels.items())]
 
 
 @dataclass
 class Service:
-    """A started service: its lines so far, and where it listens."""
+    """Holds a started service, and the lines that were read from its stderr so far."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
 
     def until(self, pattern: str) -> re.Match[str]:
-        """The first line from here on that matches."""
+        """Reads lines until one matches `pattern`, and returns the match."""
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
             if match := re.search(pattern, line):
@@ -56,7 +56,7 @@ class Service:
         raise AssertionError("\n".join(["the service ended:", *self.lines]))
 
     def end(self) -> list[str]:
-        """Asks it to end; all of its lines."""
+        """Asks the service to end, and returns all of its lines."""
         self.process.terminate()
         _, rest = self.process.communicate(timeout=PATIENCE_S)
         self.lines += rest.splitlines()
@@ -65,7 +65,7 @@ class Service:
 
 @contextlib.contextmanager
 def reward_service(*flags: str, cwd: Path | None = None, ulimit: str = "") -> Iterator[Service]:
-    """`python -m services.reward` on a free port, within the limits that bash's `ulimit` sets."""
+    """Runs `python -m services.reward` on a free port, within the limits that bash's `ulimit` sets."""
     limited = ["bash", "-c", f'ulimit {ulimit} && exec "$@"', "bash"] if ulimit else []
     command = [*limited, sys.executable, "-m", "services.reward", "--listen", "127.0.0.1:0", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=cwd)
@@ -78,7 +78,7 @@ def reward_service(*flags: str, cwd: Path | None = None, ulimit: str = "") -> It
 
 @dataclass(frozen=True)
 class Span:
-    """One of the spans that a collector was sent."""
+    """Holds one of the spans that a collector has received."""
 
     process: str
     name: str
@@ -90,7 +90,7 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps all spans; answers from a thread, for processes send their last ones while they wait for nothing else."""
+    """Keeps all spans. It answers from a thread, because a process that sends its last spans waits for nothing else."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -105,7 +105,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextlib.contextmanager
 def otlp_collector() -> Iterator[tuple[Collector, str]]:
-    """A collector and its URL."""
+    """Runs a collector, and yields it and its URL."""
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")

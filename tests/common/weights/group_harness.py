@@ -1,8 +1,9 @@
-"""Members of a weight group: as threads of one process, or, run as a program, as a process of its own.
+"""Creates members of a weight group: threads of this process, or a process of its own when it is run as a program.
 
-`python -m tests.common.weights.group_harness` says `{}` when it has imported what it needs. Then it obeys one JSON
-object per line of its standard input and answers each with a line: `{"epoch", "rank", "world_size", "port", "secret",
-"timeout_s", "receive"}` joins and receives a publication; with `"pairs"`, as the engine worker of a pair.
+`python -m tests.common.weights.group_harness` writes `{}` once it has imported what it needs. Then it obeys one JSON
+object per line of its standard input: `{"epoch", "rank", "world_size", "port", "secret", "timeout_s", "receive"}`. It
+joins the group and, unless "receive" is null, receives a publication; with `"pairs"`, as the engine worker of a pair.
+It answers joining and receiving with a line each, and a failure with a line that has the error.
 """
 
 import json
@@ -27,7 +28,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 def some_weights(num_large: int = 4, large: int = 1 << 16) -> list[NamedTensor]:
-    """Weights of several dtypes and shapes, odd sizes and a scalar among them."""
+    """Returns weights of several dtypes and shapes, among them odd sizes and a scalar."""
     generator = torch.Generator().manual_seed(0)
     weights = [("scalar", torch.tensor(1.5)), ("odd", torch.randn(7, generator=generator).bfloat16())]
     weights += [(f"large.{i}", torch.randn(large, generator=generator)) for i in range(num_large)]
@@ -48,12 +49,12 @@ def message(store: StoreAddress, *, epoch: int, world_size: int, timeout_s: floa
 
 
 def join_all(pool: ThreadPoolExecutor, group: GroupMessage, ranks: Sequence[int]) -> list[Future[WeightGroup]]:
-    """Each of `ranks` enters in a thread of its own."""
+    """Makes each of `ranks` join the group in a thread of its own."""
     return [pool.submit(WeightGroup, group, rank=rank, device=CPU) for rank in ranks]
 
 
 def receive(group: WeightGroup, plan: Plan, version: int) -> tuple[str, list[NamedTensor]]:
-    """Receives and acknowledges a publication; its digest and the weights."""
+    """Receives and acknowledges a publication, and returns its digest and the weights."""
     digest, weights = WeightDigest(plan.digest, CPU), []
     for bucket in plan.buckets:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
@@ -106,7 +107,7 @@ def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 def _obey_pair(asked: GroupMessage, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     group = PairReceiver(asked, rank=order["rank"], device=CPU)
-    _kept.append(group)  # its end of the pair closes when it is forgotten
+    _kept.append(group)  # its end of the pair would close if the object were freed
     yield {"joined": order["epoch"]}
     if order["receive"]:
         plan = Plan.of(some_weights(**order["receive"]), bucket_bytes=1 << 20)

@@ -57,7 +57,7 @@ def aborted(why: str) -> Iterator[None]:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Returns a function that waits until so many members wait in `_wait_until`."""
+    """Provides a function that waits until the given number of members wait in `_wait_until`."""
     begun: set[int] = set()
     is_one_more, wait_until = threading.Semaphore(0), WeightGroup._wait_until
 
@@ -131,7 +131,7 @@ def test_every_member_gets_what_was_sent(store, pool, next_epoch) -> None:
 
 
 def two_senders() -> tuple[Plan, list[list[list[tuple[str, torch.Tensor]]]]]:
-    """A plan of two senders, whose slots alternate, and what each of them has in each round."""
+    """Returns a plan of two senders, whose slots alternate, and the weights that each of them has in each round."""
     a, b, c, d, e, f, g = weights = some_weights()
     plan = Plan.of(weights, bucket_bytes=1 << 20, slots=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
     return plan, [[[a, b], [e], [g]], [[c, d], [f], []]]
@@ -141,7 +141,7 @@ def test_what_is_sent_may_be_freed_when_all_was_asked_for(store, pool, next_epoc
     kept = torch.arange(1 << 18)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        lent = kept.clone()  # alone in its bucket, so it is sent from where it is
+        lent = kept.clone()  # it is alone in its bucket, so it is sent without a copy
         yield "w", lent
         lent.untyped_storage().resize_(0)
 
@@ -153,7 +153,7 @@ def test_what_is_sent_may_be_freed_when_all_was_asked_for(store, pool, next_epoc
 
 
 def test_what_several_send_is_as_if_one_had_sent_it(store, pool, next_epoch, monkeypatch) -> None:
-    monkeypatch.setattr(group_module, "_PART_BYTES", 1000)  # no multiple of what is sent
+    monkeypatch.setattr(group_module, "_PART_BYTES", 1000)  # what is sent is no multiple of this
     plan, parts = two_senders()
     assert [bucket.sender for bucket in plan.buckets] == [0, 1, 0, 1, 0]
     *senders, first, second = form(pool, store, next_epoch(), 4)
@@ -183,7 +183,7 @@ def test_a_sender_that_gives_up_ends_it_for_all(store, pool, next_epoch) -> None
 
 
 class FlippingGroup(WeightGroup):
-    """Sends one bit other than was hashed: memory or a network card that is broken."""
+    """Sends one bit that differs from what was hashed, as broken memory or a broken network card does."""
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> dist.Work:
         flat[3] ^= 1
@@ -211,7 +211,7 @@ def test_absent_member_aborts_within_the_timeout(store, pool, next_epoch) -> Non
 
 
 def test_member_that_dies_while_the_group_forms_aborts_it(store, next_epoch) -> None:
-    """It said that it is there and then connects to nobody."""
+    """Imitates a member that has announced itself in the store, but then connects to no other."""
     group = message(store.address, epoch=next_epoch(), world_size=2, timeout_s=1.0)
     dist.PrefixStore(f"{group.run_id}/{group.epoch}", store.tcp_store).set("member/1", b"1")
     with aborted("member 0"):
@@ -268,7 +268,7 @@ def test_unknown_backend_is_refused(store, next_epoch) -> None:
 
 
 class Member:
-    """A process that obeys group_harness's commands."""
+    """Runs group_harness in a process, and gives it commands."""
 
     def __init__(self, rank: int, store: StoreAddress):
         self._order = {"rank": rank, "port": store.port, "secret": store.secret.hex(), "timeout_s": TIMEOUT_S}
@@ -300,7 +300,8 @@ def members(store: ServedStore) -> Iterator[list[Member]]:
 
 @pytest.mark.slow
 def test_group_outlives_a_member_that_is_killed_in_a_broadcast(store, members, next_epoch) -> None:
-    # 64 MiB in buckets of 1 MiB: more than the sockets between the members hold, so that the dead is waited for.
+    # These are 64 MiB in buckets of 1 MiB: more than the sockets between the members hold, so that the sender must wait
+    # for the dead member.
     size = {"num_large": 64, "large": 1 << 18}
     weights = some_weights(**size)
     plan = Plan.of(weights, bucket_bytes=1 << 20)
@@ -323,7 +324,7 @@ def test_group_outlives_a_member_that_is_killed_in_a_broadcast(store, members, n
         with pytest.raises(TimeoutError):
             sending.result(0.5)  # it does wait for the one that does not receive
         os.kill(members[1].process.pid, signal.SIGKILL)
-        # gloo sees the closed connection at once, the others the kill key.
+        # gloo notices the closed connection at once, and the other members notice the kill key.
         with aborted(TOLD):
             sending.result()
         answer = members[0].answer()

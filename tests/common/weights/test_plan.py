@@ -56,7 +56,7 @@ def test_buckets_hold_every_tensor_once_aligned_and_in_order(weights, bucket_byt
             ends.append(place.offset + place.num_bytes)
         assert ends[-1] <= bucket.num_bytes
         start += bucket.num_bytes
-    # The other end cuts the message that it got, not these tensors.
+    # The other end makes the buckets from the message that it receives, not from these tensors.
     assert Plan(WeightPlan.FromString(plan.message.SerializeToString())).buckets == plan.buckets
 
 
@@ -112,7 +112,7 @@ def test_the_scale_of_an_adapter_is_part_of_the_digest() -> None:
 
 def test_content_digest_does_not_depend_on_the_bucket_size_or_order() -> None:
     weights = some_weights(large=1000)
-    # Buckets of whole tensors: a tensor keeps its place in the publication whatever the cut.
+    # Buckets hold whole tensors, so a tensor keeps its place in the publication whatever the size of buckets is.
     digests = {digest_of(Plan.of(weights, bucket_bytes=size), weights) for size in (1, 64, 5000, 1 << 20)}
     assert len(digests) == 1
     plan = Plan.of(weights, bucket_bytes=64)
@@ -172,7 +172,7 @@ def test_names_are_part_of_the_digest() -> None:
 
 
 def _mixed(word: int, position: int) -> int:
-    """MurmurHash3's 64-bit finaliser (Appleby 2011) of a word and its place, in plain integers."""
+    """Returns MurmurHash3's 64-bit finalizer (Appleby 2011) of a word and its place, computed with plain integers."""
     mask = 2**64 - 1
     word ^= position * 0x9E3779B97F4A7C15 & mask
     word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD & mask
@@ -181,7 +181,7 @@ def _mixed(word: int, position: int) -> int:
 
 
 def test_digest_is_the_one_that_is_described() -> None:
-    """Replicas of another build must agree: another value is another protocol."""
+    """Replicas of another build must compute the same digest, so a change of its value changes the protocol."""
     content = random_bytes(torch.uint8, (160,), seed=3)
     words = struct.unpack("<20Q", as_bytes(content))
     mixed = [_mixed(word, position) for position, word in enumerate(words, start=1)]

@@ -35,7 +35,7 @@ def store() -> Iterator[ServedStore]:
 
 
 def raw(store: ServedStore, timeout_s: float = 1.0) -> dist.TCPStore:
-    """What anybody with torch can do."""
+    """Connects torch's client without the secret, as anybody with torch can."""
     return dist.TCPStore(
         HOST, store.address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -48,13 +48,13 @@ def test_ending_the_connections_of_a_run_logs_nothing(store: ServedStore, caplog
         assert len(connection.recv(NONCE_BYTES)) == NONCE_BYTES  # the gate waits for the proof
         store.renew()
         assert connection.recv(1) == b""
-    for _ in range(3):  # lets the loop run what the end of the connection has called for
+    for _ in range(3):  # lets the loop run the callbacks for the end of the connection
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), store._loop).result(PATIENCE_S)
     assert not caplog.records
 
 
 def test_a_store_of_torch_tells_whoever_connects_everything() -> None:
-    """Why there is a gate; were this to fail, a secret prefix of the keys would do."""
+    """Shows why there is a gate. If this fails, a secret prefix of the keys is enough."""
     bare = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     dist.PrefixStore(secrets.token_hex(32), bare).set("key", b"value")
     stranger = dist.TCPStore(HOST, bare.port, is_master=False, wait_for_workers=False)
@@ -113,7 +113,7 @@ def test_the_way_of_a_member_is_closed_to_other_processes_of_its_host(store) -> 
     for source in ("127.0.0.1", "127.0.0.2"):
         command = [sys.executable, "-c", STRANGER, source, str(member.port)]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "b''\n"
-    # This very process may come as often as it likes, as torch's backends do, until the member has left.
+    # This process itself may connect as often as it likes, as torch's backends do, until the member has left.
     other = dist.TCPStore(HOST, member.port, is_master=False, wait_for_workers=False)
     assert other.get("digest") == b"secret of the run"
     member.leave()
@@ -131,7 +131,7 @@ def test_a_secret_is_of_one_run(store) -> None:
     assert member.get("digest") == b"secret of the run"
     now = store.renew()
     assert (now.host, now.port, now.secret != before.secret) == (before.host, before.port, True)
-    # Neither on a new connection nor on the one that it has.
+    # The old secret is of use neither on a new connection nor on the one that the member has.
     with pytest.raises(ConnectionRefusedError, match="does not accept the secret"):
         StoreClient(before, PATIENCE_S)
     with pytest.raises(dist.DistError):
@@ -184,7 +184,7 @@ def test_a_member_that_the_store_fails_leaves_no_thread(store, monkeypatch: pyte
     before = set(threading.enumerate())
     with pytest.raises(Aborted, match="cannot be reached: failed to send") as caught:
         WeightGroup(group, rank=1, device=torch.device("cpu"))
-    del caught  # its traceback holds the client, whose connection the proxy sees to the end
+    del caught  # its traceback holds the client, and the proxy's thread ends only after the client's connection
     gc.collect()
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Estimates of memory against sums done by hand, and against what GPUs measured."""
+"""Tests estimates of memory against sums computed by hand, and against measurements on GPUs."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ from services.coordinator.checks.memory import Memory, fsdp_memory, publication,
 from tests.coordinator.checks.small_models import DENSE, MOE, make, sizes, write
 from tests.support import ROOT
 
-# q, k and v, 128 + 64 + 64 rows; o.
+# The matrices of q, k and v, with 128 + 64 + 64 rows, and that of o.
 ATTENTION = 64 * 256 + 128 * 64
 AWARE = {"use_precision_aware_optimizer": True}
 HYBRID = AWARE | {"optimizer_cpu_offload": True}
-# The layer's two norms, and those of q and k.
+# The two norms of a layer, and those of q and k.
 NORMS = 2 * 64 + 2 * 32
 
 
@@ -35,7 +35,7 @@ def test_dense_memory(dense: Path) -> None:
     assert first.in_flight == 2
     last = stage_memory(config, model, 1, is_gpu=True)
     assert (last.parameters, last.in_flight) == (4 * layer + embedding + 64, 1)
-    # At work, bytes per token: three times the feed-forward width, which TP cuts, and three hidden states.
+    # Working memory per token: three times the feed-forward width, which TP cuts, and three hidden states.
     working = tokens * 2 * (3 * 128 // 2 + 3 * 64)
     assert first.peak == first.weights + first.gradients + first.optimizer + 2 * first.activations + working
     # The last stage also has the logits: 4 bytes each, and the float32 gradient of the output layer.
@@ -69,7 +69,7 @@ def test_moe_memory(moe: Path) -> None:
 
 
 def test_memory_of_an_expert_that_computes_every_token(tmp_path: Path) -> None:
-    """TP cuts it like a dense feed-forward layer, and every rank of EP has it; its gate is whole."""
+    """TP cuts such an expert like a dense feed-forward layer, and every EP rank has it. Its gate is not cut."""
     content = MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96}
     config, model = make(write(tmp_path / "shared", content), num_ranks=4, megatron=sizes(tp=2, ep=4, etp=1))
     attention = (ATTENTION + 256) // 2  # the biases of q, k and v
@@ -171,7 +171,7 @@ def test_adapters_are_all_that_fsdp_trains(dense: Path) -> None:
 
 
 def test_adapters_of_matrices_that_checkpoints_fuse(tmp_path: Path) -> None:
-    """The adapters are those of any family; published they have two matrices for q, k and v together."""
+    """The adapters are trained as in any family, but published with two matrices for q, k and v together."""
     lora = {"rank": 4, "target_modules": ["linear_qkv", "linear_fc1"], "publish": "adapter"}
     config, model = make(write(tmp_path / "phi3", DENSE | {"model_type": "phi3"}), lora=lora)
     adapters = 8 * 4 * ((64 + 256) + (64 + 2 * 128))
@@ -198,7 +198,7 @@ def test_fsdp_memory(dense: Path) -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * model.num_parameters, 8 * count)
     backward = memory.activations + memory.micro.backward + memory.gathered
     assert (memory.peak, memory.idle) == (12 * count + 4 * model.num_parameters + backward, 12 * count)
-    # In bfloat16: the embedding and norm, and two of the eight layers.
+    # Gathered in bfloat16 are the embedding, the last norm, and two of the eight layers.
     layer = ATTENTION + 3 * 64 * 128 + NORMS
     assert memory.gathered == 2 * (256 * 64 + 64 + 2 * layer)
     reducing, _ = make(dense, strategy="fsdp", num_ranks=4, fsdp={"reduce_each_microbatch": True})
@@ -222,14 +222,14 @@ def test_dtype_auto_is_that_of_the_device(dense: Path) -> None:
 
 
 def test_a_mini_batch_smaller_than_the_budget_is_one_micro_batch(dense: Path) -> None:
-    """64 samples of up to 4096 tokens are more than the budget; with 64 ranks, each has one."""
+    """On one rank, 64 samples of up to 4096 tokens exceed the budget; on 64 ranks, each has one sample."""
     whole = fsdp_memory(*make(dense, strategy="fsdp", num_ranks=1), is_gpu=True).activations
     each = fsdp_memory(*make(dense, strategy="fsdp", num_ranks=64), is_gpu=True).activations
     assert whole == 4 * each
 
 
 def test_logits_are_cut_into_pieces(tmp_path: Path) -> None:
-    """On CPU 64 Mi logits exist at a time, in 21 bytes each; a vocabulary of 2^17 leaves 512 tokens."""
+    """On CPU, 64 Mi logits exist at a time, with 21 bytes each: those of 512 tokens with a vocabulary of 2^17."""
     config, model = make(write(tmp_path / "wide", DENSE | {"vocab_size": 2**17}), strategy="fsdp")
     gradient = 4 * 2**17 * 64
     assert fsdp_memory(config, model, is_gpu=False).micro.backward == 21 * 2**26 + gradient
@@ -241,7 +241,7 @@ RECORDED = sorted((ROOT / "benchmarks" / "results").glob("train-*.json"))
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_estimates_are_those_that_gpus_measured(file: Path) -> None:
-    """The peaks that benchmarks.train recorded on H200s: within 5 % in every case."""
+    """Tests that every estimate is within 5 % of the peak and idle memory that benchmarks.train recorded on H200s."""
     result = json.loads(file.read_text())
     for name, case in result["settings"]["cases"].items():
         kind, shape = result["settings"]["models"][case["model"]]

@@ -133,7 +133,7 @@ def other_answer(lines: Lines) -> None:
 
 
 def again(lines: Lines, **answer: Any) -> None:
-    """Sends the last batch again, at once; `answer` is changed in the answer."""
+    """Adds a call that sends the last batch again, right after the first; `answer` is changed in its answer."""
     begin, end = call_of(lines, "trainer.Train", nth=-1)
     of_call = [line for line in lines if line.get("n") == lines[begin]["n"]]
     copies = [{**line, "n": 10_000, "t": lines[end]["t"]} for line in of_call]
@@ -208,7 +208,7 @@ def never_began(lines: Lines) -> None:
 
 
 def later_turn(lines: Lines) -> None:
-    """The next turn of an episode comes after the next publication."""
+    """Adds the next turn of an episode after the next publication."""
     begin, _ = call_of(lines, "environment.Step")
     later = place(lines, kind="published", version=1)
     last = max(line["sent"]["turn"] for line in lines[:later] if line.get("call") == "environment.Step")

@@ -37,7 +37,7 @@ DEEPSCALER_ROWS = [
 
 @pytest.fixture
 def run():
-    """Runs `lockstep data ...` with the given arguments. Errors are raised."""
+    """Provides a function that runs `lockstep data ...` with the given arguments and raises its errors."""
     root = typer.Typer()
     root.add_typer(cli.app(), name="data")
 

@@ -111,7 +111,7 @@ def test_a_completion_is_a_conversation_of_one_turn(tmp_path: Path) -> None:
 
 
 def test_output_that_is_no_terminal_reads_no_sample(tmp_path: Path) -> None:
-    """There is no batch, which would be an error."""
+    """There is no batch here, so reading a sample would raise an error."""
     terminal = Terminal(make_console(80, 24, is_terminal=False), 9)
     LastSample(tmp_path, str, terminal).step(1, {})
 

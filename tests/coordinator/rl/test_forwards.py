@@ -19,7 +19,7 @@ from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.forwards import Forwards
 from tests.coordinator.fake_services import make_config, make_prompt
 
-# A block ends with 12 tokens, which two groups have.
+# A block ends with the group that brings it to 12 tokens, which two groups have.
 SHORT = {"max_prompt_tokens": 4}
 STAMP = PolicyStamp(version=0, digest="d")
 
@@ -62,7 +62,7 @@ async def run(
             "completions_per_prompt": 2,
             "max_samples": 1,
             "sampling": {"max_tokens": 4},
-        },  # in the order of prompts
+        },  # one sample at a time, so that groups are in the order of prompts
         trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 16},
     )
     models: Any = [model]
@@ -102,7 +102,7 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
             "completions_per_prompt": 2,
             "max_samples": 1,
             "sampling": {"max_tokens": 4},
-        },  # in the order of prompts
+        },  # one sample at a time, so that groups are in the order of prompts
         trainer={"max_tokens_per_microbatch": 16},
     )
     async with Forwards([partial], config, {}).of_batch() as forwards:
@@ -150,7 +150,7 @@ async def test_blocks_in_the_order_of_length() -> None:
 def test_blocks_are_those_that_the_recorded_batch_is_cut_into(
     lengths: list[int], num_minibatches: int, max_samples: int, random: random.Random
 ) -> None:
-    """In the order of prompts and of lengths, whatever order the groups arrive in."""
+    """Tests the orders of prompts and of lengths, whatever order the groups arrive in."""
     config = make_config(
         data={"train": "x.parquet", "prompts_per_step": 16, "max_prompt_tokens": 10},
         rollout={"completions_per_prompt": 2, "max_samples": max_samples, "sampling": {"max_tokens": 30}},

@@ -95,7 +95,7 @@ async def test_a_lost_stream_is_sent_again_as_a_whole(
 async def test_blocks_in_another_order_than_the_batch_are_sent_again_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a group, of which many tokens were reported, was sampled again and is shorter."""
+    """This happens when a group of which many tokens were reported is sampled again and turns out shorter."""
     async with surviving_services() as services:
         await services.run(made(tmp_path / "undisturbed"))
         undisturbed = [*services.rank.blocks]

@@ -43,7 +43,7 @@ from tests.trainer.rank_threads import following
 
 
 class CountingRank:
-    """Trains nothing, and counts how often. Keeps what the blocks of each batch that was applied consisted of."""
+    """Trains nothing, but keeps the versions that it was asked to train, and the blocks of each applied batch."""
 
     def __init__(self) -> None:
         self.trained: list[int] = []
@@ -135,12 +135,12 @@ class Deadline:
         self.num_events, self.events = 1 << 30, []
 
     def before(self) -> None:
-        """Is called before anything with an effect."""
+        """Raises Killed if `num_events` have happened; called before anything that has an effect."""
         if len(self.events) >= self.num_events:
             raise Killed
 
     def after(self, event: str) -> None:
-        """Is called once `event` has had its effect."""
+        """Records `event`, and raises Killed if it was the last; called once `event` has had its effect."""
         self.events.append(event)
         self.before()
 
@@ -150,7 +150,7 @@ class Deadline:
 
 @pytest.fixture
 def deadline(monkeypatch: pytest.MonkeyPatch) -> Deadline:
-    """Watches the ledger, metrics.jsonl and every call of the coordinator in this process."""
+    """Provides a deadline that watches the ledger, metrics.jsonl and every call of the coordinator in this process."""
     deadline = Deadline()
     record, transaction, call, line = Ledger.record, Ledger.transaction, Client.call, JsonLines.step
     parts = {name: getattr(BlockStream, name) for name in ("send", "commit")}
@@ -212,7 +212,7 @@ class _NoFrontend:
 
 
 class Services:
-    """Services that outlive the coordinator."""
+    """Holds services that outlive the coordinator."""
 
     def __init__(self, rank: CountingRank, given: Addresses):
         self.rank, self.given = rank, given
@@ -278,7 +278,7 @@ def make_run(directory: Path, num_steps: int, **changes: Any) -> Config:
 
 
 def metrics_lines(run_dir: Path) -> list[dict[str, float]]:
-    """Returns metrics.jsonl without times."""
+    """Returns the lines of metrics.jsonl without times."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [
         {name: value for name, value in line.items() if not name.startswith("time/") and not name.endswith("_s")}
@@ -287,7 +287,7 @@ def metrics_lines(run_dir: Path) -> list[dict[str, float]]:
 
 
 def killed(error: BaseException) -> Iterator[BaseException]:
-    """Yields what is inside exception groups."""
+    """Yields `error` or, if it is an exception group, the errors inside."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from killed(inner)

@@ -45,7 +45,7 @@ class FakeTrainer:
 
 @pytest.fixture
 def open_again(tmp_path: Path) -> Iterator[Callable[[], Run]]:
-    """Opens the run; can be called again after it was closed."""
+    """Provides a function that opens the run, which may be called again after the run was closed."""
     config = make_config(name="run", runs_dir=tmp_path, checkpoint={"save_freq": 1, "max_ckpts_to_keep": 2})
     runs: list[Run] = []
 
@@ -183,7 +183,7 @@ async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again:
 
 
 async def test_a_checkpoint_that_only_the_trainer_knows_of_is_recorded(open_again: Callable[[], Run]) -> None:
-    """The trainer completed it, and trained on, after the coordinator had ended."""
+    """The trainer completes such a checkpoint, and trains on, after the coordinator has ended."""
     run = open_again()
     run.begin(0, ())
     for version in (1, 2):

@@ -89,7 +89,11 @@ async def test_it_may_be_killed_again_and_again(models: dict[str, Any], tmp_path
 async def test_a_batch_that_another_coordinator_has_trained_on_is_not_taken_for_the_recorded_one(
     tmp_path: Path, deadline: Deadline
 ):
-    """A host is frozen, its lock expires, and it goes on with a batch of its own after another has resumed its run."""
+    """Tests that a recorded batch is not finished if the trainer has applied another one.
+
+    This happens if a host is frozen until its lock expires, and goes on with a batch of its own after another
+    coordinator has resumed its run.
+    """
     async with surviving_services() as services:
         _, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
         config = _made(tmp_path / "killed")

@@ -52,7 +52,7 @@ async def running() -> AsyncIterator[Callable[..., Reward]]:
 
 
 class FaultyServicer(RewardServicer):
-    """Answers as the functions of `faults` say, by the prompt's id; other prompts as usual."""
+    """Answers a prompt whose id is in `faults` with the function there, and other prompts as usual."""
 
     def __init__(self, faults: dict[str, Callable[[pb.ScoreRequest], Awaitable[pb.ScoreResponse | None]]]):
         super().__init__()
@@ -141,7 +141,7 @@ async def test_a_reward_that_is_not_finite_is_refused_with_its_sample(number: fl
 
 
 async def test_a_full_queue_does_not_end_the_run():
-    """The first call of a group waits for its turn until its deadline, while another group is scored."""
+    """Tests a group whose first call waits until its deadline, while another group is scored; a second one succeeds."""
     for limit_s in LIMITS_S:
         waiting, num_calls = asyncio.Event(), 0
 

@@ -1,4 +1,4 @@
-"""Chat templates of the model families, as their documentation shows them, with small tokenizers of both kinds."""
+"""Defines the model families' chat templates as their documentation shows them, with small tokenizers of both kinds."""
 
 import datetime
 import json
@@ -24,9 +24,9 @@ _SPECIAL = (
     *("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"),
     *("[/AVAILABLE_TOOLS]", "<think>", "</think>"),
 )
-# Phi-3's tokens take the white space after them.
+# The tokens of Phi-3, which take in the white space after them.
 _SPECIAL_WITH_SPACE = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-_PLAIN = " with plain [INST]"  # Mixtral has no tokens for it
+_PLAIN = " with plain [INST]"  # Mixtral has no special tokens for [INST]
 _CORPUS = [
     "Natalia sold clips to 48 of her friends in April, and then half as many clips in May. assistant user system",
     'How many clips? {"name": "search", "arguments": {"query": "clips"}} What is 12 + 30 - 7 = ?',
@@ -60,7 +60,10 @@ def _byte_level() -> tokenizers.Tokenizer:
 
 @cache
 def _sentencepiece() -> tokenizers.Tokenizer:
-    """Like those of Mistral and Phi-3: spaces are `▁`, one precedes each text, unknown characters are bytes."""
+    """Returns a tokenizer like those of Mistral and Phi-3.
+
+    Spaces are `▁`, one precedes each text, and unknown characters are bytes.
+    """
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
@@ -89,7 +92,7 @@ def _backend(kind: str) -> tokenizers.Tokenizer:
 def make_tokenizer(
     template: str | None, *, bos: str = "<s>", eos: tuple[str, ...] = ("</s>",), kind: str = "byte-level"
 ) -> Tokenizer:
-    """`template` is the source."""
+    """Returns a small tokenizer with the chat template whose source is `template`, or with none."""
     backend = _backend(kind)
     special = {"bos_token": bos, "eos_token": eos[0]}
     compiled = None if template is None else ChatTemplate(template, special, datetime.date(2026, 11, 1))
@@ -99,7 +102,7 @@ def make_tokenizer(
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A template, and which conversations it takes."""
+    """Holds a template, and describes the conversations that it takes."""
 
     template: str
     eos: tuple[str, ...]

@@ -19,7 +19,7 @@ QUESTION: Message = {"role": "user", "content": "How many clips?"}
 
 
 def make_text(chance: random.Random) -> str:
-    """Text that begins and ends with a letter."""
+    """Returns text that begins and ends with a letter."""
     return "So " + " ".join(chance.choices(_WORDS, k=chance.randrange(8))) + " done"
 
 
@@ -53,7 +53,7 @@ def play(family: Family, bridge: Bridge, kind: str, chance: random.Random) -> in
     for _ in range(num_turns):
         said, reply = family.said(chance, make_text(chance)), make_reply(chance, family)
         stream += bridge.extend([], [{"role": "", "content": said}]) if family.is_plain else tokenizer.encode(said)
-        if chance.random() < 0.5:  # else truncated
+        if chance.random() < 0.5:  # otherwise the turn is truncated
             stream.append(bridge.end_token)
         before = list(stream)
         stream += bridge.extend(stream, reply)
@@ -111,7 +111,7 @@ def test_thinking_that_is_never_kept_is_found():
 
 @pytest.mark.parametrize("roles", [("tool",), ("user",)])
 def test_a_system_message_that_moves_is_found(roles: tuple[str, ...]):
-    # Mistral's templates put it into the last user message, if that is the last message at all.
+    # Mistral's templates put the system message into the last user message, if that is the last message at all.
     bridge = Bridge(FAMILIES["mistral-v0.3"].tokenizer())
     bridge.check(roles)
     message = refusal(bridge, *roles, with_system=True)
@@ -184,7 +184,7 @@ def test_a_given_call_id_is_kept():
 def test_raw_text_is_appended_as_it_is(kind: str):
     tokenizer = make_tokenizer(None, kind=kind)
     bridge = Bridge(tokenizer)
-    bridge.check(["", "user", "tool"])  # which it may send, and then fails, but need not
+    bridge.check(["", "user", "tool"])  # it need not send user and tool messages, and fails if it does
     raw = {"role": "", "content": "\n\n<information>Zoë 漢 </information>\n\n"}
     stream = bridge.prompt([{"role": "", "content": "What?"}])
     assert stream == tokenizer.encode("What?")

@@ -1,4 +1,4 @@
-"""The reward service on the wire, with an environment in real worker processes."""
+"""Serves the reward service over gRPC, with an environment in real worker processes."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ class Service:
         self._client = Client(f"127.0.0.1:{port}", environment_pb2_grpc.EnvironmentServiceStub)
 
     async def open(self, run_id: str = "r", **environment: object) -> reward_pb2.OpenRunResponse:
-        settings = {"num_workers": 1, "turn_s": PATIENCE_S, **environment}  # None for what the kind has not
+        settings = {"num_workers": 1, "turn_s": PATIENCE_S, **environment}  # None: the kind has no such setting
         settings = {name: value for name, value in settings.items() if value is not None}
         section = json.dumps(settings) if environment else ""
         request = reward_pb2.OpenRunRequest(run_id=run_id, config_json=SCORERS, environment_json=section)
@@ -64,7 +64,7 @@ class Service:
 
     @property
     def pids(self) -> list[int]:
-        """Worker processes of the open environment."""
+        """Returns the pids of the open environment's worker processes."""
         return self.servicer.environments._table._context.environment._workers.pids
 
     async def hang_up(self) -> None:
@@ -94,7 +94,7 @@ def serving() -> Callable[[], contextlib.AbstractAsyncContextManager[Service]]:
 
 @pytest.fixture
 async def service(serving, monkeypatch) -> AsyncIterator[Service]:
-    """A service whose workers can import user_environments."""
+    """Yields a service whose workers can import user_environments."""
     monkeypatch.chdir(Path(__file__).parent)
     async with serving() as service:
         yield service

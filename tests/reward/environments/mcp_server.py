@@ -1,4 +1,4 @@
-"""A tiny MCP server, over stdio or with `http PORT` over streamable HTTP."""
+"""Runs a tiny MCP server over stdio or, with `http PORT`, over streamable HTTP."""
 
 import asyncio
 import os

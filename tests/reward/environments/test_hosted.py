@@ -1,4 +1,4 @@
-"""Games of textarena and tasks of reasoning-gym, played by the real packages."""
+"""Tests games of textarena and tasks of reasoning-gym with the real packages."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ class TestTextarena:
         assert second.reward < 1
 
     async def test_a_seed_gives_the_same_game_whatever_else_is_played(self, service):
-        """2048 draws a tile after each move, Sokoban its level with numpy."""
+        """Tests games that draw at random: 2048 draws a tile after each move, Sokoban draws its level with numpy."""
         for game, moves in (("2048-v0", ["[left]", "[up]", "[right]"]), ("Sokoban-v0", ["[up]", "[left]"])):
             await service.open(kind="textarena", game=game, num_workers=2)
             seeds = {str(i): 2**63 + i % 2 for i in range(8)}
@@ -98,7 +98,10 @@ class TestReasoningGym:
 
     @pytest.mark.parametrize("task", ["chain_sum", "isomorphic_strings", "word_ladder"])
     async def test_rows_of_a_file_are_scored(self, service, tmp_path, task):
-        """The last two depend on the order of sets, which is another one in each process."""
+        """Tests that the answers of prepared rows score 1.
+
+        The last two tasks depend on the order of sets, which is another one in each process.
+        """
         from services.coordinator.data.prepare.reasoning_gym import make_files
 
         report = make_files(task, {}, num_rows={"train": 3, "test": 1}, seed=5, out=tmp_path)

@@ -1,4 +1,4 @@
-"""Classes of the user's, good and bad, through the service."""
+"""Tests classes of the user, good and bad ones, as environments of the service."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def user(name: str, **settings: object) -> dict[str, object]:
 
 
 def reason(response: pb.ResetResponse | pb.StepResponse) -> str:
-    """Why the environment failed, or nothing."""
+    """Returns why the environment failed, or an empty text if it did not."""
     name = pb.EnvironmentFailureReason.Name(response.failure.reason)
     return name.removeprefix("ENVIRONMENT_FAILURE_REASON_") if response.HasField("failure") else ""
 

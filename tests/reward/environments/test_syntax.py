@@ -11,7 +11,7 @@ ARGUMENTS = {"search": "query", "python": "code"}
 
 
 def calls(syntax: str, text: str) -> list[object]:
-    """What is found: (name, arguments) of a call, or the words for a bad one."""
+    """Returns the calls that are found: (name, arguments) of each, or the error message of a bad one."""
     found = find_calls(syntax, text, ARGUMENTS)
     return [call.detail if isinstance(call, BadCall) else (call.name, call.arguments) for call in found]
 
@@ -90,7 +90,7 @@ def test_a_turn_may_have_so_many_calls(syntax, one):
 @pytest.mark.parametrize("syntax", ["hermes", "llama3", "tags"])
 @pytest.mark.parametrize("text", ["<search>", "<tool_call>", '{"name": ', "<", "</search>", "<|python_tag|>", "\ud800"])
 def test_long_text_takes_no_more_than_linear_time(syntax, text):
-    """Quadratic time would be minutes."""
+    """Tests that long text is searched in a few seconds; in quadratic time it would take minutes."""
     began = time.process_time()
     find_calls(syntax, text * 200_000, ARGUMENTS)
     assert time.process_time() - began < 5

@@ -1,4 +1,4 @@
-"""Policies that call tools, through the service: results, mistakes of theirs, and failures of ours."""
+"""Tests policies that call tools through the service: results, mistakes of the policy, and failures of tools."""
 
 import asyncio
 import json

@@ -15,13 +15,13 @@ TIMEOUT_S = 1.0
 
 @pytest.fixture(scope="module")
 def canaries(tmp_path_factory) -> Path:
-    """Where a text that ran would leave a file; also the working directory of the workers."""
+    """Provides the folder in which a text that ran would leave a file, also the working directory of the workers."""
     return tmp_path_factory.mktemp("canaries")
 
 
 @pytest_asyncio.fixture(scope="module")
 async def runs(open_run, canaries):
-    """Two of one worker each, so that no text waits for another one's."""
+    """Yields two runs of one worker each, so that no text waits for the worker of another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(canaries)
         async with open_run({"kind": "math"}, num_workers=1) as one, open_run({"kind": "math"}, num_workers=1) as other:
@@ -30,7 +30,10 @@ async def runs(open_run, canaries):
 
 @pytest_asyncio.fixture(scope="module")
 async def patient(open_run, canaries):
-    """With one worker and all the time that a busy machine may take; what counts is the worker's CPU time."""
+    """Yields a run with one worker and all the time that a busy machine may take.
+
+    Its tests limit the worker's CPU time instead.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(canaries)
         async with open_run({"kind": "math"}, num_workers=1) as run:
@@ -43,7 +46,7 @@ def to_item(make_item, canaries):
 
 
 def cpu_s(run: ScoringRun) -> float:
-    """CPU time of its workers."""
+    """Returns the CPU time, in seconds, of the workers of `run`."""
     return sum(cpu_seconds(pid) for pid in run._scorers[0]._pool.pids)
 
 

@@ -32,12 +32,12 @@ BWRAP = shutil.which("bwrap")
 
 
 def _has_sandbox() -> bool:
-    """Returns whether this host has bubblewrap, which setup installs where it may, and lets it make namespaces."""
+    """Returns whether this host has bubblewrap, which `make setup` installs if it may, and allows namespaces."""
     command = [BWRAP or "", "--unshare-all", "--ro-bind", "/", "/", "true"]
     return BWRAP is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
-# Nothing else stands in for the sandbox; without it only its absence can be tested.
+# Nothing can replace the sandbox; on a host without it, only its absence can be tested.
 sandboxed = pytest.mark.skipif(not _has_sandbox(), reason="no bubblewrap, or no namespaces, on this host")
 SECRET = f"SECRET-{secrets.token_hex(16)}"
 LIMITS = {
@@ -58,7 +58,7 @@ async def run(open_run):
 
 @pytest_asyncio.fixture(scope="module")
 async def hurried_run(open_run):
-    """For programs that take what they get."""
+    """Yields a run with a limit of 1 s, for programs that take all the time they get; its environment has a secret."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_TEST_SECRET", SECRET)
         async with open_run({"kind": "code", "timeout_s": 1, **LIMITS}) as opened:
@@ -78,7 +78,7 @@ def score(make_item):
 @pytest.fixture(scope="module")
 def attack(score):
     async def attacks(run: ScoringRun, programs: dict[str, str], tests: object) -> dict[str, float]:
-        """The scores by name, of those above 0; four programs at a time."""
+        """Returns the scores above 0 by the names of the programs, four of which run at a time."""
         four = asyncio.Semaphore(4)
 
         async def one(program: str) -> float:
@@ -94,7 +94,7 @@ def attack(score):
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """What the programs attack; each hands out the secret."""
+    """Yields what the programs attack, by its placeholder in them; each target would give away the secret."""
     folder = tmp_path_factory.mktemp("outside")
     folder.joinpath("canary").write_text(SECRET)
     memory = ctypes.create_string_buffer(SECRET.encode())
@@ -282,7 +282,7 @@ async def test_a_row_without_the_column_says_which(run, make_item):
 
 @pytest.fixture
 def path_of_programs(monkeypatch) -> Iterator[Path]:
-    """A folder that alone is PATH, with nothing of the sandbox's but setpriv; other users may read it."""
+    """Yields a folder that alone is PATH, with only setpriv of what the sandbox needs; other users may read it."""
     setpriv = shutil.which("setpriv")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -343,7 +343,10 @@ async def test_the_version_names_the_interpreter(run):
 
 
 async def test_programs_run_where_new_files_are_private(open_run, score) -> None:
-    """A service keeps its files to its owner; what the sandbox brings must be readable for nobody all the same."""
+    """Tests a sandbox that is made under umask 077.
+
+    New files of a service are private to its owner, but the user `nobody` must be able to read those of the sandbox.
+    """
     before = os.umask(0o077)
     try:
         async with open_run({"kind": "code", "timeout_s": PATIENCE_S, **LIMITS}) as opened:

@@ -26,13 +26,13 @@ def http(url: str, **fields: object) -> dict:
 
 
 async def lengths(body: dict, _request: web.Request) -> web.Response:
-    """A good scorer: the length of the completion, or an error for an empty one."""
+    """Answers as a good scorer does: with the length of each completion, or an error for an empty one."""
     scores = [len(sample["completion"]) or {"error": "empty"} for sample in body["samples"]]
     return web.json_response({"scores": scores, "version": "lengths 1"})
 
 
 def after_open(answer: web.Response):
-    """Good to the empty group at the start, then `answer`."""
+    """Returns a reply that scores the empty group at the start, and then answers everything with `answer`."""
 
     async def reply(body: dict, request: web.Request) -> web.StreamResponse:
         if not body["samples"]:

@@ -25,7 +25,7 @@ def judge(url: str, **fields: object) -> dict:
 
 
 def in_turn(*replies: web.Response | None):
-    """One after the other, then the last forever; None never answers."""
+    """Returns a reply that gives `replies` one after the other, then the last one forever; None never answers."""
     left = list(replies)
 
     async def reply(_body: object, _request: web.Request) -> web.StreamResponse:
@@ -179,7 +179,7 @@ async def test_waiting_for_a_turn_costs_no_sample_its_deadline(open_run, make_it
         return chat("Score: 1")
 
     for limit_s in LIMITS_S:
-        # 24 of a tenth of the limit, two at a time: the last wait longer than their deadline.
+        # 24 samples of a tenth of the limit each, two at a time: the last ones wait longer than their deadline.
         answer_s = limit_s / 10
         async with served(reply) as end, open_run(judge(end.url, max_concurrent=2, timeout_s=limit_s)) as run:
             outcomes = await run.score([make_item("a")] * 24)

@@ -24,7 +24,7 @@ PAIRS = [("1+1=", "2"), ("1+1=", "3 3 3 3 3 3 3 3"), ("1+1=", ""), ("23-4=", "19
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    """Of a language model and its tokenizer, whose last layer no reward model has."""
+    """Provides the folder of a language model and its tokenizer; the last layer is not that of a reward model."""
     return make_model(tmp_path_factory.mktemp("lm"), "untied")
 
 
@@ -51,7 +51,7 @@ def one_thread(monkeypatch):
 
 
 def scorer_of(path: Path, **fields: object) -> tuple[Callable[..., list], str]:
-    """What the worker loads, in this process: importing torch once is enough."""
+    """Loads in this process what the worker loads, so that torch is imported only once."""
     config = ModelConfig(path=str(path), device="cpu", **fields)
     return load(**config.model_dump(include=LOAD_FIELDS))
 
@@ -63,13 +63,13 @@ def scores(path: Path, pairs: Sequence[tuple[str, str]] = PAIRS, **fields: objec
 
 @torch.no_grad()
 def expected(path: Path, text: str, label: int = 0) -> float:
-    """The logit of one text by itself, without padding."""
+    """Returns the logit of one text by itself, without padding."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     network = AutoModelForSequenceClassification.from_pretrained(path).eval()
     return network(**tokenizer(text, return_tensors="pt")).logits[0, label].item()
 
 
-# float32 sums in another order, because a batch is padded: a few units of 6e-8 at logits of about 1.
+# Padding a batch changes the order of float32 sums: a few units of 6e-8 at logits of about 1.
 def close(values: list[float]):
     return pytest.approx(values, abs=1e-5)
 

@@ -1,4 +1,4 @@
-"""Tests scripts, which run in another process than the program: which values pass between the two."""
+"""Tests which values pass between a script and the program, which runs in another process."""
 
 # ruff: noqa: E501 a program reads best on one line
 
@@ -94,7 +94,7 @@ async def test_setup_is_the_tests_own(run, make_item):
 
 @pytest.mark.parametrize("limit", [{"program_timeout_s": 1}, {}], ids=["program", "group"])
 async def test_all_tests_together_have_a_limit(open_run, make_item, limit):
-    """Each test alone might take an hour."""
+    """Tests the limits of a program and of a group, where each test alone might take an hour."""
     slow, endless = (
         make_item("input()", extra={"tests": {"inputs": ["x"], "outputs": [""]}}),
         make_item("while True: pass", extra={"tests": {"inputs": [""] * 20, "outputs": [""] * 20}}),
@@ -102,7 +102,7 @@ async def test_all_tests_together_have_a_limit(open_run, make_item, limit):
     settings = {"kind": "code", "partial": True, "timeout_s": 3600, "program_timeout_s": 3600, **limit}
     async with open_run(settings, group_timeout_s=PATIENCE_S if limit else 2) as run:
         outcomes = await run.score([endless, endless, endless])
-        for _ in range(8):  # on a busy machine even this may not end in a second
+        for _ in range(8):  # on a busy machine even this program may not end in a second
             (honest,) = await run.score([slow])
             if honest.reward == 1.0:
                 break

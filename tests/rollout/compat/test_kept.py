@@ -1,4 +1,7 @@
-"""Kept sets are collected where the engine samples, and arrive with a sample's last token, or the engine is refused."""
+"""Tests that kept sets are collected where the engine samples, and arrive with a sample's last token.
+
+An engine that cannot collect them is refused.
+"""
 
 import inspect
 from dataclasses import fields
@@ -51,7 +54,7 @@ def test_a_samples_last_output_has_its_kept_sets() -> None:
     played.step(EngineCoreOutput("a", []), a=[9])  # part of a prompt
     played.step(end, other, a=[4])
     assert arrived(end, [3, 4]) == encode_kept([[3, 5], [4]])
-    assert other.kv_transfer_params is None  # it has not asked
+    assert other.kv_transfer_params is None  # it has not asked for them
     played.step(EngineCoreOutput("c", [3]), c=[3])
     played.finish_requests(["c"], None)
     assert not played._kept
@@ -87,7 +90,7 @@ def test_sets_of_other_tokens_are_refused(tokens: list[int], message: str) -> No
 def test_an_engine_that_cannot_is_refused(
     version: str, is_gpu: bool, arguments: dict[str, Any], answer: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`answer`: whether vLLM returns them itself; None if nobody does."""
+    """Tests who returns kept sets: `answer` is True if vLLM does, False if our hook does, None if nobody does."""
     monkeypatch.setattr(kept, "require_version", lambda _: Version(version))
     given = {"logprobs_mode": "processed_logprobs", "additional_config": {"x": 1}} | arguments
     if answer is None:

@@ -1,4 +1,7 @@
-"""Adapters published beside their base: real Megatron ranks, real engines that add the adapter themselves."""
+"""Tests adapters that are published beside their base.
+
+Real Megatron ranks send them to real engines, which add the adapter themselves.
+"""
 
 import itertools
 import math
@@ -26,7 +29,7 @@ TRAINER = {
 
 
 def num_bytes(stack: Stack, *, of_base: bool) -> int:
-    """float32."""
+    """Returns the size of the base's or the adapter's tensors in the plan, which are float32."""
     specs = stack.opened.plan.tensors
     are_base = [not spec.name.startswith("base_model.model.") for spec in specs]
     assert are_base == sorted(are_base, reverse=True)
@@ -34,7 +37,7 @@ def num_bytes(stack: Stack, *, of_base: bool) -> int:
 
 
 async def assert_on_policy(stack: Stack, stamp: PolicyStamp) -> list[list[int]]:
-    """Every member serves `stamp`, and samples as the trainer computes."""
+    """Asserts that every member serves `stamp` and samples as the trainer computes; returns the last one's tokens."""
     tokens: list[list[int]] = []
     for replica in stack.members:
         answers = await replica.generate(stamp, seeds=SEEDS, temperature=1.0)
@@ -77,11 +80,11 @@ async def test_only_a_member_without_the_base_is_sent_it(stack: Stack, model: Ca
     assert len({stamp.digest for stamp in stamps}) == len(stamps)
     assert all(one != other for one, other in itertools.pairwise(samples))
 
-    # The same weights have the same stamp, whoever got what.
+    # The same weights have the same stamp, whatever each member was sent.
     sent = await stack.send(len(stamps) - 1)
     assert (sent.stamp, sent.num_bytes) == (stamps[-1], adapter)
 
-    await first.open(model("tied"), stack.run_id, adapter_rank=RANK, max_samples=128)  # another config: another engine
+    await first.open(model("tied"), stack.run_id, adapter_rank=RANK, max_samples=128)  # a new config needs a new engine
     assert not (await first.info()).HasField("stamp")
     await stack.form_group(stack.replicas)
     sent = await stack.send(len(stamps) - 1)
@@ -99,6 +102,6 @@ async def test_an_engine_for_adapters_refuses_a_plan_without(stack: Stack):
 
 
 async def test_adapters_beside_experts_are_refused_on_cpu(stack: Stack, model: Callable[[str], Path]):
-    """vLLM's engine would start, and die of the first sample."""
+    """Tests the refusal of what would let vLLM's engine start and die at its first sample."""
     with pytest.raises(InvalidInput, match=r"trainer\.lora\.publish: .*use merged"):
         await stack.replicas[0].open(model("moe"), "experts", adapter_rank=RANK)

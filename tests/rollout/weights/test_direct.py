@@ -13,12 +13,12 @@ from services.rollout.weights import loading
 from services.rollout.weights.direct import DirectMap, Recorder
 from tests.rollout.toy_engine import CPU, Layer, Loader, Toy, Worker, adapter, checkpoint, method
 
-# One bucket for each tensor, several tensors in some, all in one.
+# One bucket for each tensor, buckets of several tensors, and one bucket for all.
 BUCKET_BYTES = [1, 700, 1 << 20]
 
 
 def assert_exact(model: Toy, seed: int, odd: Callable[[], Layer] | None = None) -> None:
-    """`model` holds what a twin holds into which vLLM reloads `checkpoint(seed)`; and that is what was sent."""
+    """Asserts that `model` is equal to a twin into which vLLM reloaded `checkpoint(seed)`, and to what was sent."""
     twin, sent = Toy(odd() if odd else None), dict(checkpoint(seed))
     reload_weights(twin, None, sent.items())
     ours, theirs = model.state_dict(), twin.state_dict()
@@ -52,7 +52,7 @@ def test_a_reload_is_watched_then_checked_then_replaced(bucket_bytes: int, monke
         digests.add(worker.publish(seed)["digest"])
         assert_exact(worker.model, seed)
     assert len(digests) == 5
-    # Captured graphs read where they always did.
+    # The addresses are the same as before, because captured CUDA graphs read there.
     assert {name: tensor.data_ptr() for name, tensor in worker.model.state_dict().items()} == addresses
 
 
@@ -61,7 +61,7 @@ def test_a_new_plan_starts_anew():
     for seed in (1, 2, 3):
         worker.publish(seed)
     worker.set_bucket_bytes(700)
-    assert worker.loading.reads_in_place  # the same plan: nothing new
+    assert worker.loading.reads_in_place  # the plan is the same, so nothing starts anew
     worker.set_bucket_bytes(1)
     assert not worker.loading.reads_in_place
     for seed in (4, 5, 6):
@@ -70,7 +70,7 @@ def test_a_new_plan_starts_anew():
     assert worker.loading.reads_in_place
 
 
-# After the stage's publication breaks off, the next one is whole, whatever stage it is in.
+# A publication breaks off in each stage of loading, after `num_before` others; the next one must be whole.
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [1, 700])
 def test_a_publication_that_breaks_off_is_made_good_by_the_next(num_before: int, bucket_bytes: int):
@@ -107,7 +107,7 @@ def _cut_off(layer: nn.Module) -> None:
 
 
 def _quantize(layer: nn.Module) -> None:
-    """A scale in the layer that follows from its weight."""
+    """Adds a scale to the layer that follows from its weight."""
     layer.scale = nn.Parameter(layer.weight.data.abs().max().reshape(1), requires_grad=False)
 
 
@@ -207,7 +207,7 @@ def test_a_wrong_map_is_found_out(end: str, number: int, monkeypatch: pytest.Mon
 
 
 def test_a_map_with_the_same_bytes_in_two_places_is_checked_in_both():
-    """The received word goes to two tensors, one of which holds something else."""
+    """Tests received bytes that are copied to two tensors, one of which then holds something else."""
     flat = torch.arange(16, dtype=torch.uint8)
     recorder, one, other = Recorder(), torch.zeros(4), torch.zeros(4)
     with recorder:
@@ -232,8 +232,8 @@ def test_a_map_with_the_same_bytes_in_two_places_is_checked_in_both():
 
 
 def test_addresses_that_are_used_again_are_not_confused():
-    """The memory of a received bucket, of a loaded weight and of padding is freed, and comes back as something else."""
-    size = 4096  # glibc gives back small pieces to other callers only
+    """Frees memory of received buckets, of loaded weights and of padding, which comes back as something else."""
+    size = 4096  # glibc would give smaller pieces back only to other callers
     recorder, engine, others = Recorder(), torch.zeros(size), torch.zeros(size)
     freed, num_reused = set(), 0
     with recorder:
@@ -259,7 +259,7 @@ def test_addresses_that_are_used_again_are_not_confused():
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
 def test_a_base_counts_as_held_only_while_it_is_whole(bucket_bytes: int):
-    """Through all stages of loading; afterwards adapters come alone, and a torn base is sent again."""
+    """Tests all stages of loading: after a whole base, adapters come alone; a base that broke off is sent again."""
     worker = Worker(Toy(), bucket_bytes)
     worker.set_adapter_plan(bucket_bytes)
     num_base = worker._lockstep_plan.num_base_buckets
@@ -283,7 +283,7 @@ def test_a_base_counts_as_held_only_while_it_is_whole(bucket_bytes: int):
         assert alone["digest"] != whole["digest"]
         assert alone["num_bytes"] < whole["num_bytes"]
         assert_holds(seed, 11)
-        if breaks_off:  # leaves the base, and the last adapter
+        if breaks_off:  # this leaves the base and the last adapter
             assert "Broken" in worker.publish_adapter(-1, 12, sender_sums=sums, breaks_after=0)["error"]
             assert worker.base_sums == sums
             assert_holds(seed, 11)

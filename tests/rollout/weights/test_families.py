@@ -25,7 +25,7 @@ from tests.rollout.weights.test_publication import (
 
 TP = {"tensor_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
-# Longer than a block of vLLM's prefix cache, so that the samples of a prompt share one.
+# Longer than a block of vLLM's prefix cache, so that the samples of a prompt share a block.
 LONG_PROMPTS = [[2 + (i * j) % 60 for j in range(140)] for i in (3, 7)]
 LORA = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,7 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# A layout of its family covers what FSDP sends, which tests/trainer compares with transformers.
+# The cases of FSDP are long tests: a Megatron layout of the same family covers what FSDP sends, and tests/trainer
+# compares that with transformers.
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.long] * (" " not in name)) for name in CASES])
 async def test_an_engine_samples_as_the_trainer_computes(
     stack: Stack, model: Callable[[str], Path], tmp_path: Path, case: str
@@ -46,7 +47,7 @@ async def test_an_engine_samples_as_the_trainer_computes(
     kind, changes = CASES[case]
     is_routed = kind.endswith("moe")
     rank = LORA["rank"] if "lora" in changes else 0
-    stack = Stack(stack.trainer, stack.replicas[:1])  # test_publication.py has two
+    stack = Stack(stack.trainer, stack.replicas[:1])  # test_publication.py has two replicas
     await stack.open(model(kind), TRAINER | changes, adapter_rank=rank, return_routes=is_routed)
     greedy_before = None
     for version in range(2):
@@ -67,8 +68,8 @@ async def test_an_engine_samples_as_the_trainer_computes(
         trained = await train(stack, batch, stamp)
         assert trained.metrics["logprob_gap_max"] <= MAX_LOGPROB_GAP
         if is_routed:
-            # All tokens, also those that the engine took from its prefix cache. In float32 the trainer's routers choose
-            # the same experts, so other rows or layers would show.
+            # All tokens are replayed, also those that the engine took from its prefix cache. In float32 the trainer's
+            # routers choose the same experts, so routes of other rows or layers would show.
             num_tokens = pc.sum(pc.list_value_length(batch["prompt_tokens"])).as_py() + batch.num_rows * (LENGTH - 1)
             assert trained.metrics["moe_replayed_tokens"] == num_tokens
             assert trained.metrics["moe_route_agreement"] == 1.0
@@ -78,7 +79,7 @@ async def test_an_engine_samples_as_the_trainer_computes(
 
 
 def routed(batch: pa.Table, answers: Sequence[pb.GenerateResponse], change: Callable = bytes) -> pa.Table:
-    """The batch with the routes of its samples, changed as asked for; without any if there are none."""
+    """Returns the batch with the routes of its samples, each passed through `change`; without any if there are none."""
     routes = [change(one) for answer in answers for one in from_parts(answer.routes, len(SEEDS))]
     index = batch.schema.get_field_index("routes")
     return batch.set_column(

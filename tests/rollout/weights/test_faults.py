@@ -1,4 +1,4 @@
-"""Publications that go wrong. The test is the trainer, so it can break whatever it wants at any point."""
+"""Tests publications that go wrong. The test plays the trainer, so it can break anything at any point."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ SILENT_SENDER = Path(__file__).parents[1] / "silent_sender.py"
 
 
 class Wire:
-    """A group whose broadcasts can be spoiled after the sender has hashed them."""
+    """Wraps a group, and can change what is broadcast after the sender has hashed it."""
 
     def __init__(self, group: WeightGroup):
         self._group, self.device, self.rank = group, group.device, group.rank
@@ -53,7 +53,7 @@ class SenderStopped(Exception): ...
 
 
 class StopsAfter(Wire):
-    """The sender ends after `num` buckets; several of them make up one layer."""
+    """Ends the sender after `num` buckets; several of them make up one layer."""
 
     def __init__(self, group: WeightGroup, num: int):
         super().__init__(group)
@@ -74,7 +74,7 @@ async def assert_serves_nothing(played: PlayedTrainer, *stamps: PolicyStamp) -> 
 
 
 async def assert_next_is_exact(played: PlayedTrainer, version: int) -> PolicyStamp:
-    """The replica is reloadable: new weights in a new epoch, served exactly."""
+    """Asserts that the replica can be reloaded: it serves new weights of a new epoch exactly."""
     played.draw(seed=version)
     stamp = await played.publish(version)
     await played.assert_exact(stamp)
@@ -188,7 +188,7 @@ async def test_a_sender_that_is_killed_takes_its_store_with_it(played: PlayedTra
         sender.send_signal(signal.SIGKILL)
         with pytest.raises(Aborted) as raised:
             await receiving
-    # Its connections break: nothing has to wait for the 60 s of the group.
+    # The connections of the sender break, so nothing has to wait for the 60 s of the group.
     assert "waited" not in raised.value.message
     await sender.wait()
     await assert_serves_nothing(played, before)
@@ -225,7 +225,7 @@ async def test_old_and_unknown_epochs_are_refused(played: PlayedTrainer):
 async def test_weights_that_change_under_a_sample_abort_it(played: PlayedTrainer):
     before = await assert_next_is_exact(played, 70)
     generating = asyncio.create_task(
-        played.replica.generate(before, seeds=range(8), temperature=1.0, max_tokens=480)  # seconds
+        played.replica.generate(before, seeds=range(8), temperature=1.0, max_tokens=480)  # takes seconds
     )
     await played.replica.until_sampling()
     played.draw(seed=71)
@@ -238,10 +238,10 @@ async def test_weights_that_change_under_a_sample_abort_it(played: PlayedTrainer
 
 
 async def test_a_cached_prefix_does_not_outlive_its_weights(played: PlayedTrainer):
-    prompt = [3 + i % 50 for i in range(400)]  # some blocks of the cache
+    prompt = [3 + i % 50 for i in range(400)]  # some blocks of the prefix cache
     for version in (80, 81):
         played.draw(seed=version)
         stamp = await played.publish(version)
-        for _ in range(2):  # the second time from the cache
+        for _ in range(2):  # the second time, the prefix comes from the cache
             (answer,) = await played.replica.generate(stamp, [prompt], max_tokens=16)
             assert [list(answer.completions[0].tokens)] == greedy_by_transformers(played.model, 16, [prompt])

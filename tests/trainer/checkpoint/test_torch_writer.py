@@ -24,7 +24,7 @@ STATE = {name: torch.arange(8.0) for name in "abcd"}
 
 @pytest.fixture
 def full_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full for every thread but the first, which waits until another has tried."""
+    """Makes the disk full for every thread but the main one, which waits until another has tried to write."""
     create, main, tried = FileSystem.create_stream, threading.current_thread(), threading.Event()
 
     @contextmanager
@@ -57,7 +57,10 @@ def test_torch_itself_completes_such_a_checkpoint(full_for_others: None, tmp_pat
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_is_named_wherever_in_a_file_it_is_found(tmp_path: Path) -> None:
-    """Once a file is begun, torch ends it with an error of its own, "unexpected pos", which hides the system's."""
+    """Checks that the system's error is reported even where torch hides it.
+
+    Once a file is begun, torch ends it with an error of its own, "unexpected pos".
+    """
     large = {name: torch.arange(1500.0 + 37 * index) for index, name in enumerate("abcdefghijkl")}
     others = set(threading.enumerate())
     with small_disk(tmp_path / "disk") as disk:
@@ -65,7 +68,7 @@ def test_a_full_disk_is_named_wherever_in_a_file_it_is_found(tmp_path: Path) -> 
             disk.fill_up_to(num_pages * 4096)
             with pytest.raises(PreconditionFailed, match="No space left"), typed_errors("checkpoint"):
                 dcp.save(large, storage_writer=ThreadedWriter(disk.path / "state", num_threads=2), no_dist=True)
-            # A thread that still writes when another has failed holds pages, which would be free a moment later.
+            # A thread that still writes after another has failed holds pages, which it would free a moment later.
             for thread in set(threading.enumerate()) - others:
                 thread.join(PATIENCE_S)
             shutil.rmtree(disk.path / "state", ignore_errors=True)

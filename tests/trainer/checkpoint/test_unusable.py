@@ -1,4 +1,4 @@
-"""Tests checkpoints of another model or that cannot be read: the error is typed, and the trainer goes on."""
+"""Tests that a checkpoint of another model, or one that cannot be read, is a typed error, and the trainer goes on."""
 
 from pathlib import Path
 
@@ -27,14 +27,14 @@ async def test_other_shapes_are_refused_and_the_trainer_opens_again(
     )
     await trainer.open("untied", checkpoint=str(tmp_path / "c"))
     assert await trainer.publish() == trainer.stamp
-    # Tied, the model has the same names and shapes; the optimizer has not.
+    # With tied embeddings, the model's names and shapes are the same, but the optimizer's are not.
     with pytest.raises(PreconditionFailed, match=r"state\.causal_lm\.lm_head\.weight\.exp_avg is \[64, 64\] there"):
         await trainer.open("tied", checkpoint=str(tmp_path / "c"))
     await trainer.open("tied")
 
 
 def test_a_file_that_cannot_be_read_is_a_typed_error(harness: Harness, tmp_path: Path) -> None:
-    """After it was verified: of torch's errors this one is no Exception."""
+    """Tests a file that is damaged after the checkpoint was verified: torch's error is then no `Exception`."""
     harness.open("untied", {})
     directory = begin(tmp_path / "c") / "state"
     harness.backend.save(directory)

@@ -15,16 +15,17 @@ from services.trainer.updates.optim import make_adamw
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import KINDS, SMALL, TEMPERATURE, UPDATES, Harness, batch_of, config, read, samples
 
-# A gradient is a float32 sum over about 100 tokens through 2 layers. Another split changes the order of the additions:
-# roundings of 2^-24 = 6e-8 relative to the largest term, up to 2.4e-6 of the largest entry here, where one update
-# passes its rounding to the next. Local instead of global counts would change a gradient by some 10 %.
+# A gradient is a float32 sum over about 100 tokens through 2 layers. Another split changes the order of the additions,
+# and so the roundings of 2^-24 = 6e-8 relative to the largest term. As one update passes its rounding to the next, they
+# reach 2.4e-6 of the largest entry here. Local instead of global counts would change a gradient by some 10 %.
 SPLIT_TOLERANCE = 5e-6
-# Against float64 the rounding of the float32 forward itself counts too, and weights are Adam's quotients of it.
+# Against float64, the rounding of the float32 forward itself counts too, and Adam makes the weights from quotients of
+# such gradients.
 REFERENCE_TOLERANCE = 2e-5
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Each tensor within `tolerance` of its own largest entry."""
+    """Asserts that each tensor is as wanted, within `tolerance` times its own largest entry."""
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         gap = (got[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp_min(1e-12)
@@ -49,7 +50,7 @@ def export(harness: Harness, path: Path) -> None:
 
 
 def stored(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the model's safetensors files."""
+    """Returns the names and shapes in the model's safetensors files."""
     found = {}
     for file in directory.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
@@ -106,7 +107,7 @@ def test_replayed_routes_are_used_and_the_router_learns(worlds: dict[int, Path])
 
 
 def test_the_comparison_sees_a_wrong_normalization(worlds: dict[int, Path]) -> None:
-    # 11/12 is what leaving one of 12 samples out of the count would make of every gradient.
+    # A count that is wrong by one of 12 samples would change every gradient by about as much as 11/12 does.
     want, _ = read(worlds[1], "untied-large-gradients")
     with pytest.raises(AssertionError):
         assert_close({name: tensor * 11 / 12 for name, tensor in want.items()}, want, REFERENCE_TOLERANCE)
@@ -121,7 +122,7 @@ def test_logprobs_are_those_of_transformers(harness: Harness, trainer_files: Pat
     for row, got in zip(rows, harness.logprobs(samples()), strict=True):
         with torch.no_grad():
             want, _ = plain_grpo.score(model, row, TEMPERATURE)
-        # Two float32 forwards of logits of size 5: a few times 5 x 2^-24.
+        # Two float32 forwards of logits of size 5 differ by a few times 5 x 2^-24.
         np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=1e-5)
 
 
@@ -129,7 +130,7 @@ def test_recomputed_activations_give_the_same_gradients(worlds: dict[int, Path])
     for world in (1, 2):
         want, want_metrics = read(worlds[world], "untied-small-gradients")
         got, metrics = read(worlds[world], "recompute-gradients")
-        # The same operations in the same order: not one bit differs.
+        # These are the same operations in the same order, so not one bit differs.
         assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
         assert metrics == want_metrics
 
@@ -164,7 +165,7 @@ def test_first_update_has_ratio_one_and_no_divergence_from_itself(harness: Harne
 
 
 def test_later_minibatches_are_compared_with_the_policy_before_the_batch(worlds: dict[int, Path]) -> None:
-    # Were it the policy of each mini-batch, ratio_mean would be 1 in both of them.
+    # If each mini-batch were compared with the policy just before it, ratio_mean would be 1 in both of them.
     _, metrics = read(worlds[2], "full-small-gradients")
     assert abs(metrics["ratio_mean"] - 1) > 1e-3
 
@@ -183,7 +184,7 @@ def test_checkpoint_of_two_ranks_continues_on_one(worlds: dict[int, Path], harne
 
 
 def test_saving_does_not_disturb_training(harness: Harness, tmp_path: Path) -> None:
-    """Also before the first update, when the optimizer has no state that could be written."""
+    """Tests a save before the first update, when the optimizer has no state that could be written."""
     harness.open("untied", {})
     harness.train(samples())
     want = harness.parameters()
@@ -208,7 +209,7 @@ def test_export_is_a_model_that_transformers_loads(
     assert {name for name, _ in exported.named_parameters()} == set(held)
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, held[name]), name
-    # In the file format of the model that was loaded: the same names, tied ones once.
+    # The files have the format of the model that was loaded: the same names, and tied weights once.
     assert stored(tmp_path / "out") == stored(trainer_files / "models" / kind)
     published = dict(harness.backend.weights())
     assert stored(tmp_path / "out") == {name: tuple(tensor.shape) for name, tensor in published.items()}
@@ -223,7 +224,7 @@ def test_tied_embeddings_stay_one_weight(harness: Harness) -> None:
     causal_lm = harness.backend._model.causal_lm
     assert causal_lm.lm_head.weight is causal_lm.model.embed_tokens.weight
     assert "lm_head.weight" not in before
-    # The head's part of the gradient is in it: unlike a lookup, the head's gradient reaches tokens that never occur.
+    # The gradient has the head's part, which, unlike that of a lookup, reaches tokens that never occur.
     table = samples()
     used = {token for row in table["prompt_tokens"].to_pylist() + table["tokens"].to_pylist() for token in row}
     unused = next(token for token in range(64) if token not in used)
@@ -250,7 +251,7 @@ def test_logprob_gap_of_any_part_of_the_batch_stops_before_anything_is_applied(
 ) -> None:
     harness.open("untied", {"num_minibatches": minibatches, "max_logprob_gap": 3.0})
     before, table = harness.parameters(), samples()
-    # About 1 for the random model; 40 in one of 4 groups makes the mean about 10.
+    # The gap is about 1 for the random model; a gap of 40 in one of 4 groups makes the mean about 10.
     rows = [[-40.0] * len(row) for row in table["logprobs"].to_pylist()]
     mixed = [
         bad if group == bad_group else good

@@ -32,7 +32,7 @@ def test_old_logprobs(harness: Harness, kind: str, forwards: int) -> None:
     log_weights = [
         (trainer - row["logprobs"])[np.array(row["loss_mask"])]
         for row, trainer in zip(rows, before, strict=True)
-        # Without the forward only the first mini-batch, of groups 0 and 1, is known before anything is applied.
+        # Without the forward, only the first mini-batch, of groups 0 and 1, is scored before anything is applied.
         if kind == "recompute" or row["group"] < 2
     ]
     logs = np.concatenate(log_weights)
@@ -75,7 +75,7 @@ def test_gap_is_that_of_trained_tokens(harness: Harness, kind: str, is_trained: 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_epochs_pass_over_the_batch_again(harness: Harness, trainer_files: Path, minibatches: int) -> None:
-    """The old policy stays the one before the batch, so that the second epoch meets the clips."""
+    """Checks that the old policy stays the one before the batch, so that the second epoch meets the clips."""
     changes = SMALL | HALVES | {"loss": LOSSES["grpo"], "num_minibatches": minibatches}
     harness.open("untied", changes | {"num_epochs": 3})
     before, after_one = harness.parameters(), harness.logprobs(samples())

@@ -13,7 +13,10 @@ LOGPROB = -1.5
 
 
 def at_tokens(config: LossConfig, ratios: list[float], advantage: float, **columns: float) -> Any:
-    """Sum of the losses, and gradients, of a sequence of tokens with these policy / old; its metrics."""
+    """Returns loss, gradients and metrics of a sequence of tokens, each with its ratio of policy to old policy.
+
+    The loss is the sum over the tokens; the gradients are those of the tokens' log-probabilities.
+    """
     n = len(ratios)
     logprobs = torch.full((n,), columns.pop("logprob", LOGPROB), dtype=torch.float64, requires_grad=True)
     given = {"advantages": advantage, "loss_mask": 1.0, "completion_length": n, "behavior_logprobs": 0.0, **columns}
@@ -27,17 +30,17 @@ def at_tokens(config: LossConfig, ratios: list[float], advantage: float, **colum
 
 def check(config: LossConfig, ratio: float, advantage: float, want: tuple[float, float], **columns: float) -> None:
     loss, (gradient,), _ = at_tokens(config, [ratio], advantage, **columns)
-    # Ratios pass a logarithm and an exponential: a few roundings of 1e-16.
+    # Ratios pass through a logarithm and an exponential, which are a few roundings of 1e-16.
     assert (loss, gradient) == pytest.approx(want, rel=1e-14, abs=1e-14)
 
 
-# ratio, advantage -> loss, gradient of the log-probability
+# Each row: the ratio, the advantage, and (the loss, the gradient of the log-probability).
 CLIPPED = [
     (1.0, 2.0, (-2.0, -2.0)),
     (1.1, 2.0, (-2.2, -2.2)),
-    (1.5, 2.0, (-2.6, 0.0)),  # at most 1.3
+    (1.5, 2.0, (-2.6, 0.0)),  # the ratio counts as 1.3 at most
     (0.5, 2.0, (-1.0, -1.0)),
-    (0.5, -2.0, (1.8, 0.0)),  # at least 0.9
+    (0.5, -2.0, (1.8, 0.0)),  # the ratio counts as 0.9 at least
     (1.5, -2.0, (3.0, 3.0)),
     (4.0, -2.0, (8.0, 8.0)),
 ]
@@ -53,7 +56,7 @@ def test_clipped_surrogate(kind: str, ratio: float, advantage: float, want: tupl
     ("ratio", "advantage", "want", "binds"),
     [
         (2.9, -2.0, (5.8, 5.8), 0),
-        (4.0, -2.0, (6.0, 0.0), 1),  # at most 3
+        (4.0, -2.0, (6.0, 0.0), 1),  # the ratio counts as 3 at most
         (4.0, 2.0, (-2.4, 0.0), 0),  # the clip of PPO
         (0.5, -2.0, (1.6, 0.0), 0),
     ],
@@ -116,10 +119,10 @@ def test_tokens_of_large_covariance_are_held_back(ratio: float, covariance: floa
     ("probability", "ratio", "advantage", "masked"),
     [
         (0.02, 20.0, 1.0, False),  # a rare token may grow by any ratio
-        (0.60, 1.5, 1.0, True),  # from 0.4
-        (0.60, 1.5, -1.0, False),  # comes back
+        (0.60, 1.5, 1.0, True),  # the old probability is 0.4
+        (0.60, 1.5, -1.0, False),  # the gradient moves it back
         (0.60, 1.1, 1.0, False),
-        (0.40, 0.5, -1.0, True),  # from 0.8
+        (0.40, 0.5, -1.0, True),  # the old probability is 0.8
         (0.40, 0.5, 1.0, False),
     ],
 )
@@ -130,7 +133,7 @@ def test_dppo_bounds_the_divergence(probability: float, ratio: float, advantage:
     for divergence, threshold in (("tv", 0.15), ("kl", 0.06)):
         config = LossConfig(kind="dppo", dppo={"divergence": divergence, "threshold": threshold})
         check(config, ratio, advantage, want, logprob=math.log(probability))
-    # The mask is where it is because of these numbers, not of others near.
+    # The mask begins at exactly these divergences, not at other numbers near them.
     moved = advantage * (ratio - 1) > 0
     for divergence, value in (("tv", abs(old - probability)), ("kl", kl)):
         for share, is_masked in ((0.999, moved), (1.001, False)):
@@ -141,7 +144,7 @@ def test_dppo_bounds_the_divergence(probability: float, ratio: float, advantage:
 def test_dppo_bounds_the_weight_of_a_token() -> None:
     config = LossConfig(kind="dppo", dppo={"max_ratio": 4.0})
     check(config, 3.0, -2.0, (6.0, 6.0), logprob=-5.0)
-    check(config, 9.0, -2.0, (8.0, 8.0), logprob=-5.0)  # the gradient stays, at the bound
+    check(config, 9.0, -2.0, (8.0, 8.0), logprob=-5.0)  # the gradient is kept, with the ratio at its bound
 
 
 def test_dppo_is_finite_for_certain_tokens() -> None:
@@ -173,7 +176,10 @@ def test_penalty_and_bonus_are_added() -> None:
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
 @pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
 def test_no_ratio_overflows(kind: str, advantage: float, log_ratio: float) -> None:
-    """float32 has no number above e^88.7, and infinity times an advantage of 0, or in a backward, is NaN."""
+    """Checks that results are finite at ratios of e^100 and e^-100; float32 has no number above e^88.7.
+
+    An infinite ratio would become NaN if it is multiplied by an advantage of 0, or in a backward pass.
+    """
     logprobs_N = torch.full((2,), LOGPROB, requires_grad=True)
     names = ("loss_mask", "completion_length", "behavior_logprobs", "covariance")
     columns = {name: torch.full((2,), 2.0) for name in names} | {"advantages": torch.full((2,), advantage)}
@@ -186,7 +192,7 @@ def test_no_ratio_overflows(kind: str, advantage: float, log_ratio: float) -> No
 
 
 def test_a_ratio_is_clamped_as_in_verl() -> None:
-    """A token beyond e^20 counts as e^20 and has no gradient."""
+    """Checks that a token whose ratio is beyond e^20 counts as e^20 and has no gradient."""
     config = LossConfig(kind="kl_cov", kl_cov={"min_covariance": 1.0})
     for log_ratio, slope in ((19.0, 2 * math.exp(19)), (21.0, 0.0)):
         want = (2 * math.exp(min(log_ratio, 20)), slope)
@@ -194,7 +200,7 @@ def test_a_ratio_is_clamped_as_in_verl() -> None:
         assert (loss, gradient) == pytest.approx(want, rel=1e-12)
 
 
-# No stop-gradient is in these; gspo and cispo have one, and are compared with their papers' forms elsewhere.
+# None of these has a stop-gradient; gspo and cispo have one, and are compared with their papers' forms elsewhere.
 @pytest.mark.parametrize(
     "config",
     [

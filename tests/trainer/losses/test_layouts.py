@@ -19,15 +19,17 @@ from tests.trainer.fsdp_harness import TEMPERATURE, config, read
 from tests.trainer.harness_processes import run_harness
 from tests.trainer.loss_harness import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERENCE, batch_of
 
-# Means of 70 terms of size 1 to 10 and the norm of 1e5 numbers, in float32 and in another order: up to 8e-7 here. The
-# losses jump where a ratio meets a bound; of these tokens none is so near to one that its rounding moves it across.
+# Metrics are means of 70 terms of size 1 to 10, and the norm of 1e5 numbers. In float32, another order of additions
+# changes them by up to 8e-7 here. The losses jump where a ratio meets a bound; none of these tokens is so near to a
+# bound that rounding moves it across.
 METRIC_TOLERANCE = 5e-6
-# How far a tensor's weights moved, relative to its largest move: a sum of two gradients, each of some 70 tokens, up to
-# 1e-6 here. On top, after each of the two updates a weight is rounded, by an order of additions to one float and by
-# another to its neighbor: for norms, of size 1, that is up to 5e-5 of their move of 2e-3; matrices do not notice.
+# A tensor's weights move by a sum of two gradients, each of some 70 tokens; relative to the tensor's largest move, the
+# moves differ by up to 1e-6 here. On top, a weight is rounded after each of the two updates, and another order of
+# additions may round it to the neighboring float. For norms, of size 1, that is up to 5e-5 of their move of 2e-3; for
+# matrices it does not matter.
 MOVE_TOLERANCE = 5e-6
 WEIGHT_ROUNDING = 2 * 2**-23
-# Against float64 the rounding of the float32 forward itself counts too; see test_trainer_fsdp.
+# Against float64, the rounding of the float32 forward itself counts too; see tests/trainer/fsdp/test_backend.py.
 REFERENCE_TOLERANCE = 2e-5
 CONFIGS = {name: LossConfig.model_validate(loss) for name, loss in LOSSES.items()}
 COMPARED = [name for name in LAYOUTS if name != REFERENCE]
@@ -39,7 +41,7 @@ _read = functools.cache(read)
 
 @pytest.fixture(scope="module")
 def results(trainer_files: Path) -> Path:
-    """What the ranks of loss_harness left."""
+    """Runs loss_harness; returns the directory of its results."""
     out = trainer_files / "loss"
     run_harness("loss_harness", out, out)
     return out
@@ -47,18 +49,21 @@ def results(trainer_files: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def before(trainer_files: Path) -> Tensors:
-    """The weights that every update starts from."""
+    """Provides the weights that every update starts from."""
     return load_file(trainer_files / "models" / "untied" / "model.safetensors")
 
 
 def result(directory: Path, layout: str, loss: str) -> tuple[Tensors, dict[str, float]]:
-    """Weights after the update, and its metrics."""
+    """Returns the weights after the update with this loss in this layout, and its metrics."""
     tensors, metrics = _read(directory, layout)
     return {name.split("/")[1]: tensor for name, tensor in tensors.items() if name.split("/")[0] == loss}, metrics[loss]
 
 
 def worst_move(got: Tensors, want: Tensors, before: Tensors) -> float:
-    """Largest gap of a tensor that is not rounding of its weights, relative to the largest move of that tensor."""
+    """Returns the largest gap of any tensor between `got` and `want`, relative to the largest move of that tensor.
+
+    What may be rounding of the tensor's weights does not count as a gap.
+    """
     assert got.keys() == want.keys() == before.keys()
     gaps = []
     for name, start in before.items():
@@ -93,7 +98,7 @@ def test_every_loss_is_compared_where_a_wrong_split_would_show(results: Path, be
         weights, metrics = result(results, REFERENCE, name)
         assert all(0.05 < metrics[fraction] < 0.95 for fraction in FRACTIONS if fraction in metrics), (name, metrics)
         assert abs(metrics["ratio_mean"] - 1) > 1e-3 or not loss.is_sampled
-        assert abs(metrics["loss"]) > 1000 * METRIC_TOLERANCE  # its tolerance is an absolute one
+        assert abs(metrics["loss"]) > 1000 * METRIC_TOLERANCE  # the loss has an absolute tolerance
         assert metrics["grad_norm"] > 0.5
         assert all((weights[key] - start).abs().max() > 1e-3 for key, start in before.items())
     assert 0.05 < result(results, REFERENCE, "cispo")[1]["correction_truncated"] < 0.95

@@ -14,7 +14,7 @@ from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.covariance import covariance, covariance_sums
 from tests.trainer.plain_grpo import batch_loss
 
-# Bounds so narrow that each is met by a good part of the tokens.
+# The bounds are so narrow that many of the tokens meet each of them.
 KINDS: list[dict[str, Any]] = [
     {"kind": "grpo", "clip_low": 0.1, "clip_high": 0.3},
     {"kind": "ppo", "clip_dual": 1.5},
@@ -52,7 +52,7 @@ COLUMNS = ("advantages", "old_logprobs", "behavior_logprobs", "ref_logprobs")
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences, each its log-probabilities and entropy, with gradients, and its columns."""
+    """Holds sequences, each as its log-probabilities and entropy, which need gradients, and its columns."""
 
     sequences: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -76,7 +76,7 @@ def batches(draw: st.DrawFn) -> Batch:
     for mask in masks:
         random = torch.randn(7, len(mask), generator=generator, dtype=torch.float64)
         held = {name: -1.5 + 0.3 * random[i] for i, name in enumerate(COLUMNS)}
-        # One advantage for a sequence, as gspo's paper has it; what masked tokens hold must not matter.
+        # A sequence has one advantage, as in gspo's paper; what masked tokens hold must not matter.
         held["advantages"] = random[0, :1].expand(len(mask))
         held["loss_mask"] = torch.tensor(mask, dtype=torch.float64)
         held["old_logprobs"] = torch.where(held["loss_mask"] > 0, held["old_logprobs"], -1e4)
@@ -128,7 +128,7 @@ def test_loss_of_any_split_is_the_plain_one(kind: dict[str, Any], data: st.DataO
     want_gradients = batch.gradients(want)
     whole, whole_metrics = in_packs(batch, [range(len(batch.sequences))], config)
     split, split_metrics = in_packs(batch, packs, config)
-    # float64, some 100 operations on numbers of size 1 to 10.
+    # These are some 100 float64 operations on numbers of size 1 to 10.
     for loss in (whole, split):
         assert loss.item() == pytest.approx(want.item(), rel=1e-12, abs=1e-12)
         torch.testing.assert_close(batch.gradients(loss), want_gradients, rtol=1e-12, atol=1e-12)
@@ -137,7 +137,7 @@ def test_loss_of_any_split_is_the_plain_one(kind: dict[str, Any], data: st.DataO
 
 
 def test_the_comparison_sees_bounds_bind() -> None:
-    """Otherwise all kinds above would be compared where they are the same."""
+    """Checks that some tokens meet each bound; otherwise all kinds above would be compared where they are the same."""
     generator = torch.Generator().manual_seed(0)
     sequences = []
     for _ in range(30):

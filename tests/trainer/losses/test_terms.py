@@ -16,7 +16,7 @@ from services.trainer.losses.terms import Tokens, clipped_surrogate, token_weigh
 from services.trainer.updates.optim import learning_rate
 
 LOGPROBS = st.floats(-20, 0)
-# Three sequences of 3, 1 and 4 tokens, of which 2, 0 and 4 are trained on.
+# There are three sequences of 3, 1 and 4 tokens, of which 2, 0 and 4 are trained on.
 MASK_N = torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 1])
 COLUMNS = {"loss_mask": MASK_N, "completion_length": torch.tensor([2.0, 2, 2, 0, 4, 4, 4, 4])}
 TOTALS = Totals(num_tokens=6, num_sequences=2)
@@ -57,7 +57,7 @@ def test_masked_tokens_have_ratio_one_whatever_they_are() -> None:
 def test_divergence_is_never_negative(logprob: float, reference: float) -> None:
     for dtype in (torch.float32, torch.float64):
         value = float(kl_k3(torch.tensor(logprob, dtype=dtype), torch.tensor(reference, dtype=dtype)))
-        # expm1(x) - x is rounded once: below zero by no more than the rounding of x.
+        # expm1(x) - x is rounded once, so it is below zero by no more than the rounding of x.
         assert value >= -abs(logprob - reference) * torch.finfo(dtype).eps
         assert (value == 0) or logprob != reference
 
@@ -71,7 +71,10 @@ def test_divergence_of_equals_is_zero_with_no_gradient() -> None:
 
 
 def _means_over_a_vocabulary(kind: str) -> tuple[float, float, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exact mean of an estimate and KL(policy || reference); gradients of both, and of KL(reference || policy)."""
+    """Returns the exact mean of an estimate, KL(policy || reference), and three gradients.
+
+    The gradients are those of the mean, of KL(policy || reference) and of KL(reference || policy).
+    """
     torch.manual_seed(0)
     logits, reference = torch.randn(2, 9, dtype=torch.float64)
     logits, reference = logits.requires_grad_(), reference.log_softmax(0)
@@ -106,7 +109,8 @@ def test_absolute_divergence_pulls_with_the_sign() -> None:
     assert (divergence.tolist(), logprobs.grad.tolist()) == ([1, 1, 0], [1, -1, 0])
 
 
-# ratio, advantage -> is the gradient cut off? PPO clips only moves that go further in the rewarded direction.
+# Each row: the ratio, the advantage, and whether the gradient is cut off. PPO clips only moves that go further in the
+# rewarded direction.
 CLIP_TABLE = [
     (1.0, 1.0, False),
     (1.0, -1.0, False),

@@ -1,5 +1,7 @@
-"""The Megatron backend: whatever the layout, the weights, log-probabilities and updates of one process, of FSDP2, and
-of transformers."""
+"""Tests that the Megatron backend has the same weights, log-probabilities and updates in every layout.
+
+They are those of one process, of FSDP2, and of transformers.
+"""
 
 import functools
 import json
@@ -20,22 +22,22 @@ from tests.trainer.harness_processes import run_harness
 from tests.trainer.megatron_harness import FULL_LOSS, LAYOUTS, LOSS, content
 
 WORLDS = (1, 2, 4)
-# Log-probabilities are float32 logits of size 5 less their norm: 5 x 2^-24 = 3e-7, a few times over. A sum in another
-# order changes them by up to 2e-6 here, and by up to 6e-6 after the updates; the issue asks for 1e-4.
+# Log-probabilities are float32 logits of size 5 less their normalizer, which are a few roundings of 5 x 2^-24 = 3e-7. A
+# sum in another order changes them by up to 2e-6 here, and by up to 6e-6 after the updates; 1e-4 is required.
 LOGPROB_TOLERANCE = 1e-5
-# Metrics are means of 100 terms of size 1, the gradient's norm one of 1e5 numbers; neither is off by more than 1.5e-6.
+# Metrics are means of 100 terms of size 1, and the norm of a gradient of 1e5 numbers; none is off by more than 1.5e-6.
 METRIC_TOLERANCE = 5e-6
-# Relative to the largest entry of a tensor, after two updates of up to 3e-2: up to 1e-6 here. A missing all-reduce of
-# the norms' gradients alone makes 5e-2, see the test of it.
+# Relative to a tensor's largest entry, weights differ by up to 1e-6 here, after two updates of up to 3e-2. If only the
+# all-reduce of the norms' gradients is missing, they differ by 5e-2; see the test of it.
 WEIGHT_TOLERANCE = 3e-6
 COMPARED = [name for name, layout in LAYOUTS.items() if layout.like and not layout.has_broken_norms]
-# The same operations in the same order.
+# These layouts do the same operations in the same order as those that they are compared with.
 IDENTICAL = [name for name, layout in LAYOUTS.items() if layout.like and ("offload" in name or "recompute" in name)]
 KINDS = ("untied", "tied", "moe", "deep")
 
 
 class Result:
-    """What one layout left."""
+    """Reads the results of one layout, before and after its updates."""
 
     def __init__(self, directory: Path, name: str):
         def content(when: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -52,7 +54,7 @@ class Result:
 
 @pytest.fixture(scope="session")
 def megatron(trainer_files: Path) -> Path:
-    """One world size after the other; DIRECTORY/world<n>."""
+    """Runs all layouts, one world size after the other; returns a directory with the results in world<n>."""
     for kind in ("deep", "deep-moe"):
         make_model(trainer_files / "models" / kind, kind)
     directory = trainer_files / "megatron"
@@ -115,14 +117,14 @@ def test_layout_does_not_change_the_result(megatron: Path, name: str) -> None:
     assert_rows_close(got.logprobs, want.logprobs, LOGPROB_TOLERANCE)
     assert_updates_close(got.updates, want.updates, METRIC_TOLERANCE)
     assert_weights_close(got.after, want.after, WEIGHT_TOLERANCE)
-    # Asked for before the weights were: an update that is still to be gathered would show.
+    # The harness asks for these before it asks for the weights, so an update that is still to be gathered would show.
     assert_rows_close(got.after_logprobs, want.after_logprobs, LOGPROB_TOLERANCE)
     if want.reference:
         assert_rows_close(got.reference, want.reference, LOGPROB_TOLERANCE)
 
 
 def test_the_comparison_is_of_updates_that_change_much(megatron: Path) -> None:
-    # Otherwise it would hold for a backend that does nothing.
+    # Otherwise the comparison would also hold for a backend that does nothing.
     for kind in KINDS:
         result = Result(megatron, f"{kind}-1")
         assert all(abs(update["loss"]) > 1 and update["grad_norm"] > 1 for update in result.updates)
@@ -146,7 +148,7 @@ def test_replayed_routes_are_used_by_every_layer_and_the_router_learns(megatron:
 
 
 def test_the_comparison_sees_a_missing_all_reduce(megatron: Path) -> None:
-    """Tensor parallelism in which each rank keeps its own part of the norms' gradients."""
+    """Checks that the comparison fails if each tensor-parallel rank keeps its own part of the norms' gradients."""
     got, want = Result(megatron, "untied-tp2-broken"), Result(megatron, "untied-tp2")
     assert_rows_close(got.logprobs, want.logprobs, 0.0)
     norm, right = got.updates[0]["grad_norm"], want.updates[0]["grad_norm"]
@@ -201,7 +203,7 @@ def test_logprobs_are_those_of_transformers(megatron: Path, trainer_files: Path,
 
 @functools.cache
 def transformers_logprobs(model_path: Path) -> list[list[float]]:
-    """Of the first batch of the harness, one sequence at a time."""
+    """Returns the log-probabilities of the first batch of the harness, computed one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
         return [plain_grpo.score(model, row, TEMPERATURE)[0].tolist() for row in samples().to_pylist()]
@@ -223,7 +225,7 @@ def test_updates_are_those_of_fsdp(megatron: Path, harness: Harness, name: str) 
 def test_bfloat16_follows_float32(megatron: Path) -> None:
     got, want = Result(megatron, "untied-1-bf16"), Result(megatron, "untied-1-small")
     assert all(tensor.dtype == torch.bfloat16 for tensor in got.after.values())
-    # 2^-9 relative per rounding of activations, over 2 layers, in logits of size 5; seen: 0.05.
+    # Each rounding of activations is 2^-9 relative, over 2 layers, in logits of size 5; the gap is 0.05 here.
     assert_rows_close(got.logprobs, want.logprobs, 0.2)
     assert [update["loss"] for update in got.updates] == pytest.approx(
         [update["loss"] for update in want.updates], abs=0.02
@@ -231,8 +233,8 @@ def test_bfloat16_follows_float32(megatron: Path) -> None:
 
 
 def test_a_closed_run_leaves_neither_threads_nor_files(megatron: Path) -> None:
-    # Groups of a run bring some 60 threads and 90 files; a leak would add as many with every layout. Layouts with a
-    # reference of their own hold more while they are open.
+    # The process groups of a run bring some 60 threads and 90 files; a leak would add as many with every layout.
+    # Layouts with a reference of their own hold more while they are open.
     opened = [name for name, layout in LAYOUTS.items() if layout.world == 2 and "full" not in name]
     answers = [json.loads((megatron / "world2" / f"{name}-after.json").read_text()) for name in opened]
     for key in ("num_threads", "num_files"):

@@ -24,7 +24,7 @@ orders, which is measured at 3e-7; an update changes weights by 1e-2, so an opti
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks left, all of which were killed."""
+    """Runs megatron_checkpoint_harness, whose ranks are all killed; returns the directory of their results."""
     directory = tmp_path_factory.mktemp("megatron_checkpoint")
     for kind in KINDS:
         make_model(directory / "models" / kind, kind)
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def session_of(leader: int) -> list[int]:
-    """Living processes of the session of `leader`."""
+    """Returns the living processes of the session of `leader`."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(ValueError, OSError):
@@ -121,7 +121,7 @@ def test_adapters_are_saved_without_the_base(results: Path) -> None:
 
 
 def test_a_save_in_the_background_has_the_weights_from_before_the_update(results: Path) -> None:
-    # That its weights are those from before is test_the_same_layout_goes_on_bit_by_bit.
+    # test_the_same_layout_goes_on_bit_by_bit checks that its weights are those from before the update.
     answer = json.loads((results / "background.json").read_text())
     assert not answer["is_early"]  # it was not there when the next update was done
     assert checkpoint.verify(results / "checkpoints" / "tp2-async").version == 1
@@ -145,7 +145,7 @@ def test_a_rank_reads_the_optimizer_state_of_its_shard_in_batches(results: Path)
         assert sum(rank["rounds"]) < whole / 2 + largest
         assert len(rank["rounds"]) > 2
         assert max(rank["rounds"]) <= max(BATCH_BYTES, largest) < whole / 4
-    # Every parameter is read, and by both ranks only the one that lies in both shards.
+    # Every parameter is read, and only the one that lies in both shards is read by both ranks.
     assert whole <= sum(sum(rank["rounds"]) for rank in ranks) <= whole + largest
 
 

@@ -55,7 +55,7 @@ SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2]
 
 
 def make_family(directory: Path, kind: str) -> None:
-    """A random model, norms and biases too: what is 1 or 0 everywhere hides a mistake in its place."""
+    """Writes a random model, with random norms and biases too: one of only 1 or 0 would hide a mistake in its place."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind.partition("-")[0], **SHAPE | CHANGES.get(kind, {}))
@@ -69,7 +69,7 @@ def make_family(directory: Path, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`models/<family>`, and in `results` what one process made of them."""
+    """Provides a directory with `models/<family>`, and in `results` what one rank and two ranks made of them."""
     directory = tmp_path_factory.mktemp("families")
     for kind in (*FAMILIES, *HALF):
         make_family(directory / "models" / kind, kind)
@@ -92,7 +92,8 @@ def test_export_is_the_checkpoint_bit_by_bit(families: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [*FAMILIES, *HALF, *SPLIT])
 def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
     _, answers = read(families / "results", f"{name}-before")
-    # Two float32 forwards of logits of size 5 differ by a few times 5 x 2^-24; in bfloat16 every activation has 2^-9.
+    # Two float32 forwards of logits of size 5 differ by a few times 5 x 2^-24; in bfloat16 every activation is rounded
+    # by 2^-9.
     tolerance = 0.3 if name in HALF else 1e-5
     want = logprobs_of_transformers(families / "models" / FAMILY_LAYOUTS[name].kind)
     np.testing.assert_allclose(np.concatenate(answers["logprobs"]), want, rtol=0, atol=tolerance)
@@ -100,7 +101,7 @@ def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *SPLIT])
 def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Also of biases and routers, and what decays and what does not."""
+    """Tests the update also of biases and routers, and which weights decay and which do not."""
     after, answers = read(families / "results", f"{name}-after")
     monkeypatch.setattr(harness, "_models", families / "models")
     metrics, want = update_of_fsdp(harness, FAMILY_LAYOUTS[name].kind)
@@ -113,7 +114,7 @@ def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: p
 
 @functools.cache
 def update_of_fsdp(harness: Harness, kind: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Metrics and weights."""
+    """Returns the metrics of one update on FSDP, and the weights after it."""
     harness.open(kind, {"loss": LOSS})
     metrics = harness.train(samples())
     return metrics, {name: tensor.clone() for name, tensor in harness.backend.weights()}
@@ -135,7 +136,7 @@ def test_fsdp_computes_and_exports_the_same_model(
 
 @functools.cache
 def logprobs_of_transformers(model_path: Path) -> np.ndarray:
-    """Of all tokens of `samples`, in float32."""
+    """Returns the log-probabilities of all completion tokens of `samples`, computed in float32."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
         return np.concatenate([plain_grpo.score(model, row, TEMPERATURE)[0] for row in samples().to_pylist()])

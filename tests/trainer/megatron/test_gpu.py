@@ -55,7 +55,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuHarness]:
 def saved(
     harness: GpuHarness, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
-    """A checkpoint after three updates with each optimizer, and the weights after the fourth."""
+    """Saves a checkpoint after three updates with each optimizer; returns its path and the weights after the fourth."""
     kept = {}
     for name in OPTIMIZERS:
         harness.open_with(name)
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on(harness: GpuHarness, saved, before: str, after: st
     path, went_on = saved[before]
     harness.open_with(after, checkpoint=str(path))
     harness.train(samples(5), version=3)
-    # Another Adam rounds differently: weights may land on a neighbor in bfloat16.
+    # Another Adam rounds differently, so that a weight may become the neighboring number in bfloat16.
     tolerance = {"rtol": 0, "atol": 0} if before == after else {"rtol": 2**-7, "atol": 1e-6}
     torch.testing.assert_close(harness.weights(), went_on, **tolerance)
 
@@ -86,5 +86,5 @@ def test_gradients_added_in_place_are_those_added_afterwards(
 ) -> None:
     in_place = harness.gradient_norm(kind)
     monkeypatch.setattr(model, "add_gradients_in_place", lambda chunks: None)
-    # Added afterwards, each micro-batch's part is rounded to bfloat16 first: 2**-9 at most, and to both sides.
+    # If it is added afterwards, each micro-batch's part is rounded to bfloat16 first, up or down, by at most 2**-9.
     assert in_place == pytest.approx(harness.gradient_norm(kind), rel=2**-9)

@@ -20,14 +20,14 @@ quick = settings(max_examples=60, deadline=None)
 
 # ---- Micro-batches
 
-# (prompt tokens, completion tokens) of each sequence of a pack.
+# A pack is drawn as a list of (prompt tokens, completion tokens), one pair for each of its sequences.
 packs_of = st.lists(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4), min_size=1, max_size=4
 )
 
 
 def make_pack(sizes: Sequence[tuple[int, int]], first_token: int) -> Pack:
-    """Tokens count on from `first_token`, so that each says where it comes from; targets are token + 1000."""
+    """Makes a pack whose tokens count up from `first_token`, so that each shows its place; targets are token + 1000."""
     lengths = [prompt + completion - 1 for prompt, completion in sizes]
     total = sum(lengths)
     ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -47,7 +47,7 @@ def make_pack(sizes: Sequence[tuple[int, int]], first_token: int) -> Pack:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Packs, cut for every context-parallel rank: `cut[rank][pack]`."""
+    """Holds packs, and how they are cut for every context-parallel rank: `cut[rank][pack]`."""
 
     packs: list[Pack]
     cut: list[list[MicroBatch]]
@@ -84,7 +84,7 @@ def test_every_prediction_is_made_once_by_the_row_of_its_token(case: Case) -> No
         seen: list[int] = []
         for micros in case.cut:
             micro = micros[index]
-            tokens_SB = micro.tokens.T.flatten()  # as the model's [S, B] output
+            tokens_SB = micro.tokens.T.flatten()  # like the model's [S, B] output
             assert torch.equal(micro.targets_M, pack.targets_N[micro.where_M])
             assert torch.equal(tokens_SB[micro.rows_M] + 1000, micro.targets_M)
             seen += micro.where_M.tolist()
@@ -187,7 +187,7 @@ def test_combination_that_megatron_refuses_names_the_table() -> None:
 
 
 class Groups:
-    """A flat buffer with two views, gradients, moments, and a master weight in the parameters' own memory."""
+    """Holds a flat buffer with two views, gradients, moments, and a master weight in the parameters' own memory."""
 
     def __init__(self) -> None:
         self.flat = torch.arange(8.0)
@@ -214,7 +214,7 @@ class Groups:
         ((), (32, 32, 16)),
         (("params",), (0, 32, 16)),
         (("grads",), (32, 0, 16)),
-        # Only the master weight is the optimizer's too: a forward needs it without the optimizer.
+        # The parameters stay, though the master weight in them is the optimizer's too: a forward needs them without it.
         (("optimizer",), (32, 32, 0)),
         (("params", "grads", "optimizer"), (0, 0, 0)),
     ],

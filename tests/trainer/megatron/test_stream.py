@@ -1,8 +1,8 @@
 """Tests ranks that gather for one another while each sends: everything arrives, and no rank waits forever.
 
 Ranks are threads here. A broadcast is done when all members have begun it. An exchange blocks until its peers take
-part, and begins when the broadcasts that its rank has begun are done: so it can be with NCCL, where loading a kernel or
-freeing memory waits for all that runs on the GPU.
+part, and begins when the broadcasts that its rank has begun are done. This can happen with NCCL, where loading a kernel
+or freeing memory waits for all that runs on the GPU.
 """
 
 import itertools
@@ -31,7 +31,7 @@ Layout = list[tuple[tuple[int, ...], int, int]]
 
 
 class Exchanges:
-    """What the stream uses of torch.distributed."""
+    """Provides what the stream uses of torch.distributed, for ranks that are threads."""
 
     isend, irecv = "send", "receive"
 
@@ -73,7 +73,7 @@ class Exchanges:
 
 
 class Wire:
-    """The weight group of all members; what is sent is read when all have begun."""
+    """Stands in for the weight group of all members; what is sent is read when all have begun."""
 
     def __init__(self, exchanges: Exchanges, num_members: int, num_senders: int):
         self._exchanges = exchanges
@@ -125,7 +125,7 @@ class Wire:
 
 
 class Rank:
-    """One trainer rank: what it holds of the layout."""
+    """Makes the stream of one trainer rank, with the shards of the layout that it holds."""
 
     def __init__(self, layout: Layout, exchanges: Exchanges, rank: int):
         exchanges.own.rank, exchanges.own.broadcasts = rank, []
@@ -144,7 +144,7 @@ class Rank:
         self.stream = WeightStream(held, names, parallelism, CPU)
 
     def plan(self, bucket_bytes: int) -> tuple[Plan, list[int]]:
-        """And the ranks that send."""
+        """Returns the plan, and the ranks that send."""
         slots = self.stream.slots(bucket_bytes)
         members = sorted({0, *(rank for rank, _ in slots)})
         numbered = [(members.index(rank), num_tensors) for rank, num_tensors in slots]
@@ -161,7 +161,7 @@ def shard(index: int, place: int, num: int) -> torch.Tensor:
 
 
 def receive(plan: Plan, wire: Wire) -> dict[str, torch.Tensor]:
-    """As an engine does, two buckets ahead."""
+    """Receives and returns all tensors as an engine does, two buckets ahead."""
     member = wire.member(plan.num_senders)
     flats = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in plan.buckets]
     begun = []

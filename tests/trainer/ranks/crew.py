@@ -1,4 +1,4 @@
-"""Workers that do as the test says, which are the ranks of one trainer, and a servicer over them."""
+"""Provides workers that do as the test says, as the ranks of one trainer, and a servicer over them."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ DIGEST = "0" * 32
 
 
 class FakeWorker:
-    """Stands for the torch side, which is slow and cannot be stopped at a chosen moment."""
+    """Stands in for the real worker, which runs torch, is slow, and cannot be stopped at a chosen moment."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -102,10 +102,10 @@ class FakeWorker:
     @rank_command
     def save(self, *, state: dict[str, Any], **_: Any) -> Message:
         self.calls.append(f"save {state['version']}")
-        return Message({})  # goes on in the background
+        return Message({})  # the save goes on in the background
 
     def saved(self) -> dict[str, Any]:
-        """The end of the background save, which the test lets come."""
+        """Waits until the test ends the background save; returns its answer or raises `write_error`."""
         self.entered.set()
         self.writers.wait()
         if self.write_error is not None:
@@ -147,7 +147,7 @@ class Crew:
 
 
 class Service:
-    """The real servicer and server over fake workers."""
+    """Calls the real servicer and server, which are over fake workers."""
 
     def __init__(self, crew: Crew, client: Client, model: Path):
         self.crew, self.client, self.model = crew, client, model

@@ -1,4 +1,4 @@
-"""Commands to all ranks, over real ZeroMQ, with workers that do as the test says."""
+"""Tests commands to all ranks, over real ZeroMQ, with workers that do as the test says."""
 
 import asyncio
 import json
@@ -98,7 +98,7 @@ async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
 
 
 def answer_strangely(address: RanksAddress) -> None:
-    """A rank 1 that sends what is no answer, answers another command, and repeats its answer."""
+    """Runs a rank 1 that sends what is no answer, answers another command, and repeats its answer."""
     with connect(1, address) as (connection, _):
         while True:
             call_id, *parts = connection.recv_multipart()

@@ -23,7 +23,7 @@ from tests.trainer.toy_ranks import EXIT_CODE
 
 @pytest.fixture(params=["fork", "spawn"])
 def started(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, object]]]]:
-    """The launcher, leader of a session of its own, and what its ranks say, in rank order."""
+    """Yields the launcher, which leads a session of its own, and what its ranks say, in rank order."""
     command = [sys.executable, "-m", "tests.trainer.toy_ranks", request.param]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as launcher:

@@ -1,4 +1,4 @@
-"""Tests ranks of other hosts, as processes: none outlives rank 0, and rank 0 outlives none of them."""
+"""Tests ranks of other hosts, each as a process: none outlives rank 0, and rank 0 outlives none of them."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trainer:
-    """Rank 0 here, rank 1 in its process."""
+    """Runs rank 0 in this process; a test starts rank 1 in a process of its own."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -52,7 +52,7 @@ async def trainer() -> AsyncIterator[Trainer]:
         trainer.own.gate.set()
 
 
-# A process that ends, and a host that does not answer any more.
+# SIGKILL stands for a process that ends, SIGSTOP for a host that does not answer any more.
 gone = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 
 
@@ -155,7 +155,7 @@ async def test_strangers_who_come_and_go_and_a_busy_rank_are_no_loss(trainer: Tr
 
 @contextlib.contextmanager
 def nodes() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], str]]:
-    """Rank 0, which has all ranks, rank 1, and rank 0's address."""
+    """Yields rank 0, to which all ranks have connected, rank 1, and rank 0's address."""
     with toy("serve") as rank_0:
         address = rank_0.stdout.readline().strip()
         with toy("follow", address) as rank_1:

@@ -44,7 +44,7 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(train
         assert answer.version == 1
         assert answer.metrics["grad_norm"] > 0
         await deployment.client.close()
-        # As a scheduler ends a job: all of it at once, and no rank takes that for a failure of another.
+        # A scheduler ends a job like this, all of it at once, and no rank takes that for a failure of another.
         ranks = [*ranks_of(first), *ranks_of(second)]
         assert len(ranks) == 2
         first.terminate()
@@ -55,7 +55,7 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(train
 
 
 def test_no_node_outlives_the_one_that_serves(tmp_path: Path):
-    """A rank as torchrun starts it, and a rank 0 that vanishes."""
+    """Tests a rank as torchrun starts it, with a rank 0 that vanishes."""
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.port}
@@ -64,7 +64,7 @@ def test_no_node_outlives_the_one_that_serves(tmp_path: Path):
         meeting.set("lockstep/ranks", rank_0.stdout.readline().strip())
         with running([*command, sys.executable, "-m", "services.trainer"], tmp_path / "log") as rank_1:
             assert rank_0.stdout.readline() == "there\n"
-            rank_1.terminate()  # as its torchrun does when it is asked to end; rank 0 has the say
+            rank_1.terminate()  # as its torchrun does when it is asked to end; rank 0 decides
             rank_0.kill()
             assert rank_1.wait(PATIENCE_S) == 1
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if " trainer " in line]
@@ -83,6 +83,6 @@ def test_gloo_takes_the_interface_that_reaches_the_first_node(monkeypatch: pytes
     monkeypatch.setattr(os, "environ", {})
     use_interface_to("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == socket.if_indextoname(1) == "lo"
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"  # the operator's word
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"  # set by the operator
     use_interface_to("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -14,7 +14,7 @@ from tests.trainer.ranks.crew import Service
 
 
 async def test_who_was_replaced_changes_nothing_more(service: Service, tmp_path: Path) -> None:
-    """Also with a call that waited for the trainer while it was replaced."""
+    """Tests calls of a coordinator that was replaced, also one that waited for the trainer meanwhile."""
     crew = service.crew
     crew.close_gates()
     training = asyncio.create_task(service.train())

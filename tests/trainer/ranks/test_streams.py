@@ -1,4 +1,7 @@
-"""Streams of blocks that break, over fake workers: what the ranks are told, without any further call, and who may."""
+"""Tests, over fake workers, what ranks are told when a stream of blocks breaks, and who may send which blocks.
+
+The ranks are told without any further call of the coordinator.
+"""
 
 import asyncio
 import json
@@ -24,7 +27,7 @@ STAMP = PolicyStamp(version=0, digest=DIGEST)
 
 
 class Streamed:
-    """The coordinator's stream of a batch of two blocks, on a real servicer."""
+    """Streams a batch of two blocks to a real servicer, as the coordinator does."""
 
     def __init__(self, service: Service, spoil: Callable[[Any], Any] = lambda message: message, **header: Any):
         fields = {"batch_id": "b", "temperature": 1.0, "role": pb.ROLE_POLICY, "tokens_per_block": 1, **header}
@@ -63,7 +66,7 @@ async def dropped(crew: Crew) -> None:
 
 
 async def applied_afterwards(service: Service) -> None:
-    """The trainer takes the same batch, once."""
+    """Asserts that the trainer now applies the same batch, once."""
     for worker in service.crew.workers:
         worker.block_error = None
         worker.calls.clear()
@@ -224,7 +227,7 @@ async def test_blocks_make_the_minibatches_of_the_config(service: Service, case:
 async def test_each_block_ends_where_the_header_says(
     service: Service, enough: int, sent: int, added: list[str]
 ) -> None:
-    """The groups have 38 and 19 tokens."""
+    """Checks that blocks that end elsewhere are refused; the two groups have 38 and 19 tokens."""
     streamed = Streamed(service, tokens_per_block=enough)
     for block in blocks_of(streamed.batch, BlockCutter(sent)):
         streamed.stream.send(block)

@@ -1,4 +1,7 @@
-"""Tests the critic: values of plain transformers, updates of plain torch, the same in every layout of both backends."""
+"""Tests that the critic's values are those of transformers and its updates those of plain torch.
+
+They are the same in every layout of both backends.
+"""
 
 import json
 import weakref
@@ -34,14 +37,16 @@ from tests.trainer.fsdp_harness import SMALL, read
 from tests.trainer.harness_processes import run_harness
 from tests.trainer.megatron_harness import Layout, MegatronHarness
 
-# A value is a float32 sum of 64 products of size up to 1e-1 over a hidden state of size 1 to 4; up to 8e-7 here.
+# A value is a float32 sum of 64 products of size up to 1e-1 over a hidden state of size 1 to 4, and off by up to 8e-7
+# here.
 VALUE_TOLERANCE = 5e-6
-# Means of 70 terms of size 1, the norm of 1e5 numbers; up to 3e-7 here.
+# Metrics are means of 70 terms of size 1, and the norm of 1e5 numbers; they are off by up to 3e-7 here.
 METRIC_TOLERANCE = 5e-6
-# Relative to the largest entry of a tensor: up to 1e-6 here, where an update is 2e-4 and more. The head begins at 0 and
-# has 2e-2 after two updates, and where Adam's eps rules one is lr / eps = 10 times the rounding of its gradient: 6e-6.
+# Relative to a tensor's largest entry, weights are off by up to 1e-6 here, where an update is 2e-4 and more. The head
+# begins at 0 and has entries of 2e-2 after two updates. Where Adam's eps is larger than the rest of its divisor, an
+# update is off by lr / eps = 10 times the rounding of its gradient, and the head by 6e-6.
 WEIGHT_TOLERANCE, HEAD_TOLERANCE = 3e-6, 2e-5
-# Against float64 the rounding of the float32 forward itself counts too; see test_trainer_fsdp.
+# Against float64, the rounding of the float32 forward itself counts too; see tests/trainer/fsdp/test_backend.py.
 REFERENCE_TOLERANCE = 2e-5
 COMPARED = [name for name, layout in LAYOUTS.items() if layout.like]
 CLIPS = [(None, "token_mean"), (0.2, "token_mean"), (0.2, "seq_mean_token_mean")]
@@ -49,7 +54,7 @@ CLIPS = [(None, "token_mean"), (0.2, "token_mean"), (0.2, "seq_mean_token_mean")
 
 @pytest.fixture(scope="module")
 def results(trainer_files: Path) -> Path:
-    """What the ranks of critic_harness left."""
+    """Runs critic_harness; returns the directory of its results."""
     make_model(trainer_files / "models" / "deep", "deep")
     out = trainer_files / "critic"
     run_harness("critic_harness", out, out)
@@ -58,7 +63,7 @@ def results(trainer_files: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def rank(trainer_files: Path) -> Iterator[MegatronHarness]:
-    """A world of one rank, in this process."""
+    """Provides a world of one rank, in this process."""
     harness = MegatronHarness(dist.HashStore(), 0, 1, trainer_files / "models")
     yield harness
     harness.worker.close()
@@ -66,12 +71,12 @@ def rank(trainer_files: Path) -> Iterator[MegatronHarness]:
 
 @pytest.fixture(scope="module")
 def head_D() -> torch.Tensor:
-    """A head that is not 0: values of size 1."""
+    """Provides a head that is not 0 and makes values of size 1."""
     return torch.randn(64, generator=torch.Generator().manual_seed(3)) / 8
 
 
 def open_with_head(rank: MegatronHarness, settings: CriticSettings, head_D: torch.Tensor, kind: str = "untied") -> Any:
-    """A critic on FSDP with this head; its backend."""
+    """Opens a critic on FSDP with this head; returns its backend."""
     rank.worker.close()
     rank._settings, rank._data_ranks = {}, {}
     rank.open_role(Role.CRITIC, kind, settings)
@@ -82,14 +87,14 @@ def open_with_head(rank: MegatronHarness, settings: CriticSettings, head_D: torc
 
 
 def plain_values(model: torch.nn.Module, head_D: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
-    """Before each completion token, from transformers."""
+    """Returns the values before each completion token, from the hidden states of transformers."""
     prompt, completion = row["prompt_tokens"], row["tokens"]
     hidden_TD = model.model(input_ids=torch.tensor([prompt + completion])).last_hidden_state[0]
     return hidden_TD[len(prompt) - 1 : -1] @ head_D
 
 
 def plain_loss(scored: Sequence[tuple[torch.Tensor, dict[str, Any]]], settings: CriticSettings) -> torch.Tensor:
-    """PPO's value loss of whole samples, those without a trained token left out."""
+    """Returns PPO's value loss of whole samples, without those that have no trained token."""
     losses = []
     for values, row in scored:
         kept = torch.tensor(row["loss_mask"])
@@ -260,7 +265,7 @@ def test_bfloat16_follows_float32(results: Path) -> None:
     for name in ("bf16-fsdp", "bf16-tp2"):
         _, got = read(results, name)
         for ours, theirs in zip(got["values"], want["values"], strict=True):
-            # 2^-9 relative per rounding of activations of size 4, over 2 layers, under a head of 64 times 1e-2.
+            # Each rounding of activations of size 4 is 2^-9 relative, over 2 layers, under a head of 64 times 1e-2.
             np.testing.assert_allclose(flat(ours), flat(theirs), rtol=0, atol=0.05)
         # Values are not rounded to bfloat16 at the end, where numbers between 0.25 and 0.5 lie 2^-9 apart.
         last = torch.tensor(flat(got["values"][-1]), dtype=torch.float32)
@@ -268,7 +273,7 @@ def test_bfloat16_follows_float32(results: Path) -> None:
 
 
 def test_a_closed_critic_leaves_neither_threads_nor_files(results: Path) -> None:
-    # Groups of a run bring some 60 threads and 90 files; what is kept after the end would add as many.
+    # The process groups of a run bring some 60 threads and 90 files; groups kept after its end would add as many.
     names = [name for name, layout in LAYOUTS.items() if layout.world == 2 and "fsdp" not in name]
     for key in ("num_threads", "num_files"):
         counts = {name: read(results, name)[1][key] for name in names}
@@ -277,7 +282,10 @@ def test_a_closed_critic_leaves_neither_threads_nor_files(results: Path) -> None
 
 @pytest.mark.parametrize("name", SHARED)
 def test_roles_on_the_same_ranks_do_not_disturb_each_other(results: Path, name: str) -> None:
-    """Not one bit of what either says or becomes depends on the other's being there."""
+    """Checks that the policy's outputs and weights do not depend on the critic's presence, nor the reverse.
+
+    Not one bit differs.
+    """
     answers = json.loads((results / f"shared-{name}.json").read_text())
     together = answers["together"]
     for part in ("policy", "critic"):

@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states: values, gradients, split vocabularies, memory."""
+"""Tests log-probabilities from hidden states: values, gradients, split vocabularies, memory."""
 
 import math
 from collections.abc import Iterator
@@ -34,8 +34,11 @@ def plain(
 
 
 def kept_sets(targets_M: torch.Tensor) -> torch.Tensor:
-    """Up to three tokens beside each target, padded with -1. The first row has no other, the second no set at all, the
-    third only tokens of the lower half of the vocabulary."""
+    """Returns kept sets of up to three tokens beside each target, padded with -1, int32 [M, 4].
+
+    The first row has no token beside its target, the second no set at all, and the third only tokens of the lower half
+    of the vocabulary. For that, the third of `targets_M` is changed in place.
+    """
     kept_MK = torch.randint(0, V, (M, 4), generator=torch.Generator().manual_seed(1))
     kept_MK[:, 0] = targets_M
     kept_MK[0, 1:], kept_MK[1], kept_MK[3, 2:] = -1, -1, -1
@@ -47,7 +50,7 @@ def kept_sets(targets_M: torch.Tensor) -> torch.Tensor:
 def plain_over_kept(
     hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, kept_MK: torch.Tensor
 ) -> torch.Tensor:
-    """`plain` at temperature 0.7, row by row over its own tokens only."""
+    """Computes `plain` at temperature 0.7, row by row, over the row's own tokens only."""
     rows = []
     for row, kept in enumerate(kept_MK.long()):
         tokens = torch.unique(kept[kept >= 0]) if (kept >= 0).any() else torch.arange(V)
@@ -57,7 +60,7 @@ def plain_over_kept(
 
 
 class Recorder(TorchDispatchMode):
-    """Shapes of everything that operators return."""
+    """Records the shapes of all tensors that operators return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture(params=[1, 2 * V, 3 * V, 1 << 20], ids=lambda entries: f"{entries}-entries")
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Chunks of 1 token (also when the budget is below one token's logits), 2, 3 (with a rest of 1), and all."""
+    """Makes chunks of 1 token (also when the budget is below one token's logits), 2, 3 (with a rest of 1), and all."""
     monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", request.param)
     return request.param
 
@@ -173,7 +176,7 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     with Recorder() as recorder:
         linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
     assert (2, V) in recorder.shapes
-    # Everything else is no larger than the weight, or its transpose.
+    # Every other tensor is no larger than the weight, or its transpose.
     assert max(math.prod(shape) for shape in recorder.shapes) == V * D < M * V
 
 
@@ -188,7 +191,10 @@ def test_saved_tensors_are_left_alone() -> None:
 
 
 def _rank(rank: int, directory: Path) -> None:
-    """Half of the vocabulary: what came out, and the gradients, the hidden states' summed as its caller would."""
+    """Computes with half of the vocabulary; saves the outputs and the gradients.
+
+    The hidden states' gradients are summed over the ranks, as the caller of linear_logprobs would do.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     hidden, weight, targets = inputs()

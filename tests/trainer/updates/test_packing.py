@@ -1,4 +1,4 @@
-"""Samples to packs: every sample once, within the budget, the same number of packs on every rank."""
+"""Tests that packs have every sample once, within the budget, and that every rank has the same number of packs."""
 
 import itertools
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
     try:
         ranks = assign(lengths, num_ranks=num_ranks, max_tokens=budget)
     except InvalidInput:
-        # Refused only for want of samples, or where not even pairs could be formed.
+        # It is refused only if there are too few samples, or where not even pairs could be formed.
         assert len(lengths) < num_ranks or (len(lengths) % num_ranks and budget < 2 * max(lengths))
         return
     packs = list(itertools.chain(*ranks))
@@ -55,9 +55,11 @@ def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
 def test_ranks_and_packs_are_balanced(lengths: list[int], num_ranks: int) -> None:
     ranks = assign(lengths, num_ranks=num_ranks, max_tokens=400)
     totals = [sum(lengths[i] for pack in rank for i in pack) for rank in ranks]
-    # Dealt back and forth, ranks differ by at most the spread of packs, and LPT's packs by at most one sample.
+    # Packs are dealt back and forth, so that ranks differ by at most the spread of packs. Packs that get the longest
+    # samples first (LPT) differ by at most one sample.
     assert max(totals) - min(totals) <= max(lengths)
-    # Not more packs than a greedy filling that leaves up to one sample's room in each, and one round over the ranks.
+    # There are no more packs than a greedy filling makes that leaves up to one sample's room in each, and one round
+    # over the ranks.
     assert len(ranks[0]) <= -(-sum(lengths) // (300 * num_ranks)) + 1
 
 
@@ -155,7 +157,7 @@ def test_parts_hold_every_sample_once_in_its_minibatch(num_ranks: int, minibatch
 
 
 def _name(table: pa.Table, narrow: dict) -> tuple[int, int]:
-    """The sample that a row of only some columns is."""
+    """Returns the group and sample numbers of the only row of `table` that has the values of `narrow`."""
     found = [r for r in table.to_pylist() if all(r[name] == value for name, value in narrow.items())]
     assert len(found) == 1
     return found[0]["group"], found[0]["sample"]

@@ -40,7 +40,7 @@ def test_override_can_hold_any_yaml_value(file: str) -> None:
     )
     assert config.reward.scorers == (FormatConfig(pattern="a=b.*"),)
     assert config.data.eval == {"short": Path("x.parquet")}
-    # Longer than any file name may be.
+    # This value is longer than any file name may be.
     assert load(Config, [file, "data.system_prompt=" + "x" * 5000]).data.system_prompt == "x" * 5000
 
 
@@ -173,7 +173,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
-    """YAML would keep the second and forget the first without a word."""
+    """YAML itself would keep the second value and silently forget the first."""
     text = yaml.safe_dump(SMALLEST) + "trainer: {num_ranks: 2}\ntrainer: {max_logprob_gap: 0.5}\n"
     assert "trainer" in refused(write(tmp_path, "twice.yaml", text))
 
@@ -192,7 +192,7 @@ def _default(path: str) -> Any:
 
 
 def _is_set(path: str) -> bool:
-    """Returns whether it is there without more: in no list, no table by name, and no table that is null."""
+    """Returns whether the smallest config has the key. It has none in a list, a table by name, or a null table."""
     try:
         _default(path)
     except AttributeError:
@@ -205,14 +205,18 @@ ALL_KEYS = [key for key in keys(Config) if _is_set(key.path)]
 
 @pytest.mark.parametrize("path", [key.path for key in ALL_KEYS])
 def test_every_listed_key_can_be_set_on_the_command_line(file: str, path: str) -> None:
-    """The value that it has already, since any other may break a rule; the error shows that it was read."""
+    """Sets each key to the value that it has already, since any other may break a rule.
+
+    The error of a wrong value shows that the key was read.
+    """
     dumped = Config.model_validate(SMALLEST).model_dump(mode="json")
     for name in path.split("."):
         dumped = dumped[name]
     value = yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     config = load(Config, [file, f"{path}={value}"])
     assert config == Config.model_validate(SMALLEST)
-    # Dictionaries that pass through take any key, and text any text; a set of two empty lists fits nothing else.
+    # Dictionaries that are passed through accept any key, so they are left out. A key for text accepts any text, so the
+    # wrong value is a table that holds a list in a list, which fits no other key.
     if not isinstance(_default(path), dict):
         assert path in refused(file, f"{path}={{wrong: [[]]}}")
 
@@ -283,7 +287,7 @@ def test_default_that_breaks_its_own_rule_is_noticed() -> None:
         ("temperature", "rollout.sampling.temperature"),
         ("data.batch_size", "data.prompts_per_step"),
         ("rollout.n", "rollout.completions_per_prompt"),
-        ("selection.kind", None),  # keys called so elsewhere have nothing to do with it
+        ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
     ],
 )
 def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, wrong: str, right: str | None) -> None:

@@ -29,7 +29,7 @@ DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAIL
 
 
 def expected(method: str) -> set[Role]:
-    """Who may call it, said once more."""
+    """Returns the roles that may call a method, written a second time, independently of MAY_CALL."""
     if method.startswith("/lockstep.coordinator."):
         return {Role.OPERATOR, Role.COORDINATOR}
     return set(Role) if method.endswith("/GetInfo") else {Role.COORDINATOR}
@@ -86,7 +86,7 @@ async def test_without_a_certificate_nothing_can_be_called(certificates, address
 async def test_with_a_certificate_of_another_authority_nothing_can_be_called(certificates, address, tmp_path) -> None:
     other = Certificates(tmp_path)
     await refused(address, other.of(Role.COORDINATOR), certificates.ca)
-    # And a service of another authority is not called.
+    # Nor is a service of another authority called.
     await refused(address, certificates.of(Role.COORDINATOR), other.ca)
 
 
@@ -100,7 +100,7 @@ async def test_in_plaintext_nothing_can_be_called(address) -> None:
 
 
 async def test_a_service_is_not_called_with_the_certificate_of_an_operator(certificates) -> None:
-    """An operator's key is on a laptop: nobody may pass for a service with it."""
+    """An operator's key is on a laptop, and nobody may impersonate a service with it."""
     server, address = await serve(certificates.of(Role.OPERATOR, "127.0.0.1", name="operator-with-host"))
     await refused(address, certificates.of(Role.COORDINATOR), certificates.ca)
     await server.grpc.stop(None)
@@ -116,7 +116,10 @@ async def test_a_method_that_the_table_lacks_is_open_to_nobody(certificates, add
 
 
 def _without_role(ca: Path, out: Path) -> Path:
-    """A certificate of `ca` that says a role where no role is looked for: as its name, and with another scheme."""
+    """Writes to `out` a certificate of `ca` that names a role only where no role is looked for, and returns `out`.
+
+    The role is in its common name, in a URI of another scheme, and in a DNS name.
+    """
     key, authority = (
         ec.generate_private_key(ec.SECP256R1()),
         x509.load_pem_x509_certificate((ca / "ca.pem").read_bytes()),
@@ -159,7 +162,7 @@ async def test_any_valid_certificate_may_ask_for_health_but_not_for_the_schema(c
         async with channel(address, certificates.of(role)) as to:
             answer = await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            # Nothing is sent: a message would race with the refusal, and lose as an error inside gRPC.
+            # Nothing is sent: a message would race with the refusal and, if it lost, be an error inside gRPC.
             call = reflection_pb2_grpc.ServerReflectionStub(to).ServerReflectionInfo(timeout=PATIENCE_S)
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
     async with channel(address, None, ca=certificates.ca) as to:
@@ -176,7 +179,7 @@ async def test_in_plaintext_roles_are_not_asked_for() -> None:
 
 
 async def test_roles_are_checked_before_a_stream_is_read(certificates, address) -> None:
-    """A caller without the role for Train learns so without sending its batch."""
+    """Tests that a caller without the role for Train is refused before it has sent its batch."""
 
     async def endless() -> AsyncIterator[bytes]:
         yield b""

@@ -67,7 +67,7 @@ async def test_the_wrong_role_arrives_typed(certificates, address) -> None:
 
 
 async def unauthenticated(address: str, transport: Transport) -> str:
-    """What is said at once; after gRPC's deadline it would be Unavailable."""
+    """Returns the message with which a call fails at once; after gRPC's deadline the error would be Unavailable."""
     with pytest.raises(Unauthenticated) as caught:
         await score(address, transport)
     assert caught.value.reason is Reason.BAD_CERTIFICATE
@@ -93,7 +93,7 @@ async def test_another_authority_is_named_on_both_ends(certificates, address, tm
     why = await unauthenticated(address, mtls(other.of(Role.COORDINATOR)))
     assert "certificate of the service is refused" in why
     assert "ca.pem" in why
-    # One that trusts the service, with a certificate that the service does not trust.
+    # This client trusts the service, but the service does not trust the client's certificate.
     both = other.of(Role.COORDINATOR, name="both")
     (both / "ca.pem").write_bytes((certificates.ca / "ca.pem").read_bytes())
     why = await unauthenticated(address, mtls(both))
@@ -145,7 +145,7 @@ async def test_mtls_is_served_off_loopback(certificates) -> None:
 
 
 def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
-    """The line that the `lockstep` command ends with."""
+    """Runs the `lockstep` command, which must end with exit code 2, and returns what it writes to stderr."""
     monkeypatch.setattr(sys, "argv", ["lockstep", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -212,7 +212,7 @@ _TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(str, tokens)))
 
 
 async def rewards(address: str, config: Config, transport: Transport) -> list[float]:
-    """What the coordinator's own client gets from the service."""
+    """Returns the rewards that the coordinator's own client gets from the service."""
     reward = Reward(address, config, transport)
     try:
         await reward.open("run")
@@ -223,7 +223,7 @@ async def rewards(address: str, config: Config, transport: Transport) -> list[fl
 
 
 async def test_a_coordinator_scores_with_a_reward_service_over_mtls(certificates) -> None:
-    """Both as they are: the coordinator's own client, and a process as an operator starts it."""
+    """Tests both ends as they are in a run: the coordinator's own client, and a process as an operator starts it."""
     config = make_config(reward={"scorers": [{"kind": "exact"}], "num_workers": 1})
     async with reward_process(certificates.of(Role.REWARD)) as address:
         assert await rewards(address, config, mtls(certificates.of(Role.COORDINATOR))) == [1.0, 0.0]
@@ -245,7 +245,7 @@ async def test_a_service_that_a_run_starts_serves_mtls(certificates, tmp_path) -
 
 
 async def test_a_service_is_called_at_an_address_by_the_name_in_its_certificate(certificates) -> None:
-    """As replicas are that were found under a DNS name."""
+    """Replicas that were found under a DNS name are called in this way."""
     named = certificates.of(Role.REWARD, "reward.svc", name="named")
     config = make_config(reward={"scorers": [{"kind": "exact"}], "num_workers": 1})
     by_address = mtls(certificates.of(Role.COORDINATOR))

@@ -1,4 +1,4 @@
-"""Pairs over shared memory: every engine worker gets the same bytes, and nobody waits for the dead."""
+"""Tests pairs over shared memory: every engine worker gets the same bytes, and no member waits for a dead one."""
 
 import contextlib
 import itertools
@@ -55,7 +55,10 @@ def asked(store: ServedStore, *, ranks: int = 1, workers: int = 1, timeout_s: fl
 
 
 def spreads(store: ServedStore, pool: ThreadPoolExecutor, num_ranks: int, senders: Sequence[int]) -> list[Spread]:
-    """One function for each trainer rank, over a gloo group of these ranks."""
+    """Returns for each trainer rank a function that broadcasts a bucket over a gloo group of these ranks.
+
+    If there is only one rank, its function does nothing.
+    """
     if num_ranks == 1:
         return [lambda flat, sender: None]
     name, timeout = f"ranks/{next(_EPOCHS)}", timedelta(seconds=PATIENCE_S)
@@ -69,7 +72,7 @@ def spreads(store: ServedStore, pool: ThreadPoolExecutor, num_ranks: int, sender
 
 
 class Members:
-    """The trainer ranks and engine workers of one epoch, each in a thread."""
+    """Holds the trainer ranks and engine workers of one epoch, each of which works in a thread."""
 
     def __init__(
         self, store: ServedStore, pool: ThreadPoolExecutor, group: GroupMessage, senders: Sequence[int] = (0,)
@@ -160,7 +163,7 @@ def test_a_rank_packs_buckets_while_its_worker_maps_the_buffers(store, pool) -> 
 
 
 def test_larger_buckets_get_other_buffers(store, pool) -> None:
-    """A publication of adapters alone comes before one of the base in the same epoch."""
+    """An epoch may have a publication of adapters alone, in small buckets, before one with the base."""
     small = Plan.of(WEIGHTS[:2], bucket_bytes=1 << 18)
     members = Members(store, pool, asked(store))
     for plan, weights in ((small, WEIGHTS[:2]), (PLAN, WEIGHTS), (small, WEIGHTS[:2])):
@@ -171,7 +174,7 @@ def test_larger_buckets_get_other_buffers(store, pool) -> None:
 
 
 def test_every_worker_gets_all_that_several_ranks_send(store, pool) -> None:
-    """Four trainer ranks of which two send; the others, and their workers, get everything all the same."""
+    """Tests four trainer ranks of which two send: the others, and their workers, get everything all the same."""
     a, b, c, d, e, f, g = WEIGHTS
     plan = Plan.of(WEIGHTS, bucket_bytes=1 << 20, slots=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
     nothing: list[list] = [[], [], []]
@@ -191,7 +194,7 @@ def test_every_worker_gets_all_that_one_rank_sends(store, pool) -> None:
     taken: list[str] = []
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        """What a rank that sends nothing has: it takes part in the gathers, at the sender's pace."""
+        """Yields what a rank that sends nothing has: it takes part in the gathers, at the sender's pace."""
         for name, _ in WEIGHTS:
             taken.append(name)
             yield name, torch.empty(0)
@@ -206,7 +209,7 @@ def test_every_worker_gets_all_that_one_rank_sends(store, pool) -> None:
 
 
 def test_a_rank_without_a_worker_takes_part(store, pool) -> None:
-    """A replica was lost: the other workers get everything."""
+    """Tests that after the loss of a replica the other workers get everything."""
     members = Members(store, pool, asked(store, ranks=2, workers=1))
     received = members.receive(PLAN, 1)
     first, _ = [one.result(PATIENCE_S) for one in members.send(PLAN, [WEIGHTS, WEIGHTS], 1)]
@@ -215,7 +218,7 @@ def test_a_rank_without_a_worker_takes_part(store, pool) -> None:
 
 
 def test_ranks_whose_pairs_broke_take_part_to_the_end(store, pool) -> None:
-    """Otherwise the others would wait for them in a collective, which has no early end."""
+    """If they did not, the other ranks would wait for them in a collective, which cannot be ended early."""
     members = Members(store, pool, asked(store, ranks=2, workers=2))
     members.workers[1].abort()
     received = members.receive(PLAN, 1)
@@ -319,7 +322,7 @@ def test_visitors_without_the_secret_are_not_let_in(store, pool, monkeypatch) ->
 
 
 class Worker:
-    """An engine worker's end of a pair in a process of its own."""
+    """Runs an engine worker's end of a pair in a process of its own."""
 
     def __init__(self, store: ServedStore):
         self._store = store.address

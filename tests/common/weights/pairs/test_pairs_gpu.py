@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @pytest.fixture(scope="module")
 def weights() -> list[tuple[str, torch.Tensor]]:
-    """The shapes of Qwen3-0.6B, and some that leave gaps in a bucket."""
+    """Provides weights with the shapes of Qwen3-0.6B, and with some that leave gaps in a bucket."""
     torch.manual_seed(0)
     shapes = [("embed", (151936, 1024)), ("scalar", ()), ("odd", (7,))]
     parts = {"q": (2048, 1024), "k": (1024, 1024), "v": (1024, 1024), "o": (1024, 2048), "norm": (1024,)}
@@ -43,7 +43,7 @@ def weights() -> list[tuple[str, torch.Tensor]]:
 
 
 class Pair:
-    """A trainer rank here and an engine worker in a process of its own, on the same GPU."""
+    """Pairs a trainer rank in this process with an engine worker in a process of its own, on the same GPU."""
 
     def __init__(self, store: ServedStore, plan: Plan, epoch: int, timeout_s: float = 60.0):
         self.plan = plan
@@ -102,8 +102,8 @@ def test_what_arrives_is_what_was_sent(weights, pairs, monkeypatch, is_kept) -> 
         seconds.append((publication.duration_s, answer["seconds"]))
         torch.cuda.empty_cache()
         free_bytes.append(torch.cuda.mem_get_info(GPU)[0])
-    # What is left of the GPU counts all processes: the worker has copies of the weights, a CUDA context, kernels and
-    # its digest's scratch memory since the first publication.
+    # All processes count in the GPU's free memory: since the first publication, the worker has copies of the weights, a
+    # CUDA context, kernels and its digest's scratch memory.
     most = max(bucket.num_bytes for bucket in plan.buckets)
     kept_bytes = NUM_BUFFERS * most if is_kept else 0
     assert kept_bytes <= free_before - free_bytes[0] < plan.num_bytes + CONTEXT_BYTES + kept_bytes

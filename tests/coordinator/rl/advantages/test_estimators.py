@@ -71,7 +71,7 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_tokens():
 
 
 def test_whitening_by_group():
-    # The same within each group, independent of the scale of its rewards.
+    # The advantages are the same within each group, independent of the scale of its rewards.
     rows = [row(1, 1), row(50, 1, group=1), row(0, 3), row(40, 3, group=1)]
     high, low = [math.sqrt(3)], [-1 / math.sqrt(3)] * 3
     whitened = computed(rows, kind="dr_grpo", whiten="group", eps=1e-12)
@@ -79,7 +79,8 @@ def test_whitening_by_group():
         assert numbers == pytest.approx(expected, rel=1e-6)
 
 
-# log policy - log reference: 1, 2, -1. Times 0.1 off each token's reward: -0.1, -0.2, 0.1 and then the reward 1.
+# log policy - log reference is 1, 2, -1. 0.1 times that is subtracted from the reward of each token, which gives -0.1,
+# -0.2 and 0.1; the last token also has the sample's reward of 1.
 KL_ROW = row(1, 3, logprobs=[-1, -1, -2], ref_logprobs=[-2, -3, -1], baseline=0.4)
 
 
@@ -263,7 +264,10 @@ def test_one_completion_is_enough_where_samples_are_not_compared():
 
 
 def turns(*rewards: float, tokens: int = 2, rest: float = 0.0) -> dict[str, Any]:
-    """Returns an episode whose turns have two tokens each, with one token of the environment between them."""
+    """Returns an episode whose turns have two tokens each, with one token of the environment between them.
+
+    `rewards` are those of the turns, and `rest` is what the episode earns beside them.
+    """
     begins = [3 * turn for turn in range(len(rewards))]
     episode = {
         "turn_begins": begins,

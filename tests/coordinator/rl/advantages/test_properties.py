@@ -23,7 +23,8 @@ from tests.coordinator.rl.advantages.harness import (
     unmasked_batches,
 )
 
-# Advantages are float32 with 2^-24 relative rounding. All others are float64 around 1, or around 1 / eps of it.
+# Advantages are float32, with a relative rounding error of 2^-24. All other numbers are float64 around 1, or around
+# 1 / eps of that.
 CLOSE = {"rel": 1e-6, "abs": 1e-6}
 COMPARED = [kind for kind in KINDS if AdvantageConfig(kind=kind).needs_group]
 quickly = settings(max_examples=15, deadline=None, derandomize=True)
@@ -68,7 +69,7 @@ def test_tokens_that_are_masked_do_not_matter(rows: list[Row], config: Advantage
     assert all(a == 0 for row, x in zip(rows, before, strict=True) for a, m in zip(x, mask(row), strict=True) if not m)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpg"])  # its factor is the batch's
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpg"])  # gpg's factor is that of the batch
 @quickly
 @given(batches)
 def test_groups_do_not_see_each_other_without_whitening(kind: str, rows: list[Row]) -> None:
@@ -100,7 +101,7 @@ def test_advantages_scale_with_rewards(kind: str, rows: list[Row], scale: float)
 @quickly
 @given(batches)
 def test_whitened_advantages_do_not_scale_with_rewards(config: dict, rows: list[Row]) -> None:
-    """Holds up to eps / std; the std is 0 or, for at most 96 multiples of 1/16, above 1e-4 here."""
+    """The advantages differ by up to eps / std; here the std is 0 or, for at most 96 multiples of 1/16, above 1e-4."""
     scaled = [row | {"reward": 4 * row["reward"], "baseline": 4 * row["baseline"]} for row in rows]
     scaled = [row | {"values": [4 * value for value in row["values"]]} for row in scaled]
     assert_close(computed(scaled, **config, eps=1e-12), computed(rows, **config, eps=1e-12), rel=1e-5, abs=1e-5)
@@ -142,7 +143,7 @@ def test_how_the_estimators_are_related(rows: list[Row]) -> None:
 @quickly
 @given(batches)
 def test_baselines_cancel_within_a_group(rows: list[Row]) -> None:
-    """The mean is over samples or, for opo, whose baseline is weighted by length, over tokens."""
+    """Advantages sum to 0 over samples or, for opo, whose baseline is weighted by length, over tokens."""
     per_token, bare = computed(rows, kind="opo"), computed([row | {"loss_mask": None} for row in rows], kind="dr_grpo")
     for group in {row["group"] for row in rows}:
         inside = [index for index, row in enumerate(rows) if row["group"] == group]
@@ -153,7 +154,10 @@ def test_baselines_cancel_within_a_group(rows: list[Row]) -> None:
 @quickly
 @given(batches)
 def test_gae_at_the_ends_of_lam(rows: list[Row]) -> None:
-    """With lam 1 it is return - value, with lam 0 the one-step error; undiscounted, the return is the reward."""
+    """Tests that GAE is return - value with lam 1, and the one-step error with lam 0.
+
+    The undiscounted return is the reward.
+    """
     monte_carlo = computed(rows, kind="gae", lam=1, gamma=1, whiten="none")
     one_step = computed(rows, kind="gae", lam=0, gamma=1, whiten="none")
     for row, whole, short in zip(rows, trained(rows, monte_carlo), trained(rows, one_step), strict=True):

@@ -24,7 +24,7 @@ from tests.coordinator.fake_services import FakeReplica, make_config, make_promp
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)
 SAMPLING = SamplingConfig(max_tokens=8)
-# What the trainer reads; loss_mask is checked apart, because none means the same as all true.
+# The columns that the trainer reads. loss_mask is checked separately, because none means the same as all true.
 BATCH_COLUMNS = (
     "prompt_id",
     "group",
@@ -59,7 +59,7 @@ class DigitTokenizer:
 
 
 def ends_after(turns: int, *, reply: str = "777", reward: float = 0.5) -> Script:
-    """Returns an environment that answers with `reply` and ends the episode after some turns."""
+    """Returns an environment that answers with `reply` and ends the episode after `turns` turns."""
 
     def script(turn: int, text: str) -> pb.StepResponse:
         messages = [pb.Message(role="", content=reply)]
@@ -244,7 +244,7 @@ async def test_a_turn_goes_elsewhere_when_its_replica_dies():
 
 
 async def test_a_turn_of_other_weights_than_its_sample_is_refused():
-    """All of a sample carries one stamp to the trainer, which cannot see of which turn it is."""
+    """A sample has one stamp for all its turns, so the trainer cannot see that one turn is of other weights."""
 
     class Forgetful(FakeReplica):
         async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
