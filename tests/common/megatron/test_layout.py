@@ -42,8 +42,7 @@ def checked(num_ranks: int, megatron: Mapping[str, Any], **given: Any) -> None:
     check_layout(MegatronConfig(**megatron), num_ranks, **given)
 
 
-# For each rule: a legal layout, illegal ones next to it, and what the error must name. A layout consists of the number
-# of ranks, the sizes, and, if the rule needs them, the model and the tokens of a micro-batch.
+# For each rule: a legal layout, illegal ones next to it, each as (ranks, sizes, model, tokens), and the error's words.
 MODEL, TOKENS = "architecture", "max_tokens"
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 HYBRID = {
@@ -327,10 +326,7 @@ print(json.dumps([groups, [[field.name for field in dataclasses.fields(cls)] for
 
 @pytest.fixture(scope="module")
 def megatron_says() -> tuple[list[Any], list[list[str]]]:
-    """Provides Megatron's groups for `many_layouts` and its config keys.
-
-    They come from a process of its own, which has no CPU shim.
-    """
+    """Asks a process without the CPU shim for Megatron's groups of `many_layouts` and for its config keys."""
     pytest.importorskip("megatron.core", reason="the coordinator's environment has no Megatron")
     sizes = [(at.tp, at.cp, at.dp, at.pp, at.ep, at.etp, at.edp) for at in many_layouts()]
     command = [sys.executable, "-W", "ignore", "-c", _ASK_MEGATRON, json.dumps(sizes)]
