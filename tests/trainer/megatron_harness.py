@@ -74,10 +74,7 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes a model kind, parallel sizes, and changes to the trainer's config.
-
-    `like` names the layout whose results the results must equal.
-    """
+    """Describes model kind, parallel sizes, and changes of config; `like` names the layout that results must equal."""
 
     kind: str
     world: int
@@ -174,8 +171,7 @@ def _options() -> Iterator[tuple[str, Layout]]:
     frozen = {"moe": {"freeze_router": True}}
     yield "moe-1-frozen", Layout("moe", 1, frozen, SMALL)
     yield "moe-ep2-frozen", Layout("moe", 2, EP | frozen, SMALL, "moe-1-frozen")
-    # The auxiliary loss is one of a micro-batch, so this budget makes the same micro-batches on one rank and on two,
-    # without any padding.
+    # The auxiliary loss is that of a micro-batch: this budget makes the same, without padding, on one rank and two.
     same = {"max_tokens_per_microbatch": 40}
     yield "moe-1-aux", Layout("moe", 1, AUX, same, align=4)
     for name, megatron in (("dp2", {}), ("tp2", TP), ("pp2", PP), ("cp2", CP), ("ep2", EP)):
@@ -308,10 +304,7 @@ class MegatronHarness:
 
 
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
-    """Writes log-probabilities and weights before and after some updates.
-
-    Between the updates, nothing asks for the weights.
-    """
+    """Writes log-probabilities and weights before and after some updates, between which nothing asks for weights."""
     layout = (LAYOUTS | FAMILY_LAYOUTS)[name]
 
     def batch(seed: int) -> pa.Table:
