@@ -17,7 +17,7 @@ from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
 from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of
 
 _BATCH_TOKENS = 2048
-"""Tokens that the engine computes at once (vLLM's max_num_batched_tokens), as services/rollout/engine.py sets it."""
+"""Tokens that the engine computes at once (vLLM's max_num_batched_tokens), as services/rollout/arguments.py sets it."""
 NO_TOKENS = (0, 1)  # special tokens, which have no text
 
 

@@ -45,7 +45,7 @@ class BlockCutter:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the next group continues a block."""
+        """Returns whether the next group continues a block."""
         return self._num_tokens > 0
 
     def ends_with(self, num_tokens: int) -> bool:

@@ -1,7 +1,7 @@
 """Tests that a service closes a run whose coordinator has gone without closing it, and no other run."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from unittest import mock
 
 import pytest
@@ -35,7 +35,7 @@ class FakeService:
 
 
 @pytest.fixture
-async def service() -> "Iterator[FakeService]":
+async def service() -> AsyncIterator[FakeService]:
     service = FakeService()
     with mock.patch.object(asyncio.get_running_loop(), "time", lambda: service.now):
         yield service

@@ -78,7 +78,7 @@ def test_epochs_pass_over_the_batch_again(harness: Harness, trainer_files: Path,
     """Checks that the old policy stays the one before the batch, so that the second epoch meets the clips."""
     changes = SMALL | HALVES | {"loss": LOSSES["grpo"], "num_minibatches": minibatches}
     harness.open("untied", changes | {"num_epochs": 3})
-    before, after_one = harness.parameters(), harness.logprobs(samples())
+    before = harness.parameters()
     metrics, weights = harness.train(samples()), harness.parameters()
     directory, rows = trainer_files / "models" / "untied", samples().to_pylist()
     want = plain_grpo.update(directory, rows, config(changes | {"num_epochs": 3}), TEMPERATURE)
@@ -88,7 +88,7 @@ def test_epochs_pass_over_the_batch_again(harness: Harness, trainer_files: Path,
         assert (weights[name] - want.weights[name]).abs().max() <= 1e-4 * moved, name
         assert (once.weights[name] - want.weights[name]).abs().max() > 0.1 * moved, name
     assert metrics["loss"] == pytest.approx(want.metrics["loss"], rel=1e-4)
-    assert after_one is not None and abs(metrics["ratio_mean"] - 1) > 1e-3
+    assert abs(metrics["ratio_mean"] - 1) > 1e-3
 
 
 def test_engine_and_trainer_are_compared_before_the_first_epoch(harness: Harness) -> None:

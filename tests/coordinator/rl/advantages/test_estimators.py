@@ -263,7 +263,7 @@ def test_one_completion_is_enough_where_samples_are_not_compared():
     load(Config, [*fixed, "advantage.kind=reinforce_plus_plus", "rollout.completions_per_prompt=1"])
 
 
-def turns(*rewards: float, tokens: int = 2, rest: float = 0.0) -> dict[str, Any]:
+def turns(*rewards: float, rest: float = 0.0) -> dict[str, Any]:
     """Returns an episode whose turns have two tokens each, with one token of the environment between them.
 
     `rewards` are those of the turns, and `rest` is what the episode earns beside them.
@@ -271,11 +271,11 @@ def turns(*rewards: float, tokens: int = 2, rest: float = 0.0) -> dict[str, Any]
     begins = [3 * turn for turn in range(len(rewards))]
     episode = {
         "turn_begins": begins,
-        "turn_ends": [begin + tokens for begin in begins],
+        "turn_ends": [begin + 2 for begin in begins],
         "turn_rewards": list(rewards),
         "environment": "e 1",
     }
-    mask = ([YES] * tokens + [NO]) * len(rewards)
+    mask = [YES, YES, NO] * len(rewards)
     return row(sum(rewards) + rest, len(mask) - 1, loss_mask=mask[:-1], **episode)
 
 
