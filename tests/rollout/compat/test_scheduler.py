@@ -117,6 +117,19 @@ def test_one_that_fails_costs_no_other_its_tokens() -> None:
     assert not played._unsent
 
 
+def test_routes_of_every_step_are_sent() -> None:
+    """vLLM 0.26 adds the routes of a step to its output: those of the prompt to the first, then one row per token."""
+    played, rows = PlayedInChunks(), np.arange(10 + 39, dtype=np.uint8).reshape(-1, 1, 1)
+    received = []
+    for number in range(40):
+        routes = rows[:10] if number == 0 else rows[9 + number : 10 + number]
+        last = LENGTH if number == 39 else {}
+        for answer in played.say({0: step(token("it", number, routed_experts=routes, **last))}).values():
+            received += answer.outputs
+    assert [len(output.new_token_ids) for output in received] == [1, 32, 7]
+    assert np.array_equal(np.concatenate([output.routed_experts for output in received]), rows)
+
+
 def test_what_vllm_counts_is_sent_at_once() -> None:
     played, prefill = PlayedInChunks(), PrefillStats()
     queued, preempted = (EngineCoreEvent(kind, 1.0) for kind in (QUEUED, PREEMPTED))

@@ -29,10 +29,11 @@ _CHUNK_TOKENS = 32
 
 
 class _Unsent:
-    """Collects the tokens of a sample that were not sent yet."""
+    """Collects the tokens of a sample that were not sent yet, with their log-probabilities, ranks and routes."""
 
     def __init__(self) -> None:
         self._tokens, self._logprobs, self._ranks = array("i"), array("f"), array("i")
+        self._routes: list[np.ndarray] = []
 
     @property
     def is_chunk(self) -> bool:
@@ -43,13 +44,17 @@ class _Unsent:
         if output.new_logprobs is not None:  # has the sampled token only
             self._logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             self._ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
+        if output.routed_experts is not None:  # vLLM 0.26 returns those of each step; its client joins them
+            self._routes.append(output.routed_experts)
 
     def move_into(self, output: EngineCoreOutput) -> None:
         output.new_token_ids = self._tokens.tolist()
         if self._logprobs:
             tokens, logprobs = np.array(self._tokens)[:, None], np.array(self._logprobs)[:, None]
             output.new_logprobs = LogprobsLists(tokens, logprobs, np.array(self._ranks))
-        del self._tokens[:], self._logprobs[:], self._ranks[:]
+        if self._routes:
+            output.routed_experts = np.concatenate(self._routes)
+        del self._tokens[:], self._logprobs[:], self._ranks[:], self._routes[:]
 
 
 _Base = Scheduler if TYPE_CHECKING else object
