@@ -78,7 +78,7 @@ def run(
     from services.coordinator.observe.frontend import TerminalFrontend
     from services.coordinator.rl.session import run_session, show_outcome
 
-    services = addresses(given, is_operator=True)
+    services = addresses(given, is_operator=bool(coordinator))
     settings = load(Config, config)
     services.require_own(settings)
     if not coordinator:

@@ -1,13 +1,16 @@
 """Tests what the command says about itself."""
 
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from services.common.errors import InvalidInput
+from services.common.rpc.security.identities import Role
 from services.coordinator.cli import main
 from services.coordinator.cli.main import app
+from tests.common.rpc.tls_harness import Certificates
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -53,3 +56,13 @@ def test_another_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(main, "app", app)
     with pytest.raises(RuntimeError, match="a mistake"):
         main.main()
+
+
+def test_only_a_coordinator_runs_here(tmp_path: Path) -> None:
+    """Tests that an operator's certificate, which is for --coordinator, is refused before anything is made."""
+    tls = Certificates(tmp_path / "certificates").of(Role.OPERATOR)
+    started = CliRunner().invoke(app, ["run", "nothing.yaml", "--tls", str(tls)])
+    words = "is for the role operator, but must be for coordinator here; issue one with `lockstep certs issue coord"
+    assert isinstance(started.exception, InvalidInput) and words in str(started.exception)
+    sent = CliRunner().invoke(app, ["run", "nothing.yaml", "--tls", str(tls), "--coordinator", "127.0.0.1:1"])
+    assert "nothing.yaml" in str(sent.exception)
