@@ -1,5 +1,8 @@
 """Tests what the command says about itself."""
 
+import asyncio
+import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,7 +13,8 @@ from services.common.errors import InvalidInput
 from services.common.rpc.security.identities import Role
 from services.coordinator.cli import main
 from services.coordinator.cli.main import app
-from tests.common.rpc.tls_harness import Certificates
+from tests.common.rpc.tls_harness import Certificates, serve
+from tests.support import PATIENCE_S
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -66,3 +70,22 @@ def test_only_a_coordinator_runs_here(tmp_path: Path) -> None:
     assert isinstance(started.exception, InvalidInput) and words in str(started.exception)
     sent = CliRunner().invoke(app, ["run", "nothing.yaml", "--tls", str(tls), "--coordinator", "127.0.0.1:1"])
     assert "nothing.yaml" in str(sent.exception)
+
+
+async def test_a_failed_handshake_is_one_line(tmp_path: Path) -> None:
+    """Tests that gRPC's own log lines do not come before the error, unless they are asked for."""
+    ours, other = Certificates(tmp_path / "ours"), Certificates(tmp_path / "other")
+    server, address = await serve(ours.of(Role.COORDINATOR))
+    command = [sys.executable, "-m", "services.coordinator", "status", "--coordinator", address]
+    command += ["--tls", str(other.of(Role.OPERATOR))]
+
+    async def said(**environment: str) -> str:
+        inherited = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stderr=asyncio.subprocess.PIPE, env=inherited | environment
+        )
+        return (await asyncio.wait_for(process.communicate(), PATIENCE_S))[1].decode()
+
+    assert (await said()).startswith("lockstep: error: BAD_CERTIFICATE")
+    assert "Handshake failed" in await said(GRPC_VERBOSITY="INFO")
+    await server.grpc.stop(None)
