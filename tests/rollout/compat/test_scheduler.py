@@ -130,6 +130,14 @@ def test_one_that_fails_costs_no_other_its_tokens() -> None:
     assert not played._unsent
 
 
+def test_an_end_without_tokens_has_no_logprobs() -> None:
+    played, none = PlayedInChunks(), np.zeros((0, 1), np.int32)
+    played.say({0: step(token("a", 1))})
+    end = EngineCoreOutput("a", [], new_logprobs=LogprobsLists(none, none, none[:, 0]), **LENGTH)
+    (output,) = played.say({0: step(end)})[0].outputs
+    assert output.new_token_ids == [] and output.new_logprobs is None
+
+
 def test_routes_of_every_step_are_sent() -> None:
     """vLLM 0.26 adds the routes of a step to its output: those of the prompt to the first, then one row per token."""
     played, rows = PlayedInChunks(), np.arange(10 + 39, dtype=np.uint8).reshape(-1, 1, 1)
