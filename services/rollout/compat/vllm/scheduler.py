@@ -32,7 +32,7 @@ class _StepLogprobs:
     """Stands in for the log-probabilities of a step while vLLM makes the outputs.
 
     Reason: vLLM slices three arrays for each sample in each step, and nearly all slices would only be joined to chunks.
-    So an output gets the position of its first token instead, from which a chunk takes numbers of Python lists.
+    So an output gets the position of its first token instead, and chunks take their numbers from Python lists.
     """
 
     def __init__(self, lists: LogprobsLists):
@@ -98,7 +98,7 @@ class InChunks(_Base):
         step = None
         if lists := model_runner_output.logprobs:
             step = _StepLogprobs(lists)
-            model_runner_output = copy.copy(model_runner_output)  # the original may be used elsewhere
+            model_runner_output = copy.copy(model_runner_output)  # the caller's object stays as it is
             model_runner_output.logprobs = cast(LogprobsLists, step)
         answers = super().update_from_output(scheduler_output, model_runner_output)
         for answer in answers.values():
@@ -127,10 +127,10 @@ class InChunks(_Base):
             if not (is_finished or output.events or len(held.tokens) >= _CHUNK_TOKENS):
                 return False
             held.move_into(output)
-        if not is_finished:
+        if is_finished:
+            self._unsent.pop(output.request_id, None)
+        else:
             self._unsent[output.request_id] = _Unsent()
-        elif held is not None:
-            del self._unsent[output.request_id]
         return True
 
 
