@@ -34,7 +34,9 @@ def bare_scheduler(vllm_config: Any, **arguments: Any) -> Any:
 
 
 def _shortening(made: Any, vllm_config: Any) -> Any:
-    length_of, add_request = by_seed(**vllm_config.additional_config), made.add_request
+    # The rollout service may have added keys of its own.
+    settings = {name: vllm_config.additional_config[name] for name in ("mean_tokens", "shorter_by")}
+    length_of, add_request = by_seed(**settings), made.add_request
 
     def add_shortened(request: Any) -> None:
         request.max_tokens = length_of(request.sampling_params.seed, request.max_tokens)

@@ -35,6 +35,7 @@ from services.rollout.compat.vllm.drafts import Drafts, drafts_of
 from services.rollout.compat.vllm.kept import kept_of, refusal, returning_kept
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
+from services.rollout.compat.vllm.runner import suitable_model_runner
 from services.rollout.failures import log_size, see_log, start_failure
 from services.rollout.sampling import engine_sampling
 from services.rollout.weights.adapter import adapter_request
@@ -122,7 +123,8 @@ class Engine:
             arguments = AsyncEngineArgs(**(returning or made))
             if needs.adapter_rank:
                 check_adapters_run(arguments)
-            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+            with suitable_model_runner(made, is_gpu=torch.cuda.is_available()):
+                llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (TypeError, ValueError) as error:  # vLLM raises these for unknown or invalid arguments
             message = " ".join(str(error).split())
             raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error

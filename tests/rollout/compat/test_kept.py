@@ -36,7 +36,7 @@ class PlayedScheduler:
 
 class Returning(kept.ReturnsKept, PlayedScheduler):
     def step(self, *outputs: EngineCoreOutput, **sets: list[int]) -> None:
-        said = SimpleNamespace(**{kept._KEY: {name: np.array(one) for name, one in sets.items()}} if sets else {})
+        said = SimpleNamespace(**{kept.KEY: {name: np.array(one) for name, one in sets.items()}} if sets else {})
         self.update_from_output({0: EngineCoreOutputs(outputs=list(outputs))}, said)
 
 
@@ -122,7 +122,7 @@ def test_an_engine_that_cannot_is_refused(
         assert raised.value.metadata["field"] == "rollout.sampling.top_k"
         return
     made = kept.returning_kept(given, is_gpu=is_gpu)
-    assert made["additional_config"] == {"x": 1, kept._KEY: True}
+    assert made["additional_config"] == {"x": 1, kept.KEY: True}
     assert made.get("return_sampling_mask", False) is answer
     assert kept.returns_kept(SimpleNamespace(additional_config=made["additional_config"]))  # type: ignore[arg-type]
 

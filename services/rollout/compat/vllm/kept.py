@@ -1,8 +1,8 @@
 """Returns kept sets: the tokens that top-k, top-p and min-p have kept for each token of a sample.
 
 vLLM 0.32 returns them with `return_sampling_mask` and Model Runner V2, which runs on GPU only and was not run yet. Such
-an engine refuses greedy requests. On CPU, and with the V1 model runner that vLLM 0.26 to 0.30 have on GPU, the sampler
-is hooked instead. Seen with vLLM 0.32.0 on CPU; GPUs were not run yet.
+an engine refuses greedy requests. On CPU, and with vLLM 0.26 to 0.30 on GPU, the sampler of the V1 model runner is
+hooked instead; runner.py chooses that runner. Seen with vLLM 0.32.0 on CPU; GPUs were not run yet.
 
 The hook reads the log-probabilities that the sampler returns, which are -inf where a token was not kept. They reach the
 scheduler with the tokens of their step, and the service in the last output of the sample, in a field that only KV
@@ -29,8 +29,9 @@ from services.common.errors import InternalError, InvalidInput
 from services.rollout.compat.vllm.worker import WorkerExtension
 
 _NATIVE, _ON_CPU, _ON_GPU = SpecifierSet(">=0.32,<0.33"), SpecifierSet(">=0.32,<0.33"), SpecifierSet(">=0.26,<0.31")
-_KEY = "lockstep_kept"
-ASKS: dict[str, Any] = {_KEY: True}
+KEY = "lockstep_kept"
+"""The key of `additional_config` with which an engine returns kept sets, and of their place in vLLM's answers."""
+ASKS: dict[str, Any] = {KEY: True}
 """The `extra_args` of a request whose kept sets are returned."""
 
 
@@ -48,7 +49,7 @@ def returning_kept(arguments: Mapping[str, Any], *, is_gpu: bool) -> dict[str, A
         raise refusal(f"vLLM {version} cannot return {why} which tokens it has kept")
     if arguments["logprobs_mode"] != "processed_logprobs":
         raise refusal(f"rollout.engine.logprobs_mode {arguments['logprobs_mode']} does not tell what vLLM has kept")
-    marked = {**arguments, "additional_config": {**arguments.get("additional_config", {}), _KEY: True}}
+    marked = {**arguments, "additional_config": {**arguments.get("additional_config", {}), KEY: True}}
     return marked | {"return_sampling_mask": True} if is_native else marked
 
 
@@ -63,7 +64,7 @@ def refusal(why: str) -> InvalidInput:
 
 def returns_kept(vllm_config: VllmConfig) -> bool:
     """Returns whether the engine was started with the arguments of `returning_kept`."""
-    return isinstance(vllm_config.additional_config, dict) and _KEY in vllm_config.additional_config
+    return isinstance(vllm_config.additional_config, dict) and KEY in vllm_config.additional_config
 
 
 class _Recorder:
@@ -95,12 +96,12 @@ class _Recorder:
         self._sets = {}
         output = self._sample_tokens(*args, **kwargs)
         if self._sets:
-            setattr(getattr(output, "_model_runner_output", output), _KEY, self._sets)
+            setattr(getattr(output, "_model_runner_output", output), KEY, self._sets)
         return output
 
 
 def _asks(state: Any) -> bool:
-    return _KEY in (state.sampling_params.extra_args or {})
+    return KEY in (state.sampling_params.extra_args or {})
 
 
 def record_kept(worker: WorkerExtension) -> bool:
@@ -131,7 +132,7 @@ class ReturnsKept(_Base):
     ) -> dict[int, EngineCoreOutputs]:
         """Returns what to send to each client."""
         answers = super().update_from_output(scheduler_output, model_runner_output)
-        sets: Mapping[str, np.ndarray] = getattr(model_runner_output, _KEY, {})
+        sets: Mapping[str, np.ndarray] = getattr(model_runner_output, KEY, {})
         for answer in answers.values():
             for output in answer.outputs:
                 self._add(output, sets)
@@ -152,7 +153,7 @@ class ReturnsKept(_Base):
         elif output.new_token_ids and output.request_id in sets:
             self._kept.setdefault(output.request_id, []).append(sets[output.request_id])
         if output.finish_reason is not None and (kept := self._kept.pop(output.request_id, None)):
-            output.kv_transfer_params = {_KEY: encode_kept(kept)}
+            output.kv_transfer_params = {KEY: encode_kept(kept)}
 
 
 def kept_of(output: RequestOutput) -> bytes:
@@ -162,7 +163,7 @@ def kept_of(output: RequestOutput) -> bytes:
         InternalError: vLLM returned none, those of another number of tokens, or sets without the sampled tokens.
     """
     tokens = np.array(output.outputs[0].token_ids)
-    data = (output.kv_transfer_params or {}).get(_KEY, b"")
+    data = (output.kv_transfer_params or {}).get(KEY, b"")
     try:
         counts, kept = decode_kept(data, len(tokens))
     except ValueError as error:

@@ -1,0 +1,46 @@
+"""Tests for which engines vLLM's V1 model runner is chosen."""
+
+import os
+from typing import Any
+
+import pytest
+import vllm.envs
+from packaging.version import Version
+
+from services.rollout.compat.vllm import runner
+from services.rollout.compat.vllm.kept import returning_kept
+
+KEPT = returning_kept({"logprobs_mode": "processed_logprobs"}, is_gpu=False)
+HEAD = {"speculative_config": {"method": "eagle3"}}
+VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version", "is_gpu", "chosen"),
+    [
+        (KEPT, "0.26.0", True, "0"),
+        (HEAD, "0.26.0", True, "0"),
+        ({"speculative_config": {"method": "ngram"}}, "0.26.0", True, None),
+        ({"speculative_config": None, "additional_config": {"other": 1}}, "0.26.0", True, None),
+        (KEPT | HEAD, "0.32.0", True, None),
+        (KEPT | HEAD, "0.26.0", False, None),
+    ],
+)
+@pytest.mark.parametrize("before", [None, "1"])
+def test_the_v1_model_runner_is_chosen_where_v2_cannot(
+    arguments: dict[str, Any],
+    version: str,
+    is_gpu: bool,
+    chosen: str | None,
+    before: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "require_version", lambda _: Version(version))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if before:
+        monkeypatch.setenv(VARIABLE, before)
+    with pytest.raises(RuntimeError), runner.suitable_model_runner(arguments, is_gpu=is_gpu):
+        assert os.environ.get(VARIABLE) == (chosen or before)
+        raise RuntimeError("the engine could not be started")
+    assert os.environ.get(VARIABLE) == before
+    assert VARIABLE in vllm.envs.environment_variables
