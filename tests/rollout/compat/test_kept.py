@@ -86,7 +86,7 @@ def test_the_hook_reads_the_sets_of_those_that_ask(asking: list[bool]) -> None:
     )
     kept._Recorder(runner)
     output = runner.sample_tokens()
-    found = {name: one.tolist() for name, one in getattr(output, kept._KEY).items()}
+    found = {name: one.tolist() for name, one in getattr(output, kept.KEY).items()}
     assert found == {name: sets[name] for name, is_one in zip(sets, asking, strict=True) if is_one}
 
 
