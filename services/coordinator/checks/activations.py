@@ -136,6 +136,8 @@ def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: in
     common = 4 * size * model.hidden_size
     # q, k, v and the input of the output projection.
     attention = size * (2 * model.query_size + 2 * model.key_value_size)
+    if model.has("self_attention.q_layernorm.weight"):
+        attention += size * (model.query_size + model.key_value_size)  # inputs of the norms of q and k
     # Gate, up and their product.
     feed_forward = 3 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
     # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.

@@ -30,8 +30,9 @@ def test_dense_memory(dense: Path) -> None:
     assert first.parameters == 4 * layer + embedding
     assert (first.weights, first.gradients) == (2 * first.parameters, 4 * first.parameters)
     assert first.optimizer == 12 * first.parameters // 4
-    # Bytes per token and TP rank: 4 hidden inputs, q and o's input, k and v, then gate, up and their product.
-    assert first.activations == 4 * tokens * 2 * (4 * 64 + 2 * 128 + 2 * 64 + 3 * 128) // 2
+    # Bytes per token and TP rank: 4 hidden inputs, q and o's input, k and v, those of the norms of q and k, then gate,
+    # up and their product.
+    assert first.activations == 4 * tokens * 2 * (4 * 64 + 2 * 128 + 2 * 64 + (128 + 64) + 3 * 128) // 2
     assert first.in_flight == 2
     last = stage_memory(config, model, 1, is_gpu=True)
     assert (last.parameters, last.in_flight) == (4 * layer + embedding + 64, 1)
@@ -61,7 +62,7 @@ def test_moe_memory(moe: Path) -> None:
     assert memory.activations == 8 * 16384 * 2 * 64 // 2  # layer inputs, sharded by sequence parallelism
     config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=1))
     expert = 2 * (3 * 32 + 2 * 64)
-    whole = 2 * (4 * 64 + 2 * 128 + 2 * 64 + expert) // 2
+    whole = 2 * (4 * 64 + 2 * 128 + 2 * 64 + (128 + 64) + expert) // 2
     assert stage_memory(config, model, 0, is_gpu=True).activations == 8 * 16384 * whole
     # With ETP 2, both ranks of an expert receive its tokens, and each computes half of its width.
     config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=2))
