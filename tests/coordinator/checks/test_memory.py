@@ -131,6 +131,31 @@ def test_dtypes_and_places_of_optimizer_state(
     assert memory.optimizer == optimizer * memory.parameters
 
 
+BFLOAT16 = {"ddp_config": {"grad_reduce_in_fp32": False}}
+REMAINDERS = {"optimizer_config_kwargs": AWARE, "fully_reshardable": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_bytes", "copies"),
+    [
+        ({}, 18, 0),
+        (BFLOAT16, 16, 4),  # Megatron's optimizer makes float32 gradients from the bfloat16 ones
+        ({"optimizer_config_kwargs": AWARE}, 18, 0),
+        (REMAINDERS, 16, 0),
+        (BFLOAT16 | {"optimizer_config_kwargs": AWARE}, 16, 0),
+        (BFLOAT16 | REMAINDERS, 14, 0),
+    ],
+)
+def test_bytes_of_a_trained_weight(dense: Path, changes: dict[str, Any], num_bytes: int, copies: int) -> None:
+    config, model = make(dense, num_ranks=1, megatron=changes)
+    memory = stage_memory(config, model, 0, is_gpu=True)
+    assert memory.weights + memory.gradients + memory.optimizer == num_bytes * memory.parameters
+    assert memory.gradient_copies == copies * memory.parameters
+    assert memory.phases["optimizer"] == memory.idle == (num_bytes + copies) * memory.parameters
+    held = memory.activations + memory.micro.backward  # the copies do not exist in the backward pass
+    assert memory.phases["backward"] == num_bytes * memory.parameters + held
+
+
 def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
     config, model = make(dense, megatron={"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bfloat16"}})
     with pytest.raises(InvalidInput, match="exp_avg_dtype: 'bfloat16' is not one of fp32, fp16, bf16, fp8"):
