@@ -75,6 +75,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "routed-ep2-minibatches", replace(routed, has_routes=True)
     yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})
     yield "untied-dp2-overlap", _layout("untied", 2, OVERLAP)
+    yield "untied-dp2-one_bucket-overlap", _layout("untied", 2, {"ddp_config": {"overlap_grad_reduce": True}})
     yield "tied-pp2-overlap", _layout("tied", 2, PP | OVERLAP)
     yield "moe-ep2-overlap", _layout("moe", 2, EP | OVERLAP)
     yield "untied-dp2-auto_offload", _layout("untied", 2, {"auto_offload": True})
