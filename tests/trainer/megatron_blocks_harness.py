@@ -110,7 +110,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
                 metrics.append(_in_blocks(harness, batch, seed, is_streamed=mode == "on"))
         tensors = _weights(harness)
         if harness.rank == 0:
-            write(directory, f"{name}-{mode}", tensors, {"updates": metrics})
+            write(directory, f"{name}-{mode}", tensors, {"updates": metrics, "adds_output": _adds_output(harness)})
     if name.endswith("-overlap"):  # here an update in blocks and a whole one share Megatron's buckets
         harness.open(LAYOUTS[name])
         _in_blocks(harness, samples(0), 0, is_streamed=False)
@@ -154,6 +154,14 @@ def _add(harness: MegatronHarness, minibatch: int, block: pa.Table) -> None:
     parts = block_parts(block, harness.config, harness._num_parts("policy"))
     part = parts[harness._data_ranks["policy"]]
     harness.worker.add_block(minibatch=minibatch, **part.body, frames=part.frames)
+
+
+def _adds_output(harness: MegatronHarness) -> bool:
+    """Returns whether an output layer of this rank has added the last update's gradients to Megatron's sum itself."""
+    if harness.config.strategy == "fsdp":
+        return False
+    named = (pair for chunk in harness.backend._model.bare_chunks() for pair in chunk.named_parameters())
+    return any(getattr(weight, "grad_added_to_main_grad", False) for name, weight in named if "output_layer" in name)
 
 
 def _weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:

@@ -76,6 +76,15 @@ def test_blocks_are_the_update_of_the_whole_batch(results: Path, name: str) -> N
     assert_close(blocks, whole, is_bfloat16=is_bfloat16)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_megatrons_output_layer_adds_to_the_sum_itself(results: Path, name: str) -> None:
+    """It does so unless it is tied, frozen (with LoRA), or on another pipeline stage than rank 0, which looks."""
+    layout = LAYOUTS[name]
+    has_other = layout.kind == "tied" or "pipeline_model_parallel_size" in layout.megatron
+    want = not (has_other or "lora" in layout.changes or layout.changes.get("strategy") == "fsdp")
+    assert [read(results, f"{name}-{mode}")[1]["adds_output"] for mode in MODES] == [want] * 3
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["untied-dp2-one_bucket-overlap"])
 def test_gradients_that_are_reduced_in_the_background_are_the_same_bits(results: Path, name: str, mode: str) -> None:
