@@ -172,6 +172,14 @@ def _logits(
     rows = model.vocab_size // layout.tp
     tokens = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
     forward, backward = (each * tokens * rows for each in _LOGITS_BYTES[is_gpu])
-    # The gradient of the output layer's weight, unless it is frozen.
-    gradient = 0 if trainer.lora.rank else _FLOAT32 * rows * model.hidden_size
-    return forward, backward + gradient
+    gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_gpu=is_gpu)
+    return forward, backward + gradient * rows * model.hidden_size
+
+
+def _output_gradient(trainer: TrainerConfig, model: Architecture, *, is_gpu: bool) -> int:
+    """Returns the bytes of a weight's gradient in the output layer, while the backward pass computes it."""
+    held = weight_bytes(trainer, is_gpu=is_gpu)
+    is_float32 = held == _FLOAT32 or trainer.megatron.ddp_config.get("grad_reduce_in_fp32", True)
+    if trainer.strategy == "megatron" and is_float32 and not model.tie_word_embeddings:
+        return held  # added to the gradients directly; what autograd gets has no values
+    return _FLOAT32

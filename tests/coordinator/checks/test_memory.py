@@ -156,6 +156,16 @@ def test_bytes_of_a_trained_weight(dense: Path, changes: dict[str, Any], num_byt
     assert memory.phases["backward"] == num_bytes * memory.parameters + held
 
 
+@pytest.mark.parametrize(("tied", "ddp", "num_bytes"), [(False, {}, 2), (True, {}, 4), (False, BFLOAT16, 4)])
+def test_gradient_of_the_output_layer(tmp_path: Path, tied: bool, ddp: dict[str, Any], num_bytes: int) -> None:
+    """It is added to float32 gradients at once, unless the layer is tied, so that autograd only needs its dtype."""
+    wide = write(tmp_path / "wide", DENSE | {"vocab_size": 2**17, "tie_word_embeddings": tied})
+    config, model = make(wide, num_ranks=1, megatron=ddp)
+    assert stage_memory(config, model, 0, is_gpu=True).micro.backward == 4 * 2**28 + num_bytes * 2**17 * 64
+    frozen, _ = make(wide, num_ranks=1, lora={"rank": 4})
+    assert stage_memory(frozen, model, 0, is_gpu=True).micro.backward == 4 * 2**28
+
+
 def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
     config, model = make(dense, megatron={"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bfloat16"}})
     with pytest.raises(InvalidInput, match="exp_avg_dtype: 'bfloat16' is not one of fp32, fp16, bf16, fp8"):
