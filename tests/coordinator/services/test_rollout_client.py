@@ -56,16 +56,6 @@ async def generate(
     return await rollout.generate(index, make_prompt(index, num_tokens), seeds, SAMPLING, STAMP, affinity)
 
 
-async def test_a_replica_that_refuses_its_config_is_named():
-    async with replicas(2) as fakes:
-        rollout = Rollout([fake.address for fake in fakes], make_config())
-        fakes[1].error["OpenRun"] = InvalidInput("no such draft", field="rollout.speculation.draft")
-        with pytest.raises(InvalidInput, match=f"^replica {fakes[1].address}: no such draft$") as caught:
-            await rollout.open("run", ModelCard())
-        assert caught.value.metadata == {"field": "rollout.speculation.draft"}
-        await rollout.close()
-
-
 class SpoiledReplica(FakeReplica):
     """Changes one bit of a token after the answer was sealed."""
 
