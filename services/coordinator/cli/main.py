@@ -75,6 +75,7 @@ def run(
     from services.common.config.reading.load import load
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
+    from services.coordinator.checks.weights import check_weights
     from services.coordinator.observe.frontend import TerminalFrontend
     from services.coordinator.rl.session import run_session, show_outcome
 
@@ -89,6 +90,7 @@ def run(
         run_on_coordinator(coordinator, settings, services)
         return
     check_model(settings)
+    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, TerminalFrontend(_console)))
     show_outcome(outcome, _console)
@@ -101,6 +103,7 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
     from services.common.config.reading.load import load
     from services.common.config.sft import SftConfig
     from services.coordinator.checks.plan import check_model
+    from services.coordinator.checks.weights import check_weights
     from services.coordinator.sft.session import run_session, show_outcome
 
     services = addresses(given)
@@ -108,6 +111,7 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
     if dry_run:
         _check_only(settings, services)
     check_model(settings)
+    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, _console))
     show_outcome(outcome, _console)
@@ -127,11 +131,13 @@ def evaluate(
     from services.common.config.reading.load import load
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
+    from services.coordinator.checks.weights import check_weights
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
 
     services = addresses(given)
     settings = _with_model(eval_config(load(Config, config), checkpoint, out), services)
     check_model(settings)
+    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         evaluation = asyncio.run(eval_session(settings, services, _console))
     show_evaluation(evaluation, _console)
