@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
-from rich.console import Console
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
@@ -18,6 +17,7 @@ from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
 from services.coordinator.cli.replicas import app as replicas_app
+from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
     from services.common.config.reading.any import AnyConfig
@@ -50,8 +50,8 @@ app.add_typer(certs_app(), name="certs")
 app.add_typer(replicas_app(), name="replicas")
 app.add_typer(remote_app())
 
-_console = Console()
-_errors = Console(stderr=True)
+_console = literal_console()
+_errors = literal_console(stderr=True)
 
 
 _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides; later ones win.")]

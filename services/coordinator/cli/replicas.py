@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import Unpack
 
 from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
     from services.coordinator.runs.replicas import ListedReplica
 
-_console = Console()
+_console = literal_console()
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of the run; with --coordinator, its name.")]
 _At = Annotated[str, typer.Option("--coordinator", help="HOST:PORT of the coordinator daemon that has the run.")]
 _Addresses = Annotated[list[str], typer.Argument(metavar="HOST:PORT...", help="Addresses of replicas.")]
