@@ -44,6 +44,27 @@ def test_override_can_hold_any_yaml_value(file: str) -> None:
     assert load(Config, [file, "data.system_prompt=" + "x" * 5000]).data.system_prompt == "x" * 5000
 
 
+def test_a_table_of_another_kind_replaces_the_first(file: str, tmp_path: Path) -> None:
+    played = write(tmp_path, "played.yaml", "environment: {kind: python, path: 'guess:Shop', max_turns: 3}")
+    tools = "environment={kind: tools, tools: [{kind: calculator}]}"
+    environment = load(Config, [file, played, tools]).environment
+    assert environment and (environment.kind, environment.max_turns) == ("tools", 8)
+    merged = load(Config, [file, played, "environment={kind: python, max_message_tokens: 5}"]).environment
+    assert merged and (merged.max_turns, merged.max_message_tokens) == (3, 5)
+    loss = load(
+        Config, [file, "trainer.loss={kind: grpo, entropy_coef: 0.1}", "trainer.loss={kind: gspo}"]
+    ).trainer.loss
+    assert (loss.kind, loss.entropy_coef) == ("gspo", 0.1)  # the same keys whatever the kind
+
+
+def test_an_empty_table_removes_entries_with_free_names(file: str) -> None:
+    named = [file, "data.eval={a: a.parquet}", "rollout.engine={seed: 1}", "checkpoint={save_freq: 7}"]
+    config = load(Config, [*named, "data.eval={}", "rollout.engine={}", "checkpoint={}"])
+    assert (config.data.eval, config.rollout.engine, config.checkpoint.save_freq) == ({}, {}, 7)
+    config = load(Config, [*named, "data.eval={b: b.parquet}"])
+    assert sorted(config.data.eval) == ["a", "b"]
+
+
 def test_file_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
     assert load(Config, [write(tmp_path, "a=b.yaml", yaml.safe_dump(SMALLEST))]).model == "m"
 
