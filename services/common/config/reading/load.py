@@ -173,13 +173,10 @@ class _Merged:
         """Merges `part` into `tree`, the table at `at`."""
         for name, value in part.items():
             path, before = f"{at}{name}", tree.get(name)
+            is_kept = isinstance(before, dict) and not is_replaced(path, cast(Any, before), value, self.open_paths)
             if isinstance(value, dict) and isinstance(before, list):
                 raise InvalidInput(f"{path} is a list, which can only be set as a whole: {path}=[...]", field=path)
-            if (
-                not isinstance(value, dict)
-                or not isinstance(before, dict)
-                or is_replaced(path, cast(dict[str, Any], before), value, self.open_paths)
-            ):
+            if not is_kept:
                 for replaced in [key for key in self.origin if key == path or key.startswith(f"{path}.")]:
                     del self.origin[replaced]
                 tree[name] = {} if isinstance(value, dict) else value

@@ -24,9 +24,13 @@ def open_tables(model: type[BaseModel], at: str = "") -> Iterator[str]:
                 yield from open_tables(option, f"{path}.")
 
 
-def is_replaced(path: str, before: Mapping[str, Any], value: object, open_paths: Collection[str]) -> bool:
-    """Returns whether `value` replaces the table `before` at `path`: it is empty, or a table of another kind."""
-    if path not in open_paths or not isinstance(value, dict):
+def is_replaced(path: str, before: Mapping[Any, Any], value: object, open_paths: Collection[str]) -> bool:
+    """Returns whether `value` replaces the table `before` at `path`: it is no table, or an empty one or one of another
+    kind among `open_paths`.
+    """
+    if not isinstance(value, dict):
+        return True
+    if path not in open_paths:
         return False
     table = cast(dict[str, Any], value)
     return not table or ("kind" in before and table.get("kind", before["kind"]) != before["kind"])

@@ -144,6 +144,10 @@ def test_wrong_value_names_its_key(file: str, override: str) -> None:
         ("trainer=3", "must be a table of keys, not 3"),
         ("trainer.optim.lr=fast", "must be a number, not 'fast'"),
         ("trainer.num_ranks=0", "must be at least 1, not 0"),
+        ("checkpoint.save_freq=true", "checkpoint.save_freq: must be an integer, not True (from command line)"),
+        ("reference.num_ranks=true", "must be an integer, not True"),
+        ("trainer.optim.betas=[0.9, true]", "trainer.optim.betas: must be a number, not True"),
+        ("environment={kind: python, path: 'a:B', max_turns: false}", "max_turns: must be an integer, not False"),
         ("trainer.optim.lr=0", "must be above 0"),
         ("trainer.strategy=deepspeed", "must be 'fsdp' or 'megatron', not 'deepspeed'"),
         ("trainer.gradient_checkpointing=maybe", "must be true or false, not 'maybe'"),
@@ -240,6 +244,14 @@ def test_every_listed_key_can_be_set_on_the_command_line(file: str, path: str) -
     # wrong value is a table that holds a list in a list, which fits no other key.
     if not isinstance(_default(path), dict):
         assert path in refused(file, f"{path}={{wrong: [[]]}}")
+
+
+def test_no_number_is_a_truth_value(file: str) -> None:
+    numbers = [key.path for key in ALL_KEYS if type(_default(key.path)) in (int, float)]
+    assert len(numbers) > 50
+    assert [path for path in numbers if f"{path}: must be " not in refused(file, f"{path}=true")] == []
+    config = load(Config, [file, "trainer.optim.lr=1", "data.shuffle=false", "rollout.engine={seed: true}"])
+    assert (config.trainer.optim.lr, config.data.shuffle, config.rollout.engine) == (1.0, False, {"seed": True})
 
 
 def test_every_key_is_listed_with_type_and_help() -> None:
