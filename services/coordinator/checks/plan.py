@@ -272,7 +272,7 @@ def _table(*columns: str, title: str) -> Table:
 
 def _print_lines(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
 
 
 def _range(numbers: range) -> str:

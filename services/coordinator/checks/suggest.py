@@ -132,7 +132,7 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     console.print(table)
     command = " ".join(["lockstep run", *args, *found[0].overrides])
     console.print("suggested:", highlight=False)
-    console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"  {command}", soft_wrap=True, highlight=False)
 
 
 def _placements(num_gpus: int, own_ranks: int) -> Iterator[list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, NotFound
 from services.common.rpc.security.identities import Role
 from services.coordinator.cli import main
 from services.coordinator.cli.main import app
@@ -28,9 +28,15 @@ def test_without_a_command_it_lists_the_commands() -> None:
     assert all(command in shown.output for command in ("run", "sft", "eval", "replay", "doctor", "plan", "config"))
 
 
-def test_the_daemons_address_may_be_in_the_environment() -> None:
-    asked = CliRunner().invoke(app, ["status"], env={"LOCKSTEP_COORDINATOR": "nowhere"})
+@pytest.mark.parametrize("command", [["status"], ["replicas", "list", "my-run"]])
+def test_the_daemons_address_may_be_in_the_environment(command: list[str]) -> None:
+    asked = CliRunner().invoke(app, command, env={"LOCKSTEP_COORDINATOR": "nowhere"})
     assert isinstance(asked.exception, InvalidInput) and "'nowhere' is not HOST:PORT" in str(asked.exception)
+
+
+def test_replicas_of_a_name_without_a_coordinator_are_not_looked_for() -> None:
+    asked = CliRunner().invoke(app, ["replicas", "list", "my-run"], env={"LOCKSTEP_COORDINATOR": ""})
+    assert isinstance(asked.exception, NotFound) and "my-run is no directory here" in str(asked.exception)
 
 
 def test_the_shell_completes_commands() -> None:
