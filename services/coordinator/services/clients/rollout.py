@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
@@ -32,6 +33,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.replica import Replica, ReplicaState
 from services.coordinator.services.gpus import OwnGpus, Side
+from services.coordinator.services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +55,15 @@ class Rollout:
     """Dispatches each group to the serving replica with the fewest tokens in flight, or to its affinity's."""
 
     def __init__(
-        self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL, gpus: OwnGpus | None = None
+        self,
+        addresses: Sequence[str],
+        config: Config,
+        transport: Transport = LOCAL,
+        gpus: OwnGpus | None = None,
+        started: Collection[str] = (),
     ):
-        """Creates clients of the replicas. Generating holds `gpus` for the engines."""
+        """Creates clients of the replicas. Generating holds `gpus` for the engines. The run restarts the replicas at
+        the addresses `started` itself."""
         self._gpus = gpus or OwnGpus()
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched, self.busy = 0, Busy()
@@ -63,6 +71,11 @@ class Rollout:
         """A lower bound of the tokens of each group's longest sample, by prompt id, if blocks need it."""
         self.before_publication: Callable[[], Awaitable[None]] | None = None
         """Reads the list of replicas that the run should have."""
+        self.publish_again: Callable[[], Awaitable[object]] | None = None
+        """Publishes the weights that groups are sampled from once more, if the trainer still has them."""
+        # No run waits for an engine that hangs again and again: those at `_given_up` used up config.restart.
+        self._started, self._replacements, self._given_up = started, Restarts(config.restart), set[str]()
+        self._recovering = asyncio.Lock()
         self._config, self._transport = config, transport
         self._reports_unfinished = orders_by_length(config)
         self._changed = asyncio.Condition()
@@ -147,17 +160,70 @@ class Rollout:
             expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=reports
         )
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
-        while True:
-            reserved = self._reserved(len(seeds), cost, affinity or Affinity())
+        while (found := await self._answers(request, cost, affinity or Affinity())) is None:
+            self.lengths.pop(prompt.prompt_id, None)  # it begins again
+        address, answers = found
+        group = _group(index, prompt, len(seeds), answers)
+        _require_kept(group, sampling, address)
+        self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
+        return group
+
+    async def _answers(
+        self, request: pb.GenerateRequest, cost: int, affinity: Affinity
+    ) -> tuple[str, list[pb.GenerateResponse]] | None:
+        """Returns the address of a replica and its answers; None if it was lost, or if none serves and one will."""
+        try:
+            reserved = self._reserved(len(request.prompts[0].seeds), cost, affinity)
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 with self._dropping(replica):
-                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
-                    group = _group(index, prompt, len(seeds), answers)
-                    _require_kept(group, sampling, replica.address)
-                    self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
-                    return group
-            self.lengths.pop(prompt.prompt_id, None)  # it begins again
+                    return replica.address, [
+                        require_sealed(request, answer) async for answer in replica.generate(request)
+                    ]
             self.num_redispatched += 1
+        except Unavailable as error:
+            await self._recover(error)
+        return None
+
+    async def _recover(self, error: Unavailable) -> None:
+        """Makes a replica serve again after all were lost: awaits a restart and repeats the publication.
+
+        Raises:
+            Unavailable: `error`; nothing is being restarted, or the trainer no longer has the weights.
+        """
+        async with self._recovering:  # only the first of the groups that wait does it
+            if any(replica.state is ReplicaState.SERVING for replica in self.replicas):
+                return
+            if self.publish_again is None or not await self.await_restart():
+                raise error
+            await self.publish_again()
+
+    async def await_restart(self) -> bool:
+        """Returns whether a replica can take part in a publication. If none can, waits up to `timeouts.open_s` for one
+        that the run itself is restarting.
+
+        Raises:
+            PreconditionFailed: RUN_REPLACED, as in `check`.
+        """
+        until = time.monotonic() + self._config.timeouts.open_s
+        while not self.members and (opening := self._restarting()) and self._config.placement != "colocated":
+            log.warning("no replica is left; waiting for %s to be restarted", ", ".join(opening))
+            limit_s = max(0.0, until - time.monotonic())
+            done, _ = await asyncio.wait(opening.values(), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            if not done:
+                break
+        return bool(self.members)
+
+    def no_replica(self, what: str) -> Unavailable:
+        """Returns the error NO_REPLICA. If the run restarts one, its metadata has `service`: a new session has it."""
+        service = {"service": "rollout"} if self._restarting() else {}
+        return Unavailable(f"{what}; {self._last_failure}", reason=Reason.NO_REPLICA, **service)
+
+    def _restarting(self) -> dict[str, asyncio.Task[None]]:
+        """Returns the tasks that open the replicas that the run has started and lost, by address."""
+        lost = {one.address for one in self.replicas if one.state is ReplicaState.DEAD}
+        awaited = lost.intersection(self._started, self._reviving) - self._given_up
+        return {address: self._reviving[address] for address in sorted(awaited) if not self._reviving[address].done()}
 
     def _note_lengths(self, lengths: Mapping[str, int]) -> None:
         for prompt_id, num_tokens in lengths.items():  # an answer may have been overtaken by that of another group
@@ -185,6 +251,8 @@ class Rollout:
         self._last_failure = f"lost replica {replica.address}: {why.message}"
         log.warning("%s", self._last_failure)
         replica.state = ReplicaState.DEAD
+        if restart and not self._replacements.take(replica.address):
+            self._given_up.add(replica.address)
         if replica.is_leaving:
             self.drop_leavers()
             return
@@ -268,8 +336,7 @@ class Rollout:
         self.check()
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.SERVING]
         if not serving:
-            why = f"no rollout replica serves the current weights; {self._last_failure}"
-            raise Unavailable(why, reason=Reason.NO_REPLICA)
+            raise self.no_replica("no rollout replica serves the current weights")
         serving = [replica for replica in serving if not replica.is_leaving] or serving
         if preferred in serving:
             serving = [preferred]
