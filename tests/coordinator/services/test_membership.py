@@ -167,7 +167,10 @@ async def test_a_run_follows_the_file_in_its_directory(tmp_path: Path, caplog: p
             await until(lambda: set(addresses(rollout)) >= {third, first})
             for nonsense in ("", "no address\n"):
                 file.write_text(nonsense)
-                await rollout.before_publication()
+                for _ in range(2):
+                    await rollout.before_publication()
+            for said in ("the list is empty", "'no address' is not HOST:PORT"):
+                assert caplog.text.count(said) == 1
             assert "the list is empty" in caplog.text and "'no address' is not HOST:PORT" in caplog.text
             assert {third, first} <= set(addresses(rollout))
         assert not file.exists()

@@ -88,7 +88,9 @@ class Publisher:
                 lost = await self._rollout.drop_unreachable() + self._drop_hung()
                 log.warning("publication of version %d failed, %d replicas lost: %s", version, lost, error.message)
                 if not lost and attempts >= _MAX_ATTEMPTS:
-                    raise
+                    if not self._rollout.refuse_newcomers(error):
+                        raise
+                    attempts = 0
 
     def _let_repeat(self, version: int) -> None:
         """Lets a replica that was lost while it generated get the same weights again.

@@ -10,13 +10,10 @@ from contextlib import asynccontextmanager, contextmanager
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
-from services.common.batches.route_parts import from_parts
-from services.common.batches.token_hash import tokens_sha256
 from services.common.config.run import Config
 from services.common.config.streaming import orders_by_length
 from services.common.errors import (
     DeadlineExceeded,
-    InternalError,
     InvalidInput,
     LockstepError,
     PermissionDenied,
@@ -31,7 +28,10 @@ from services.common.tasks import backoff_s, gather
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.runs.lanes import Busy
+from services.coordinator.runs.replicas import Note
+from services.coordinator.services.clients.notes import Notes, same_services, why_not_open
 from services.coordinator.services.clients.replica import Replica, ReplicaState
+from services.coordinator.services.clients.sampled import require_kept, sampled_group
 from services.coordinator.services.gpus import OwnGpus, Side
 from services.coordinator.services.restarts import Restarts
 
@@ -73,6 +73,8 @@ class Rollout:
         """Reads the list of replicas that the run should have."""
         self.publish_again: Callable[[], Awaitable[object]] | None = None
         """Publishes the weights that groups are sampled from once more, if the trainer still has them."""
+        self.notes = Notes()
+        """Says why replicas that the run should have do not serve."""
         # No run waits for an engine that hangs again and again: those at `_given_up` used up config.restart.
         self._started, self._replacements, self._given_up = started, Restarts(config.restart), set[str]()
         self._recovering = asyncio.Lock()
@@ -93,32 +95,40 @@ class Rollout:
     @property
     def members(self) -> list[Replica]:
         """Returns the replicas that can take part in a publication; those that leave only if there are no others."""
-        living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
+        same = same_services(self.replicas)
+        living = [one for one in self.replicas if one.state is not ReplicaState.DEAD and one not in same]
         return [replica for replica in living if not replica.is_leaving] or living
 
     async def open(self, run_id: str, card: ModelCard) -> None:
-        """Starts the engines of all replicas."""
+        """Starts the engines of all replicas. Uses only one of several addresses of a service."""
         self._run_id, self._card = run_id, card
         await gather(replica.open(run_id, self._config, card) for replica in self.replicas)
+        self._drop_same()
 
     def set_replicas(self, addresses: Sequence[str]) -> None:
         """Makes the run's replicas those at `addresses`.
 
         A new one is opened in the background and takes part in publications from then on. One that is not in
-        `addresses` gets no new groups while another one serves, and is dropped once its last group is finished.
+        `addresses` gets no new groups while another one serves, and is dropped once its last group is finished. One
+        that cannot be used (see `notes`) is not tried again while it stays in `addresses`.
 
         Raises:
             InvalidInput: An address is malformed, or the connection would be plaintext over a network.
         """
         known = {replica.address: replica for replica in self.replicas}
-        new = [Replica(at, self._config.timeouts, self._transport) for at in addresses if at not in known]
+        fresh = [at for at in addresses if at not in known and not self.notes.is_unused(at)]
+        new = [Replica(address, self._config.timeouts, self._transport) for address in fresh]
+        self.notes.keep_only(addresses)
+        wanted = self.notes.used_names(addresses) | set(addresses)
         for address, replica in known.items():
-            leaves = address not in addresses
+            leaves = address not in wanted
             if replica.is_leaving != leaves:
                 log.info("replica %s %s", address, "leaves the run" if leaves else "stays after all")
             replica.is_leaving = leaves
         for replica in new:
-            log.info("replica %s is opened, and joins the run with the next publication after that", replica.address)
+            log.info(
+                "replica %s is new: it joins the run with the first publication after it was opened", replica.address
+            )
             self.replicas.append(replica)
             self._reviving[replica.address] = asyncio.create_task(self._revive(replica, restart=False))
         self.drop_leavers()
@@ -163,8 +173,8 @@ class Rollout:
         while (found := await self._answers(request, cost, affinity or Affinity())) is None:
             self.lengths.pop(prompt.prompt_id, None)  # it begins again
         address, answers = found
-        group = _group(index, prompt, len(seeds), answers)
-        _require_kept(group, sampling, address)
+        group = sampled_group(index, prompt, len(seeds), answers)
+        require_kept(group, sampling, address)
         self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
         return group
 
@@ -208,10 +218,9 @@ class Rollout:
         while not self.members and (opening := self._restarting()) and self._config.placement != "colocated":
             log.warning("no replica is left; waiting for %s to be restarted", ", ".join(opening))
             limit_s = max(0.0, until - time.monotonic())
-            done, _ = await asyncio.wait(opening.values(), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            self.check()
-            if not done:
+            if not (await asyncio.wait(opening.values(), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 break
+            self.check()
         return bool(self.members)
 
     def no_replica(self, what: str) -> Unavailable:
@@ -250,6 +259,7 @@ class Rollout:
             return
         self._last_failure = f"lost replica {replica.address}: {why.message}"
         log.warning("%s", self._last_failure)
+        self.notes.put(replica.address, Note(f"lost: {why_not_open(why)}"))
         replica.state = ReplicaState.DEAD
         if restart and not self._replacements.take(replica.address):
             self._given_up.add(replica.address)
@@ -288,18 +298,59 @@ class Rollout:
             try:
                 if restart:
                     await replica.end_engine(self._run_id)
+                if not replica.num_opens:
+                    await replica.identify()  # says at once what is wrong with the address
                 async with self._gpus.opening_engine():
                     await replica.open(self._run_id, self._config, self._card)
                 break
             except LockstepError as error:
-                if error.reason is Reason.RUN_REPLACED and replica.num_opens:
-                    self._replaced = error
-                if self._replaced or isinstance(error, _PERMANENT_ERRORS):
-                    log.error("cannot reopen replica %s: %s", replica.address, error.message)
+                if not self._may_retry(replica, error):
                     return
-                log.warning("replica %s is not back yet: %s", replica.address, error.message)
             await asyncio.sleep(backoff_s(num_retries))
+        self.notes.put(replica.address, None)
+        self._drop_same()
+        if replica not in self.replicas:
+            return
         log.info("replica %s %s and waits for the next publication of weights", replica.address, what)
+
+    def _may_retry(self, replica: Replica, error: LockstepError) -> bool:
+        """Notes why a replica could not be opened. Returns whether that can change."""
+        if error.reason is Reason.RUN_REPLACED and replica.num_opens:
+            self._replaced = error
+        is_permanent = isinstance(error, _PERMANENT_ERRORS)
+        if is_permanent and not replica.num_opens:
+            self._refuse(replica, Note(error.message, is_unused=True))
+            return False
+        is_news = self.notes.put(replica.address, Note(why_not_open(error)))
+        if self._replaced or is_permanent:
+            log.error("cannot reopen replica %s: %s", replica.address, error.message)
+            return False
+        if is_news:
+            log.warning("replica %s is not there yet: %s", replica.address, error.message)
+        return True
+
+    def _drop_same(self) -> None:
+        """Does without replicas that are other names of services that the run uses; their run stays open."""
+        for replica, used in same_services(self.replicas).items():
+            why = f"the same service as {used.address}, which the run has already"
+            self._refuse(replica, Note(why, is_unused=True, same_as=used.address))
+
+    def _refuse(self, replica: Replica, note: Note) -> None:
+        log.warning("replica %s is not used: %s", replica.address, note.why)
+        self.notes.put(replica.address, note)
+        self.replicas.remove(replica)
+        self._closing[replica.address] = asyncio.create_task(replica.close())
+
+    def refuse_newcomers(self, why: LockstepError) -> int:
+        """Does without the members that have never served, if another one has; `why` failed every time with them.
+        Returns how many.
+        """
+        newcomers = [replica for replica in self.members if not replica.has_served]
+        if len(newcomers) == len(self.members):
+            return 0
+        for replica in newcomers:
+            self._refuse(replica, Note(f"publications fail with it: {why.message}", is_unused=True))
+        return len(newcomers)
 
     async def _close_run_on(self, replica: Replica, reviving: asyncio.Task[None] | None) -> None:
         if reviving:
@@ -347,31 +398,3 @@ class Rollout:
             or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)
-
-
-def _require_kept(group: SampledGroup, sampling: SamplingParams, address: str) -> None:
-    if sampling.return_kept and not group.kept:
-        raise InternalError(f"replica {address} returned no kept sets; update its service")
-
-
-def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:
-    if not answers or len(answers[-1].completions) != num_samples or any(part.completions for part in answers[:-1]):
-        raise InternalError(f"a replica returned an incomplete group for prompt {prompt.prompt_id}")
-    answer = answers[-1]
-    sent, seen = tokens_sha256(prompt.tokens), answer.prompt_sha256
-    if (answer.prompt_num_tokens, seen) != (len(prompt.tokens), sent):
-        raise InternalError(
-            f"prompt {prompt.prompt_id} was sent as {len(prompt.tokens)} tokens (SHA-256 {sent[:8]}), but the engine "
-            f"used {answer.prompt_num_tokens} tokens ({seen[:8] or 'no SHA-256'})",
-            reason=Reason.PROMPT_MISMATCH,
-        )
-    return SampledGroup(
-        index,
-        prompt,
-        answer.completions,
-        answer.stamp,
-        drafts=answer.drafts,
-        num_cached_tokens=answer.num_cached_tokens,
-        routes=from_parts((part for message in answers for part in message.routes), num_samples),
-        kept=from_parts((part for message in answers for part in message.kept), num_samples),
-    )
