@@ -89,7 +89,8 @@ def write_notes(run_dir: Path, notes: Mapping[str, Note]) -> None:
         partial.rename(path)
 
 
-def _read_notes(run_dir: Path) -> dict[str, Note]:
+def read_notes(run_dir: Path) -> dict[str, Note]:
+    """Returns the notes by address; none if the run has written none."""
     path = run_dir / NOTES
     return {at: Note(**note) for at, note in json.loads(path.read_text()).items()} if path.is_file() else {}
 
@@ -123,7 +124,7 @@ def listed_replicas(run_dir: Path) -> list[ListedReplica]:
     """
     _require_running(run_dir)
     version, served = _published(run_dir)
-    wanted, notes = _wanted(run_dir), _read_notes(run_dir)
+    wanted, notes = _wanted(run_dir), read_notes(run_dir)
     stay = {*wanted, *(notes[address].same_as for address in wanted if address in notes)}
     there = [ListedReplica(address, version, address in stay) for address in served]
     there += [ListedReplica(address, None, True) for address in wanted if address not in served]

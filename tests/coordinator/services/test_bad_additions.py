@@ -1,4 +1,4 @@
-"""Tests that no address that is added to a run's replicas ends the run, and that the operator is told why it is unused."""
+"""Tests that no address that is added to a run's replicas ends the run, and that the operator learns why it is unused."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from lockstep.types.v1.types_pb2 import ModelCard
 from services.common.errors import InvalidInput
 from services.common.rpc.server import Server
 from services.coordinator.rl.publishing.publication import Publisher
-from services.coordinator.runs.replicas import REPLICAS, Note, _read_notes, write_replicas
+from services.coordinator.runs.replicas import REPLICAS, Note, read_notes, write_replicas
 from services.coordinator.services.clients.replica import ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.launch import Addresses
@@ -25,7 +25,7 @@ Log = pytest.LogCaptureFixture
 class Opened:
     """A run with a replica, and what publishes to it."""
 
-    def __init__(self, addresses: list[str], directory: Path = Path()):
+    def __init__(self, addresses: list[str], directory: Path = Path("runs/run")):
         config = make_config(runs_dir=directory.parent, name=directory.name)
         self.run = FakeRun(config=config, run_id="run", epochs=[], published=[])
         self.rollout = Rollout(addresses, config)
@@ -89,7 +89,7 @@ async def test_a_name_that_works_is_used_when_the_other_one_is_lost() -> None:
 
 
 def test_an_address_that_is_given_twice_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"--rollout h:1: give each replica once, not 2 times"):
+    with pytest.raises(InvalidInput, match="--rollout h:1 is given 2 times"):
         Addresses(rollout=("h:1", "h:2", "h:1"))
 
 
@@ -102,9 +102,9 @@ async def test_where_nothing_listens_the_reason_is_shown(tmp_path: Path, caplog:
             write_replicas(tmp_path, [fake.address, nobody])
             note = await opened.noted(nobody)
             assert note == Note("unreachable: connection refused")
-            assert _read_notes(tmp_path) == {nobody: note}
+            assert read_notes(tmp_path) == {nobody: note}
             write_replicas(tmp_path, [fake.address])
-            await until(lambda: not _read_notes(tmp_path))
+            await until(lambda: not read_notes(tmp_path))
         assert not list(tmp_path.glob(f"{REPLICAS}*"))
         assert f"replica {nobody} is not there yet: " in caplog.text
         assert f"{nobody} is opened" not in caplog.text
