@@ -1,4 +1,4 @@
-"""Tests that no address that is added to a run's replicas ends the run, and that the operator learns why it is unused."""
+"""Tests that no address that is added to the replicas ends a run, and that the operator learns why it is unused."""
 
 from pathlib import Path
 
