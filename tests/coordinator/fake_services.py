@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
-from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp
+from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp, ServiceInfo
 
 from services.common.batches.token_hash import tokens_sha256
 from services.common.config.run import Config
@@ -53,6 +53,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.hangs_in = ""
         """A method whose calls are never answered, until the run is closed."""
         self.before_answer: Callable[[pb.Prompt], Any] | None = None
+        self.incarnation = ""
         self.digest = "digest"
         self.plan_digest = "plan"
         self.seen_prompt: Callable[[Sequence[int]], Sequence[int]] = lambda tokens: tokens
@@ -87,7 +88,8 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             await asyncio.Event().wait()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
-        return pb.GetInfoResponse(num_workers=1, max_samples=self.max_samples)
+        info = ServiceInfo(incarnation=self.incarnation)
+        return pb.GetInfoResponse(info=info, num_workers=1, max_samples=self.max_samples)
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         self._fail("OpenRun")

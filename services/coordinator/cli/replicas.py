@@ -71,7 +71,9 @@ def _change(run: str, at: str, given: Given, *, added: Sequence[str] = (), remov
         found = change_replicas(Path(run), add=added, remove=removed)
     else:
         found = listed_replicas(Path(run))
-    table = Table("replica", "state", "version")
+    notes = ["note"] if any(replica.note for replica in found) else []
+    table = Table("replica", "state", "version", *notes)
     for replica in found:
-        table.add_row(replica.address, replica.state, "" if replica.version is None else str(replica.version))
+        version = "" if replica.version is None else str(replica.version)
+        table.add_row(replica.address, replica.state, version, *([replica.note] if notes else []))
     _console.print(table)

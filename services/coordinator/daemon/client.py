@@ -146,4 +146,4 @@ class Coordinator:
 
 def _listed(replica: pb.Replica) -> ListedReplica:
     version = replica.version if replica.HasField("version") else None
-    return ListedReplica(replica.address, version, replica.is_wanted)
+    return ListedReplica(replica.address, version, replica.is_wanted, replica.note, replica.is_unused)

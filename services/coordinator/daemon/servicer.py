@@ -89,7 +89,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 def _replica(listed: ListedReplica) -> pb.Replica:
-    return pb.Replica(address=listed.address, version=listed.version, is_wanted=listed.is_wanted)
+    return pb.Replica(
+        address=listed.address,
+        version=listed.version,
+        is_wanted=listed.is_wanted,
+        note=listed.note,
+        is_unused=listed.is_unused,
+    )
 
 
 def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:

@@ -4,10 +4,11 @@
 """
 
 import fcntl
+import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from services.common.config.run import Config
@@ -18,6 +19,18 @@ from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.recorded import RecordedLedger, is_running
 
 REPLICAS = "replicas"
+NOTES = "replicas.notes"
+
+
+@dataclass(frozen=True)
+class Note:
+    """Says why a replica that the run should have does not serve."""
+
+    why: str
+    is_unused: bool = False
+    """Whether the run does without it, until its address is removed from the list and added again."""
+    same_as: str = ""
+    """The address by which the run uses the same service, if it does."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +42,16 @@ class ListedReplica:
     """The version that it serves; None if it did not take part in the newest publication."""
     is_wanted: bool
     """Whether it takes part in the next publication, if it can."""
+    note: str = ""
+    """Why it does not serve, if the coordinator knows."""
+    is_unused: bool = False
+    """Whether the run does without it although it is listed."""
 
     @property
     def state(self) -> str:
-        """Returns serving, joining or leaving."""
+        """Returns serving, joining, leaving or unused."""
+        if self.is_unused:
+            return "unused"
         if not self.is_wanted:
             return "leaving"
         return "joining" if self.version is None else "serving"
@@ -55,6 +74,25 @@ def write_replicas(run_dir: Path, addresses: Sequence[str]) -> None:
         partial = path.with_suffix(".partial")
         partial.write_text("".join(f"{address}\n" for address in addresses))
         partial.rename(path)
+
+
+def write_notes(run_dir: Path, notes: Mapping[str, Note]) -> None:
+    """Replaces the file that says why replicas do not serve.
+
+    Raises:
+        PreconditionFailed: As in `write_replicas`.
+    """
+    path = run_dir / NOTES
+    with writing(path):
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({address: asdict(note) for address, note in notes.items()}))
+        partial.rename(path)
+
+
+def read_notes(run_dir: Path) -> dict[str, Note]:
+    """Returns the notes by address; none if the run has written none."""
+    path = run_dir / NOTES
+    return {at: Note(**note) for at, note in json.loads(path.read_text()).items()} if path.is_file() else {}
 
 
 def change_replicas(run_dir: Path, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[ListedReplica]:
@@ -85,18 +123,32 @@ def listed_replicas(run_dir: Path) -> list[ListedReplica]:
         PreconditionFailed: The run is not in progress.
     """
     _require_running(run_dir)
+    version, served = _published(run_dir)
+    wanted, notes = _wanted(run_dir), read_notes(run_dir)
+    stay = {*wanted, *(notes[address].same_as for address in wanted if address in notes)}
+    there = [ListedReplica(address, version, address in stay) for address in served]
+    there += [ListedReplica(address, None, True) for address in wanted if address not in served]
+    noted = {address: {"note": note.why, "is_unused": note.is_unused} for address, note in notes.items()}
+    return [replace(replica, **noted.get(replica.address, {})) for replica in there]
+
+
+def _published(run_dir: Path) -> tuple[int | None, list[str]]:
+    """Returns the version of the session's newest publication and the addresses that have received it."""
     with closing(RecordedLedger(run_dir)) as ledger:
-        has_published = ledger.is_newer(Kind.PUBLISHED, Kind.OPENED)
-        published = (ledger.last(Kind.PUBLISHED) if has_published else None) or {"version": None, "received": {}}
-    served: Collection[str] = published["received"]
-    wanted = _wanted(run_dir)
-    there = [ListedReplica(address, published["version"], address in wanted) for address in served]
-    return there + [ListedReplica(address, None, True) for address in wanted if address not in served]
+        published = ledger.last(Kind.PUBLISHED) if ledger.is_newer(Kind.PUBLISHED, Kind.OPENED) else None
+    return (published["version"], list(published["received"])) if published else (None, [])
 
 
 def _wanted(run_dir: Path) -> list[str]:
+    """Returns the list, or the replicas that serve if it changes nothing: it is empty or has a malformed address."""
     path = run_dir / REPLICAS
-    return parse_replicas(path.read_text()) if path.is_file() else []
+    listed = parse_replicas(path.read_text()) if path.is_file() else []
+    try:
+        for address in listed:
+            parse_address(address, field="address")
+    except InvalidInput:
+        listed = []
+    return listed or _published(run_dir)[1]
 
 
 def _require_running(run_dir: Path) -> None:

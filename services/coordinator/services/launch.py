@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,6 +54,14 @@ class Addresses:
     """Name that the certificates of the replicas are valid for, if it is not that of their addresses."""
     started: frozenset[str] = frozenset()
     """Addresses of the services that were started here and stop with the run."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput if an address of a replica is given twice."""
+        for address, number in Counter(self.rollout).items():
+            if number > 1:
+                raise InvalidInput(
+                    f"--rollout {address} is given {number} times; give each replica once", field="--rollout"
+                )
 
     def of(self, model: str) -> str:
         """Returns the address of the trainer of config section `model`: its own if it has one, else the policy's."""

@@ -17,7 +17,7 @@ from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, Reason, Unavailable
 from services.common.tasks import backoff_s, task_group
-from services.coordinator.runs.replicas import REPLICAS, parse_replicas, write_replicas
+from services.coordinator.runs.replicas import NOTES, REPLICAS, parse_replicas, write_notes, write_replicas
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.launch import Addresses
@@ -115,7 +115,8 @@ async def following_replicas(run: Run, rollout: Rollout, restarts: Restarts) -> 
     kept = first if discovery else [address for address in first if address not in restarts.removed]
     write_replicas(config.run_dir, (kept + ([] if discovery else restarts.added)) or first)
     membership = Membership(rollout, source_of(discovery) if discovery else FileSource(config.run_dir / REPLICAS), run)
-    rollout.before_publication = membership.update
+    rollout.before_publication, rollout.notes.changed = membership.update, membership.write_notes
+    membership.write_notes()
     async with task_group() as tasks:
         following = tasks.create_task(membership.follow())
         try:
@@ -124,6 +125,7 @@ async def following_replicas(run: Run, rollout: Rollout, restarts: Restarts) -> 
             following.cancel()
             with suppress(OSError):  # of a disk whose failure ends the run with a better error
                 (config.run_dir / REPLICAS).unlink()
+                (config.run_dir / NOTES).unlink()
             restarts.added = [address for address in membership.listed if address not in first]
             restarts.removed = [address for address in first if address not in membership.listed]
 
@@ -133,25 +135,37 @@ class Membership:
 
     def __init__(self, rollout: Rollout, source: Source, run: Run):
         self._rollout, self._source, self._run_dir = rollout, source, run.config.run_dir
-        self._updating = asyncio.Lock()
+        self._updating, self._complaint = asyncio.Lock(), ""
         self.listed: Sequence[str] = [replica.address for replica in rollout.replicas]
         """The addresses of the replicas that the run should have."""
 
     async def update(self) -> None:
-        """Reads the list and, if it has changed, opens the new replicas and lets the others leave."""
+        """Reads the list and, if it has changed, opens the new replicas and lets the others leave.
+
+        Warns of a list that changes nothing once, until there is another one.
+        """
         async with self._updating:
             found, why = await read_source(self._source)
-            if not found:
-                log.warning("the replicas stay as they are: none is listed: %s", why)
-            elif set(found) != set(self.listed):
+            complaint = "" if found else f"none is listed: {why}"
+            if found and set(found) != set(self.listed):
                 try:
                     self._rollout.set_replicas(found)
+                    self.listed = found
                 except LockstepError as error:
-                    log.warning("the replicas stay as they are: %s", error.message)
-                    return
-                self.listed = found
-                if self._source.file != self._run_dir / REPLICAS:
-                    write_replicas(self._run_dir, found)
+                    complaint = error.message
+                else:
+                    if self._source.file != self._run_dir / REPLICAS:
+                        write_replicas(self._run_dir, found)
+            if complaint and complaint != self._complaint:
+                log.warning("the replicas stay as they are: %s", complaint)
+            self._complaint = complaint
+
+    def write_notes(self) -> None:
+        """Writes why replicas do not serve, for `lockstep replicas list`. A run goes on without it."""
+        try:
+            write_notes(self._run_dir, self._rollout.notes.all)
+        except LockstepError as error:
+            log.warning("lockstep replicas list does not show why replicas do not serve: %s", error.message)
 
     async def follow(self) -> None:
         """Updates whenever the file of the source is written or replaced, until it is canceled."""

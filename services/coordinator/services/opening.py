@@ -47,7 +47,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     config, transport, gpus = run.config, addresses.transport, gpus_of(run.config)
     trainer, reward = Trainer(addresses.trainer, config, transport, gpus), Rewards(addresses.reward, config, transport)
     auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
-    rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus)
+    rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
     for watcher in run.watchers:
         watcher.watch(rollout)
     try:

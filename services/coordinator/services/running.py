@@ -90,6 +90,8 @@ async def running_services(
 class Sessions(Generic[ConfigT]):
     """Repeats the session of a run whose trainer died, as far as `config.restart` allows.
 
+    So it does if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
+
     A repeated session resumes from the record, as the same command would in a new process.
     """
 
@@ -104,7 +106,7 @@ class Sessions(Generic[ConfigT]):
     def repeating(self) -> Iterator[None]:
         """Ends the block, a session, without an error if it is to be repeated.
 
-        A run that was asked to stop, or whose trainer died before it had loaded the model, is not repeated.
+        A run that was asked to stop, or whose service died before it had loaded the model, is not repeated.
 
         Raises:
             LockstepError: The failure of a session that is not repeated.
@@ -112,18 +114,21 @@ class Sessions(Generic[ConfigT]):
         try:
             yield
         except LockstepError as error:
-            trainer = _trainer_to_restart(error, self._given)
-            if not trainer or not self.restarts.may_resume or not self.restarts.take(trainer):
+            service = _to_restart(error, self._given)
+            if not service or not self.restarts.may_resume or not self.restarts.take(service):
                 raise
             log.warning("%s: %s\nstarting again and resuming from the record", error.reason, error.message)
             if self.config.resume == "never":  # the run has begun now
                 self.config = self.config.model_copy(update={"resume": "auto"})
 
 
-def _trainer_to_restart(error: LockstepError, given: Addresses) -> str:
-    """Returns the name of the trainer whose death `error` is, if it was started here; else ""."""
-    if error.reason is Reason.SERVICE_DIED and error.metadata.get("service") in given.trainers:
-        return error.metadata["service"]
+def _to_restart(error: LockstepError, given: Addresses) -> str:
+    """Returns the name of the service whose death `error` is, if a new session starts it again; else ""."""
+    service = error.metadata.get("service", "")
+    if error.reason is Reason.SERVICE_DIED and service in given.trainers:
+        return service
+    if error.reason is Reason.NO_REPLICA:
+        return service
     is_lost_rank = error.reason is Reason.RANK_FAILED and not any(given.trainers.values())
     return "trainer" if is_lost_rank else ""
 

@@ -14,9 +14,11 @@ from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.replicas import (
     REPLICAS,
     ListedReplica,
+    Note,
     change_replicas,
     listed_replicas,
     parse_replicas,
+    write_notes,
     write_replicas,
 )
 from services.coordinator.runs.resume import LEDGER
@@ -69,6 +71,29 @@ def test_a_wrong_change_changes_nothing(run_dir: Path, changes: dict[str, list[s
     with pytest.raises(InvalidInput, match=error):
         change_replicas(run_dir, **changes)
     assert parse_replicas((run_dir / REPLICAS).read_text()) == [A, B]
+
+
+@pytest.mark.parametrize("ignored", ["", "nowhere\n"])
+def test_a_list_that_changes_nothing_leaves_the_replicas_that_serve(run_dir: Path, ignored: str) -> None:
+    (run_dir / REPLICAS).write_text(ignored)
+    assert listed_replicas(run_dir) == [ListedReplica(A, 3, True), ListedReplica(B, 3, True)]
+    with pytest.raises(InvalidInput, match=f"{C}: the run has {A}, {B}"):
+        change_replicas(run_dir, remove=[C])
+    change_replicas(run_dir, add=[C], remove=[B])
+    assert parse_replicas((run_dir / REPLICAS).read_text()) == [A, C]
+
+
+def test_what_does_not_serve_is_listed_with_the_reason(run_dir: Path) -> None:
+    change_replicas(run_dir, add=["alias:1", C], remove=[A])
+    write_notes(run_dir, {C: Note("unreachable: connection refused"), "alias:1": Note("as A", True, same_as=A)})
+    assert listed_replicas(run_dir) == [
+        ListedReplica(A, 3, True),  # it stays under its other name
+        ListedReplica(B, 3, True),
+        ListedReplica("alias:1", None, True, "as A", is_unused=True),
+        ListedReplica(C, None, True, "unreachable: connection refused"),
+    ]
+    shown = CliRunner().invoke(app, ["replicas", "list", str(run_dir)]).output
+    assert all(word in shown for word in ("unused", "as A", "joining", "unreachable: connection refused"))
 
 
 def test_a_run_that_is_not_in_progress_has_no_replicas(run_dir: Path, tmp_path: Path) -> None:

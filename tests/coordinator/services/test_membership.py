@@ -14,8 +14,8 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 from services.common.config.discovery import DnsDiscoveryConfig
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.coordinator.runs.replicas import REPLICAS, parse_replicas, write_replicas
-from services.coordinator.services.clients.replica import ReplicaState
-from services.coordinator.services.clients.rollout import Affinity, Rollout
+from services.coordinator.services.clients.replica import Affinity, ReplicaState
+from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.membership import DnsSource, discovered, following_replicas
 from services.coordinator.services.restarts import Restarts
@@ -167,7 +167,10 @@ async def test_a_run_follows_the_file_in_its_directory(tmp_path: Path, caplog: p
             await until(lambda: set(addresses(rollout)) >= {third, first})
             for nonsense in ("", "no address\n"):
                 file.write_text(nonsense)
-                await rollout.before_publication()
+                for _ in range(2):
+                    await rollout.before_publication()
+            for said in ("the list is empty", "'no address' is not HOST:PORT"):
+                assert caplog.text.count(said) == 1
             assert "the list is empty" in caplog.text and "'no address' is not HOST:PORT" in caplog.text
             assert {third, first} <= set(addresses(rollout))
         assert not file.exists()

@@ -64,9 +64,16 @@ def test_a_session_whose_trainer_died_is_repeated_and_resumes(error: LockstepErr
     assert sessions(error, restart={"max": 1}) == (["auto"] * 2, error)
 
 
+def test_a_session_that_cannot_wait_for_its_last_replica_is_repeated() -> None:
+    error = Unavailable("no replica is left", reason=Reason.NO_REPLICA, service="rollout")
+    assert sessions(error) == (["auto"] * 3, None)
+    assert sessions(error, restart={"max": 1}) == (["auto"] * 2, error)
+
+
 @pytest.mark.parametrize(
     ("error", "given"),
     [
+        (Unavailable("no replica is left", reason=Reason.NO_REPLICA), STARTED_HERE),  # none is being restarted
         (died("rollout-0"), STARTED_HERE),  # it was started again in place as often as allowed
         (LOST_RANK, Addresses(trainer="127.0.0.1:1")),
         (InternalError("a bug"), STARTED_HERE),

@@ -26,8 +26,8 @@ from services.common.errors import (
 from services.common.files.transfer import seal
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients import rollout as fleet
-from services.coordinator.services.clients.replica import ReplicaState
-from services.coordinator.services.clients.rollout import Affinity, Rollout
+from services.coordinator.services.clients.replica import Affinity, ReplicaState
+from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.support import PATIENCE_S, until
 

@@ -185,14 +185,18 @@ class StopRunResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("address", "version", "is_wanted")
+    __slots__ = ("address", "version", "is_wanted", "note", "is_unused")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    IS_UNUSED_FIELD_NUMBER: _ClassVar[int]
     address: str
     version: int
     is_wanted: bool
-    def __init__(self, address: _Optional[str] = ..., version: _Optional[int] = ..., is_wanted: bool = ...) -> None: ...
+    note: str
+    is_unused: bool
+    def __init__(self, address: _Optional[str] = ..., version: _Optional[int] = ..., is_wanted: bool = ..., note: _Optional[str] = ..., is_unused: bool = ...) -> None: ...
 
 class ListReplicasRequest(_message.Message):
     __slots__ = ("name",)

@@ -31,6 +31,8 @@ class _Session:
     version: int = 0
     published: dict[int, str] | None = None
     collected: set[int] | None = None
+    regrouped: bool = False
+    """Whether the weight group was formed again since the last publication."""
 
 
 class History:
@@ -51,6 +53,7 @@ class History:
         self._follow: dict[str, Callable[[Row], None]] = {
             Kind.OPENED: self._opened,
             Kind.BEGUN: self._begun,
+            Kind.EPOCH: self._regroups,
             Kind.PUBLISHED: self._is_published,
             Kind.COLLECTED: self._is_collected,
             Kind.FINISHED: self._is_finished,
@@ -92,10 +95,15 @@ class History:
         self._session.begun = self._session.version = version
         self._session.published, self._session.collected = {}, set()
 
+    def _regroups(self, row: Row) -> None:
+        self._session.regrouped = True
+
     def _is_published(self, row: Row) -> None:
         version, digest = row.required_version, row.body["digest"]
         session, published = self._session, self._in_session(row)
-        if version in published and session.config.get("placement") == "colocated":  # the engines had slept
+        regrouped, session.regrouped = session.regrouped, False
+        # The engines had slept, or the last replica had died and was restarted while it generated.
+        if version in published and (session.config.get("placement") == "colocated" or regrouped):
             again = f"version {version} was published again with {digest}, not {published[version]}"
             require(digest == published[version], again)
             return

@@ -1,5 +1,7 @@
 """Publishes weights in two phases (receive, commit) and re-forms the weight group when its members change."""
 
+import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -51,7 +53,7 @@ class Publisher:
         """Makes every replica that is not DEAD serve the trainer's weights. Returns their stamp.
 
         A replica that fails, or that does not take part twice in a row, is dropped, and the others get the weights in a
-        new epoch.
+        new epoch. If none is left, the one that the run itself is restarting is awaited.
 
         Raises:
             Unavailable: NO_REPLICA, no replica is left; or the trainer is unreachable.
@@ -62,9 +64,9 @@ class Publisher:
             await self._rollout.before_publication()
         while True:
             self._rollout.check()
+            if not await self._rollout.await_restart():
+                raise self._rollout.no_replica("no rollout replica is left to publish weights to")
             living = self._rollout.members
-            if not living:
-                raise Unavailable("no rollout replica is left to publish weights to", reason=Reason.NO_REPLICA)
             try:
                 await self._prepare(living)
                 if list(self._members) != [(replica, replica.num_opens) for replica in living]:
@@ -73,7 +75,11 @@ class Publisher:
                 self._attendance.took_part(living)
                 self._rollout.drop_leavers()
                 self._run.record.record_published(stamp, received)
+                self._let_repeat(version)
                 return stamp
+            except asyncio.CancelledError:  # of a repetition that no group waits for any more
+                self._members = ()
+                raise
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
                 if error.reason is Reason.RUN_REPLACED:
                     raise
@@ -82,7 +88,19 @@ class Publisher:
                 lost = await self._rollout.drop_unreachable() + self._drop_hung()
                 log.warning("publication of version %d failed, %d replicas lost: %s", version, lost, error.message)
                 if not lost and attempts >= _MAX_ATTEMPTS:
-                    raise
+                    if not self._rollout.refuse_newcomers(error):
+                        raise
+                    attempts = 0
+
+    def _let_repeat(self, version: int) -> None:
+        """Lets a replica that was lost while it generated get the same weights again.
+
+        That needs a trainer that holds them until the groups are sampled: not one that trains meanwhile (trainer.lag).
+        In a colocated run, an engine cannot be started while the GPUs pass to the engines, as in a publication.
+        """
+        config = self._run.config
+        if not config.trainer.lag.versions and config.placement != "colocated":
+            self._rollout.publish_again = functools.partial(self.publish, version)
 
     def _drop_hung(self) -> int:
         """Drops the replicas that missed too many attempts, and has their engines restarted. Returns how many."""

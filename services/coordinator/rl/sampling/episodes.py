@@ -22,8 +22,9 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import environment_seed, seed_of
 from services.coordinator.rl.sampling.collect import Collector, Draw
 from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
+from services.coordinator.services.clients.replica import Affinity
 from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Affinity, Rollout
+from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.opening import Services
 from services.coordinator.text.tokenizer import Tokenizer
 

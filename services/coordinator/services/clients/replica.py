@@ -40,6 +40,10 @@ class Replica:
         """Whether it is to be dropped as soon as the run can do without it."""
         self.num_workers = self.max_samples = 0
         self.num_opens = 0
+        self.incarnation = ""
+        """Id of the service's process when it was opened last; empty if it has sent none."""
+        self.has_served = False
+        """Whether it has ever had committed weights of the run."""
         self.samples_in_flight = self.tokens_in_flight = 0
         self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub, transport)
         self._timeouts, self._renewal = timeouts, Renewal()
@@ -69,9 +73,22 @@ class Replica:
                 "no layers of experts or its vLLM cannot return them; set trainer.moe.replay_routes to auto",
                 field="trainer.moe.replay_routes",
             )
+        self.incarnation = await self.identify(MAX_RETRY_S)
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
         self.num_opens += 1
         self.state = ReplicaState.STALE
+
+    async def identify(self, max_retry_s: float = 0.0) -> str:
+        """Returns the id of the service's process, which is the same at all addresses of the service.
+
+        Raises:
+            InvalidInput: The service is no rollout service.
+            Unavailable: Nothing answers.
+        """
+        answer = await self._client.call(
+            RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=max_retry_s
+        )
+        return answer.info.incarnation
 
     async def end_engine(self, run_id: str) -> None:
         """Closes the run, so that the next `open` starts another engine."""
@@ -140,9 +157,25 @@ class Replica:
         """Makes the replica serve the received weights."""
         request = pb.CommitWeightsRequest(stamp=stamp)
         await self._client.call(RolloutService.CommitWeights, request, timeout_s=self._timeouts.publish_s)
-        self.state = ReplicaState.SERVING
+        self.state, self.has_served = ReplicaState.SERVING, True
 
     async def close(self) -> None:
         """Closes the channel."""
         await self._renewal.end()
         await self._client.close()
+
+
+async def open_named(replica: Replica, run_id: str, config: Config, card: ModelCard) -> None:
+    """Opens a replica. If it refuses its config, the error names the replica."""
+    try:
+        await replica.open(run_id, config, card)
+    except InvalidInput as error:
+        message = f"replica {replica.address}: {error.message}"
+        raise InvalidInput(message, reason=error.reason, **error.metadata) from error
+
+
+class Affinity:
+    """Remembers the replica of an episode, which has the earlier turns in its prefix cache."""
+
+    def __init__(self):
+        self.replica: Replica | None = None
