@@ -46,7 +46,7 @@ class EpisodeFailed(LockstepError):
 
     def __init__(self, failure: EnvironmentFailure, message: str):
         super().__init__(f"environment: {failure.value}: {message}")
-        self.failure = failure
+        self.failure, self.detail = failure, message
 
 
 class EpisodeClient:
