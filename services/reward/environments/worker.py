@@ -5,7 +5,8 @@
     -> {"id": 1, "call": "reset", "episode": "e", "seed": 7, "row": {"prompt": "...", ...}}
     <- {"id": 1, "messages": [{"role": "user", "content": "..."}]}
     -> {"id": 2, "call": "step", "episode": "e", "text": "..."}
-    <- {"id": 2, "messages": [], "reward": 1.0, "done": true}   or   {"id": 2, "reason": "CRASHED", "detail": "..."}
+    <- {"id": 2, "messages": [], "reward": 1.0, "done": true}   or   {"id": 2, "reason": "CRASHED", "detail": "...",
+                                                                                  "traceback": "..."}
     -> {"id": 2, "call": "cancel"}                                                           answered by 2's reply
     -> {"id": 3, "call": "end", "episode": "e"}
     <- {"id": 3}
@@ -119,7 +120,8 @@ class Player:
             os.write(2, b"worker: out of memory (environment.max_memory_gib)\n")
             os._exit(1)
         except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's class may raise anything
-            reply = _failure(EnvironmentFailure.CRASHED, error)
+            text = child_setup.traceback_text(error, __file__)
+            reply = {**_failure(EnvironmentFailure.CRASHED, error), "traceback": text}
         finally:
             del self._calls[request["id"]]
         _write(self._replies, {"id": request["id"], **reply})

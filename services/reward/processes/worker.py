@@ -17,9 +17,7 @@ import json
 import math
 import numbers
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 from services.reward.processes import child_setup
@@ -29,7 +27,6 @@ Value = TypeVar("Value")
 Function = Callable[..., Any]
 Reply = Mapping[str, Any]
 """A line of JSON that a worker writes."""
-_MAX_TRACEBACK_CHARS = 8000
 
 
 def main() -> None:
@@ -71,14 +68,7 @@ def _answer(function: Function, message: Mapping[str, Any], runner: asyncio.Runn
         # After running out of memory the process must not score further samples.
         sys.exit("worker: out of memory (reward.max_memory_gib)")
     except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
-        text = "".join(traceback.format_exception(error.with_traceback(_own_frames(error))))
-        return {**_failure(FailureReason.ERROR, error), "traceback": text[-_MAX_TRACEBACK_CHARS:]}
-
-
-def _own_frames(error: Exception) -> TracebackType | None:
-    """Returns the traceback without this module's frame, if the function has one."""
-    frames = error.__traceback__
-    return frames.tb_next or frames if frames else None
+        return {**_failure(FailureReason.ERROR, error), "traceback": child_setup.traceback_text(error, __file__)}
 
 
 def _score(result: object) -> float:

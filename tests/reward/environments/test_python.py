@@ -98,6 +98,18 @@ async def test_an_environment_that_raises_or_replies_nonsense_fails_alone(servic
     assert service.metric("lockstep_reward_environment_failures_total", reason="invalid_reply") == len(BAD_REPLIES) + 1
 
 
+@pytest.mark.parametrize("name", ["Actor", "AsyncActor"])
+async def test_an_environment_that_raises_leaves_its_traceback_in_the_log_once(service, caplog, name):
+    await service.open(**user(name))
+    for episode in ("a", "b"):
+        await service.reset(episode)
+        answer = await service.step(0, "raises", episode)
+        assert answer.failure.message == "KeyError: 'column'"
+    first, second = (r.getMessage() for r in caplog.records if "KeyError: 'column'" in r.getMessage())
+    assert first.startswith("episode a/0: CRASHED: KeyError") and "Traceback" in first and "Traceback" not in second
+    assert 'raise KeyError("column")' in first and "environments/worker.py" not in first
+
+
 @pytest.mark.parametrize("what", ["exits", "floods", "answers_nonsense", "answers_another", "takes_memory"])
 async def test_a_worker_that_dies_takes_its_episodes_with_it_and_is_restarted(service, gone, what):
     await service.open(**user("Actor"))
