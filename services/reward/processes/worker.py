@@ -1,6 +1,7 @@
 """Runs a worker process, which calls one function for each line of JSON on stdin and replies with a line of JSON.
 
-    -> {"target": "package.module:function", "init": null, "max_memory_bytes": 4294967296}     first line
+    -> {"target": "package.module:function", "init": null, "arguments": ["completion", ...],
+        "max_memory_bytes": 4294967296}                                                        first line
     <- {"source_digest": "3f2a..."}                                                            ready
     -> {"fields": {"completion": "...", "answer": "...", ...}}                                 keyword arguments
     <- {"score": 1.0}   or   {"reason": "ERROR", "detail": "...", "traceback": "..."}
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TextIO, TypeVar
 
+from services.common.signature import require_takes
 from services.reward.processes import child_setup
 from services.reward.scorers.base import FailureReason, ScoringError
 
@@ -39,6 +41,8 @@ def main() -> None:
     child_setup.limit(start["max_memory_bytes"])
     try:
         function, source_digest = _load(start["target"], start["init"])
+        if start["arguments"]:
+            require_takes(function, start["target"], (), dict.fromkeys(start["arguments"]))
     except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
         _reply(replies, _failure(FailureReason.ERROR, error))
         return

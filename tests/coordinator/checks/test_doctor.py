@@ -158,7 +158,9 @@ def test_environment(tmp_path: Path) -> None:
     finding = opened({"kind": "tools", "tools": [search]})
     assert_fails(finding, FAIL, "none.parquet", "their files and packages")
     finding = opened({"kind": "python", "path": "no_such_module:Game"})
-    assert_fails(finding, FAIL, "no_such_module", "environment.path")
+    assert_fails(finding, FAIL, "no_such_module", "from which the module can be imported")
+    guess = {"kind": "python", "path": "tests.reward.environments.user_environments:Guess", "kwargs": {"bottom": 1}}
+    assert_fails(opened(guess), FAIL, "unexpected keyword argument 'bottom'", "environment.kwargs")
     finding = opened({"kind": "openenv", "url": f"ws://127.0.0.1:{free_port()}/ws"})
     assert_fails(finding, FAIL, "no connection to ws://127.0.0.1", "start the OpenEnv server")
     finding = opened({"kind": "textarena", "game": "G-v0"}, "-c", "import sys; sys.exit('No module named textarena')")

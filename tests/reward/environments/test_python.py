@@ -239,7 +239,9 @@ async def test_a_thousand_episodes_are_open_at_once(service):
     [
         (user("Missing"), "has no attribute"),
         (user("NoStep"), "has no method step"),
-        (user("Guess", kwargs={"bottom": 1}), "bottom"),
+        (user("Guess", kwargs={"bottom": 1}), r"Guess is called with \(bottom=\.\.\.\), but is defined as \(top=10\)"),
+        (user("TakesNoRow"), r"TakesNoRow.reset is called with .* unexpected keyword argument 'row'"),
+        (user("TakesNoText"), r"TakesNoText.step is called with \(self, text\).* too many positional"),
         (user("Unprepared"), "no corpus"),
         (user("WrongRoles"), "roles must be some of user, system, tool"),
         ({"kind": "python", "path": "no_such:Class"}, "No module"),
