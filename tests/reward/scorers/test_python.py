@@ -60,9 +60,7 @@ async def test_a_bad_function_is_a_typed_failure_each_time(open_run, make_item, 
 
 
 async def test_a_function_that_does_not_take_the_arguments_is_refused_at_open(open_run):
-    message = (
-        r"scorers\.0 .*two_arguments is called with \(prompt=\.\.\., .* \(prompt, completion\): .*'answer'"
-    )
+    message = r"scorers\.0 .*two_arguments is called with \(prompt=\.\.\., .* \(prompt, completion\): .*'answer'"
     for settings in ({}, {"group": True}):
         with pytest.raises(InvalidInput, match=message):
             async with open_run(scorer("two_arguments", **settings)):
