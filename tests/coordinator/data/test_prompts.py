@@ -43,6 +43,7 @@ class TestPrompts:
             answer="2",
             extra={"level": None, "tags": [], "meta": {"k": 0.5}},
             messages=({"role": "", "content": "1 + 1 ="},),
+            row_prompt="1 + 1 =",
         )
         assert all(type(token) is int for token in prompt.tokens)
         assert json.loads(json.dumps(prompt.extra)) == prompt.extra
@@ -61,6 +62,16 @@ class TestPrompts:
         as_chat = write_parquet("chat.parquet", prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
         text, chat = load(as_text, chat=True).prompts[1], load(as_chat).prompts[1]
         assert (text.tokens, text.text, text.messages) == (chat.tokens, chat.text, tuple(MESSAGES[1]))
+
+    @pytest.mark.parametrize("settings", [{}, {"system_prompt": "Be brief."}])
+    def test_the_rows_own_prompt_is_kept(self, load, write_parquet, settings):
+        own = [chat[0]["content"] for chat in MESSAGES]
+        as_text = write_parquet("text.parquet", prompt=own, answer=list("0246"))
+        as_chat = write_parquet("chat.parquet", prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
+        text, chat = load(as_text, chat=True, extra_columns=["prompt"], **settings), load(as_chat, **settings)
+        assert [prompt.row_prompt for prompt in text.prompts] == own
+        assert [prompt.extra for prompt in text.prompts] == [{"prompt": prompt} for prompt in own]
+        assert [list(prompt.row_prompt) for prompt in chat.prompts] == MESSAGES
 
     def test_template_settings(self, load, tokenizer, write_parquet):
         path = write_parquet(prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
