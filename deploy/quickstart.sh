@@ -6,5 +6,5 @@ rollout=$1 reward=$2 trainer=$3
 shift 3
 lockstep data arithmetic --out runs/data
 exec lockstep run deploy/runs/quickstart.yaml \
-  data.train=runs/data/train.parquet data.eval.held-out=runs/data/test.parquet \
+  trainer.num_ranks=1 data.train=runs/data/train.parquet data.eval.held-out=runs/data/test.parquet \
   --tls /certs --rollout "$rollout" --reward "$reward" --trainer "$trainer" "$@"

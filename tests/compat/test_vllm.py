@@ -150,6 +150,14 @@ def test_schedulers_say_what_is_sent_and_what_was_aborted() -> None:
 def test_logprobs_are_built_from_three_arrays() -> None:
     lists = LogprobsLists(np.array([[1]]), np.array([[-0.5]]), np.array(array("i", [2])))
     assert (lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks) == ([[1]], [[-0.5]], [2])
+    assert len(lists) == 4 and lists.cu_num_generated_tokens is None
+
+
+def test_the_scheduler_only_slices_logprobs() -> None:
+    source = inspect.getsource(Scheduler.update_from_output)
+    assert "logprobs = model_runner_output.logprobs\n" in source
+    assert "new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))" in source
+    assert names(LogprobsLists.slice_request) == ["self", "req_idx", "num_positions"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

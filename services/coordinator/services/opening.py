@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
 
+from services.common.errors import InvalidInput
 from services.common.tasks import gather
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.environment import Environments, open_environments
@@ -40,6 +41,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     failure they keep it, so that the run can resume.
 
     Raises:
+        InvalidInput: The run is colocated, and there are more or fewer engine workers than trainer ranks.
         LockstepError: The error of the first service that failed to open.
     """
     config, transport, gpus = run.config, addresses.transport, gpus_of(run.config)
@@ -62,6 +64,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
             await trainer.release_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
             opens = []
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
+        if config.placement == "colocated":
+            _require_pairs(trainer.opened.num_ranks, rollout)
         async with open_environments(reward, config, transport) as environments:
             yield Services(trainer, rollout, reward, environments, auxiliary, gpus)
     finally:
@@ -69,3 +73,14 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
             [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]
         )
     await close_run(run, replace(addresses, rollout=tuple(replica.address for replica in rollout.replicas)))
+
+
+def _require_pairs(num_ranks: int, rollout: Rollout) -> None:
+    num_workers = [replica.num_workers for replica in rollout.replicas]
+    if sum(num_workers) != num_ranks:
+        found = ", ".join(f"{count} at {at.address}" for count, at in zip(num_workers, rollout.replicas, strict=True))
+        raise InvalidInput(
+            f"placement colocated needs one engine worker for each of the trainer's {num_ranks} ranks, but the "
+            f"replicas have {sum(num_workers)} ({found}): give as many --rollout addresses as it takes",
+            field="placement",
+        )

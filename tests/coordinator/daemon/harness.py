@@ -56,6 +56,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         for _ in range(1000):
             self.permits.release()
 
+    async def GetInfo(self, request: trainer_pb2.GetInfoRequest, context: Any) -> trainer_pb2.GetInfoResponse:
+        return trainer_pb2.GetInfoResponse(num_ranks=1)
+
     async def OpenRun(self, request: trainer_pb2.OpenRunRequest, context: Any) -> trainer_pb2.OpenRunResponse:
         await self.may_open.wait()
         self.version = 0

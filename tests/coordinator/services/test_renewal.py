@@ -37,7 +37,7 @@ class _Service(
 
     async def GetInfo(self, request: object, context: Any) -> Any:
         self.renewals.put_nowait(dict(context.invocation_metadata()))
-        return self._pb.GetInfoResponse()
+        return self._pb.GetInfoResponse(**({"num_ranks": 1} if self._pb is trainer_pb2 else {}))
 
 
 def _replica(address: str, config: Config) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from packaging.version import Version
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -65,6 +66,28 @@ def test_masks_of_vllm_itself_are_used() -> None:
     played.step(EngineCoreOutput("a", [3], new_sampling_mask=SamplingMaskLists(np.array([3]))))
     played.step(end)
     assert arrived(end, [3, 4]) == encode_kept([[3], [4, 6]]) and end.new_sampling_mask is None
+
+
+@pytest.mark.parametrize("asking", [[True, True, True], [False, True, True], [False, True, False]])
+def test_the_hook_reads_the_sets_of_those_that_ask(asking: list[bool]) -> None:
+    sets = {"a": [0, 4], "b": [1], "c": [0, 2, 3]}
+    logprobs_BV = torch.full((4, 5), -torch.inf)  # the last row is of no request
+    for row, tokens in enumerate(sets.values()):
+        logprobs_BV[row, tokens] = -1.0
+    ask = {
+        name: SimpleNamespace(extra_args=kept.ASKS if is_one else None)
+        for name, is_one in zip(sets, asking, strict=True)
+    }
+    runner = SimpleNamespace(
+        sampler=SimpleNamespace(sample=lambda: (None, logprobs_BV)),
+        sample_tokens=lambda: (runner.sampler.sample(), SimpleNamespace())[1],
+        input_batch=SimpleNamespace(req_ids=list(sets)),
+        requests={name: SimpleNamespace(sampling_params=one) for name, one in ask.items()},
+    )
+    kept._Recorder(runner)
+    output = runner.sample_tokens()
+    found = {name: one.tolist() for name, one in getattr(output, kept.KEY).items()}
+    assert found == {name: sets[name] for name, is_one in zip(sets, asking, strict=True) if is_one}
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([4, 4], "no kept sets"), ([5], "without 1 of 1 sampled tokens")])

@@ -9,7 +9,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from services.common.config.rollout.section import RolloutConfig
@@ -22,12 +22,16 @@ LENGTH = {"finish_reason": FinishReason.LENGTH}
 
 
 class PlayedScheduler:
-    """Says what it is given to say; requests that cannot go on are finished on the way, as vLLM does."""
+    """Says what it is given to say; requests that cannot go on are finished on the way, as vLLM does. Each output takes
+    its log-probabilities from those of the step, as in vLLM."""
 
     def __init__(self) -> None:
         self.failing: set[str] = set()
 
-    def update_from_output(self, said: dict[int, EngineCoreOutputs], _: None) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(self, said: dict[int, EngineCoreOutputs], step: Any) -> dict[int, EngineCoreOutputs]:
+        for index, output in enumerate(outputs_of(said)):
+            if output.new_logprobs is not None:
+                output.new_logprobs = step.logprobs.slice_request(index, len(output.new_token_ids))
         for request in self.finish_requests(self.failing, None):
             said[0].outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR))
         return said
@@ -38,7 +42,16 @@ class PlayedScheduler:
 
 class PlayedInChunks(InChunks, PlayedScheduler):
     def say(self, said: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
-        return self.update_from_output(said, None)
+        outputs = outputs_of(said)
+        lists = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+        counts = [len(output.new_token_ids) if output.new_logprobs else 0 for output in outputs]
+        joined = [np.concatenate(arrays) for arrays in list(zip(*lists, strict=True))[:3]]
+        logprobs = LogprobsLists(*joined, [0, *np.cumsum(counts).tolist()]) if joined else None
+        return self.update_from_output(said, ModelRunnerOutput([], {}, logprobs=logprobs))  # type: ignore[arg-type]
+
+
+def outputs_of(answers: dict[int, EngineCoreOutputs]) -> list[EngineCoreOutput]:
+    return [output for answer in answers.values() for output in answer.outputs]
 
 
 def token(name: str, *tokens: int, logprobs: bool = True, **more: Any) -> EngineCoreOutput:
@@ -52,7 +65,7 @@ def step(*outputs: EngineCoreOutput, **more: Any) -> EngineCoreOutputs:
 
 
 def sent(answers: dict[int, EngineCoreOutputs]) -> list[tuple[str, list[int]]]:
-    return [(output.request_id, output.new_token_ids) for answer in answers.values() for output in answer.outputs]
+    return [(output.request_id, output.new_token_ids) for output in outputs_of(answers)]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 31, 32, 33, 34, 64, 65, 66, 1000])
@@ -115,6 +128,14 @@ def test_one_that_fails_costs_no_other_its_tokens() -> None:
     assert sent(answers) == [("a", [1, 2, 3]), ("b", [])]
     assert [output.finish_reason for output in answers[0].outputs] == [FinishReason.LENGTH, FinishReason.ERROR]
     assert not played._unsent
+
+
+def test_an_end_without_tokens_has_no_logprobs() -> None:
+    played, none = PlayedInChunks(), np.zeros((0, 1), np.int32)
+    played.say({0: step(token("a", 1))})
+    end = EngineCoreOutput("a", [], new_logprobs=LogprobsLists(none, none, none[:, 0]), **LENGTH)
+    (output,) = played.say({0: step(end)})[0].outputs
+    assert output.new_token_ids == [] and output.new_logprobs is None
 
 
 def test_routes_of_every_step_are_sent() -> None:

@@ -157,7 +157,7 @@ class TrainerConfig(Strict):
     """Training backend: fsdp (torch FSDP2) or megatron (Megatron-Core)."""
     num_ranks: int = Field(default=1, ge=1)
     """Number of trainer ranks, normally one per GPU. `lockstep run` starts them on this host if no --trainer address is
-    given."""
+    given. A trainer given by address must have been started with this number."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the forward and backward passes; auto is bfloat16 on GPU and float32 on CPU. Master weights are
     always float32."""

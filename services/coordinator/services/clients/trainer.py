@@ -12,6 +12,7 @@ from services.common.batches import batch as batches
 from services.common.config.reading.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.streaming import groups_per_minibatch, tokens_per_block
+from services.common.errors import InvalidInput
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
@@ -46,7 +47,12 @@ class Model:
         self.busy = Busy()
 
     async def open(self, run_id: str, checkpoint: str = "") -> int:
-        """Loads the model or, if given, the checkpoint at path `checkpoint`. Returns the version that was loaded."""
+        """Loads the model or, if given, the checkpoint at path `checkpoint`. Returns the version that was loaded.
+
+        Raises:
+            InvalidInput: The trainer has another number of ranks than the config. The same step would then have other
+                results, and the record of the run would not say why.
+        """
         section = role_section(self._config, self.name)
         request = pb.OpenRunRequest(
             run_id=run_id,
@@ -57,6 +63,7 @@ class Model:
             bucket_bytes=self._config.weights.bucket_bytes,
             role=self._role,
         )
+        await self._require_num_ranks()
         self._renewal.begin(self._client, TrainerService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         self.opened = await self._client.call(
             TrainerService.OpenRun,
@@ -68,6 +75,24 @@ class Model:
         # A trainer that listens on all interfaces does not know which address reaches it; the one we called does.
         self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
         return self.opened.version
+
+    async def _require_num_ranks(self) -> None:
+        info = await self._client.call(
+            TrainerService.GetInfo,
+            pb.GetInfoRequest(),
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
+        )
+        num_ranks = self._config.models[self.name].num_ranks
+        if info.num_ranks != num_ranks:
+            role = role_section(self._config, self.name)
+            key = f"{self.name if role and role.num_ranks else 'trainer'}.num_ranks"
+            raise InvalidInput(
+                f"the trainer at {self._client.address} has {info.num_ranks} ranks, but {key} is {num_ranks}: start it "
+                f"with that number (--nproc-per-node), or set {key} to {info.num_ranks}",
+                field=key,
+            )
 
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
         """Returns the log-probability, or the critic's value, of every completion token of `batch`."""

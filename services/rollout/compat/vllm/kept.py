@@ -82,9 +82,13 @@ class _Recorder:
         asking = [row for row, request in enumerate(requests) if _asks(self._runner.requests[request])]
         if asking:
             assert logprobs_BV is not None, "requests ask for log-probabilities, and returning_kept requires the mode"
-            is_kept = logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)] > -torch.inf
-            sets = np.split(is_kept.nonzero()[:, 1].cpu().numpy(), is_kept.sum(1).cumsum(0)[:-1].cpu().numpy())
-            self._sets = {requests[row]: kept for row, kept in zip(asking, sets, strict=True)}
+            if len(asking) < len(requests):
+                is_kept = logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)] > -torch.inf
+            else:  # all ask, so there is nothing to copy
+                is_kept = logprobs_BV[: len(asking)] > -torch.inf
+            kept, ends = is_kept.nonzero()[:, 1].cpu().numpy(), is_kept.sum(1).cumsum(0).tolist()
+            spans = zip(asking, [0, *ends[:-1]], ends, strict=True)
+            self._sets = {requests[row]: kept[begin:end] for row, begin, end in spans}
         return sampled_B, logprobs_BV
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,9 +6,9 @@ Schedulers can be set (`scheduler_cls`), but vLLM says that their interface is n
 0.32.0.
 """
 
-from array import array
+import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -28,33 +28,57 @@ from services.rollout.compat.vllm.routes import ReturnsRoutes, are_hooked
 _CHUNK_TOKENS = 32
 
 
+class _StepLogprobs:
+    """Stands in for the log-probabilities of a step while vLLM makes the outputs.
+
+    Reason: vLLM slices three arrays for each sample in each step, and nearly all slices would only be joined to chunks.
+    So an output gets the position of its first token instead, and chunks take their numbers from Python lists.
+    """
+
+    def __init__(self, lists: LogprobsLists):
+        self._lists, self._begins = lists, lists.cu_num_generated_tokens
+        self.logprobs: list[float] = lists.logprobs[:, 0].tolist()  # has the sampled token only
+        self.ranks: list[int] = lists.sampled_token_ranks.tolist()
+
+    def slice_request(self, req_idx: int, num_positions: int) -> int:
+        """Returns the position of a sample's first token in this step; vLLM calls this."""
+        return req_idx if self._begins is None else self._begins[req_idx]
+
+    def restore(self, output: EngineCoreOutput) -> None:
+        """Replaces the position in `output` by what vLLM itself would have put there."""
+        begin: Any = output.new_logprobs
+        end = begin + len(output.new_token_ids)
+        ids, logprobs, ranks, _ = self._lists
+        output.new_logprobs = LogprobsLists(ids[begin:end], logprobs[begin:end], ranks[begin:end])
+
+
 class _Unsent:
     """Collects the tokens of a sample that were not sent yet, with their log-probabilities, ranks and routes."""
 
     def __init__(self) -> None:
-        self._tokens, self._logprobs, self._ranks = array("i"), array("f"), array("i")
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._ranks: list[int] = []
         self._routes: list[np.ndarray] = []
 
-    @property
-    def is_chunk(self) -> bool:
-        return len(self._tokens) >= _CHUNK_TOKENS
-
-    def add(self, output: EngineCoreOutput) -> None:
-        self._tokens.extend(output.new_token_ids)
-        if output.new_logprobs is not None:  # has the sampled token only
-            self._logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
-            self._ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
+    def add(self, output: EngineCoreOutput, step: _StepLogprobs | None) -> None:
+        self.tokens.extend(output.new_token_ids)
+        if step and output.new_logprobs is not None:
+            begin: Any = output.new_logprobs
+            end = begin + len(output.new_token_ids)
+            self._logprobs.extend(step.logprobs[begin:end])
+            self._ranks.extend(step.ranks[begin:end])
         if output.routed_experts is not None:  # vLLM 0.26 returns those of each step; its client joins them
             self._routes.append(output.routed_experts)
 
     def move_into(self, output: EngineCoreOutput) -> None:
-        output.new_token_ids = self._tokens.tolist()
+        """Puts all that was added into `output`. Add nothing afterwards."""
+        output.new_token_ids, output.new_logprobs = self.tokens, None
         if self._logprobs:
-            tokens, logprobs = np.array(self._tokens)[:, None], np.array(self._logprobs)[:, None]
-            output.new_logprobs = LogprobsLists(tokens, logprobs, np.array(self._ranks))
+            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
+            output.new_logprobs = LogprobsLists(tokens[:, None], logprobs[:, None], np.array(self._ranks, np.int32))
         if self._routes:
             output.routed_experts = np.concatenate(self._routes)
-        del self._tokens[:], self._logprobs[:], self._ranks[:], self._routes[:]
 
 
 _Base = Scheduler if TYPE_CHECKING else object
@@ -71,9 +95,14 @@ class InChunks(_Base):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Returns what to send to each client: a sample's first token (for vLLM's statistics), chunks, and the rest."""
+        step = None
+        if lists := model_runner_output.logprobs:
+            step = _StepLogprobs(lists)
+            model_runner_output = copy.copy(model_runner_output)  # the caller's object stays as it is
+            model_runner_output.logprobs = cast(LogprobsLists, step)
         answers = super().update_from_output(scheduler_output, model_runner_output)
         for answer in answers.values():
-            answer.outputs = [output for output in answer.outputs if self._is_due(output)]
+            answer.outputs = [output for output in answer.outputs if self._is_due(output, step)]
         return {
             client: answer
             for client, answer in answers.items()
@@ -87,19 +116,21 @@ class InChunks(_Base):
             self._unsent.pop(request.request_id, None)
         return aborted
 
-    def _is_due(self, output: EngineCoreOutput) -> bool:
+    def _is_due(self, output: EngineCoreOutput, step: _StepLogprobs | None) -> bool:
         """Returns whether `output` is to be sent now; if so, adds the unsent tokens to it."""
         is_finished, held = output.finish_reason is not None, self._unsent.get(output.request_id)
         if held is None:
-            if not is_finished:
-                self._unsent[output.request_id] = _Unsent()
-            return True
-        held.add(output)
-        if not (is_finished or output.events or held.is_chunk):
-            return False
-        held.move_into(output)
+            if step and output.new_logprobs is not None:
+                step.restore(output)
+        else:
+            held.add(output, step)
+            if not (is_finished or output.events or len(held.tokens) >= _CHUNK_TOKENS):
+                return False
+            held.move_into(output)
         if is_finished:
-            del self._unsent[output.request_id]
+            self._unsent.pop(output.request_id, None)
+        else:
+            self._unsent[output.request_id] = _Unsent()
         return True
 
 
