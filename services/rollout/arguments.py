@@ -1,5 +1,6 @@
 """Makes the arguments of a vLLM engine."""
 
+import socket
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from services.common.batches.routes import RouteShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout.speculation import Eagle3SpeculationConfig
 from services.common.errors import InvalidInput
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.receiver import WeightReceiver
@@ -77,6 +79,17 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
             "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         }
     return arguments | config.engine
+
+
+def check_draft(config: RolloutConfig) -> None:
+    """Raises InvalidInput if the head that is to draft is not on this host. vLLM would look for it on the Hub first."""
+    speculation = config.speculation
+    if isinstance(speculation, Eagle3SpeculationConfig) and not (speculation.draft / "config.json").is_file():
+        raise InvalidInput(
+            f"rollout.speculation.draft {speculation.draft}: host {socket.gethostname()} has no such directory with a "
+            "config.json; every replica's host needs the head, at this path",
+            field="rollout.speculation.draft",
+        )
 
 
 def check_adapters_run(arguments: AsyncEngineArgs) -> None:

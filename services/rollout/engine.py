@@ -28,7 +28,7 @@ from services.common.config.rollout.section import RolloutConfig
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
 from services.common.memory.device import DeviceState, changed, gib
-from services.rollout.arguments import Needs, check_adapters_run, engine_arguments
+from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
 from services.rollout.compat.vllm.client import abort_samples, lengths_so_far, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.drafts import Drafts, drafts_of
@@ -36,7 +36,7 @@ from services.rollout.compat.vllm.kept import kept_of, refusal, returning_kept
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
 from services.rollout.compat.vllm.runner import suitable_model_runner
-from services.rollout.failures import log_size, see_log, start_failure
+from services.rollout.failures import cause_of_death, log_size, start_failure
 from services.rollout.sampling import engine_sampling
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
@@ -85,6 +85,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._died: asyncio.Future[None] = self._loop.create_future()
         self._on_death = on_death
+        self._begin, self._cause = log_size(), None
         self._cache_salt = ""
         self._has_tokenizer = False
         self._loading_tokenizer = asyncio.Lock()
@@ -106,9 +107,10 @@ class Engine:
         """Starts vLLM with dummy weights.
 
         Raises:
-            InvalidInput: The model card or an engine argument is invalid.
+            InvalidInput: The model card or an engine argument is invalid, or this host lacks the head that drafts.
             InternalError: ENGINE_DEAD, with the cause if this process's log has it.
         """
+        check_draft(config)
         begin = log_size()
         directory = tempfile.TemporaryDirectory(prefix="")  # short: the path of a socket has at most 107 bytes
         write_model_card(card, Path(directory.name))
@@ -125,6 +127,8 @@ class Engine:
                 check_adapters_run(arguments)
             with suitable_model_runner(made, is_gpu=torch.cuda.is_available()):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        except InvalidInput:
+            raise
         except (TypeError, ValueError) as error:  # vLLM raises these for unknown or invalid arguments
             message = " ".join(str(error).split())
             raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error
@@ -192,7 +196,7 @@ class Engine:
             async for last in outputs:
                 output = last
         except EngineDeadError as error:
-            raise Unavailable(f"the engine died{see_log()}", reason=Reason.ENGINE_DEAD) from error
+            raise self._death() from error
         except (ValueError, VLLMValidationError) as error:
             raise InvalidInput(f"sampling: {error}", field="sampling") from error
         finally:
@@ -319,8 +323,13 @@ class Engine:
         await asyncio.wait({call, self._died}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done() or isinstance(call.exception(), EngineDeadError):
             call.cancel()
-            raise Unavailable(f"the engine died during {name}", reason=Reason.ENGINE_DEAD)
+            raise self._death(f" during {name}")
         return call.result()
+
+    def _death(self, when: str = "") -> Unavailable:
+        if self._cause is None:  # once: each of many samples asks
+            self._cause = cause_of_death(self._begin)
+        return Unavailable(f"the engine died{when}{self._cause}", reason=Reason.ENGINE_DEAD)
 
     async def _until_idle(self) -> None:
         """Waits until samples whose caller is gone have ended."""

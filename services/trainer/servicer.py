@@ -359,10 +359,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield
 
     async def _killing_epoch_on_cancel(self, command: Command, **arguments: Any) -> list[Message]:
-        # A sender that is still connecting does not notice that another has given up, until its own timeout.
-        grace_s = self._epoch_timeout_s + GRACE_S
         try:
-            return await self._ranks.call(command, grace_s=grace_s, **arguments)
+            with self._fence.guarding():  # another run would renew the store, and the members lose it
+                # A sender that is still connecting does not notice that another has given up, until its own timeout.
+                return await self._ranks.call(command, grace_s=self._epoch_timeout_s + GRACE_S, **arguments)
         except asyncio.CancelledError:
             self._kill_epoch()  # the caller gave up on a member, so the others should not wait for it either
             raise

@@ -79,8 +79,8 @@ def test_command_line_refuses_what_it_does_not_know() -> None:
     assert run("--listen", "127.0.0.1:7").returncode == 3
     assert run().returncode == 4
     refused = run("--insecure")
-    assert (refused.returncode, "lockstep-reward: error: INVALID_INPUT: port in use" in refused.stderr) == (1, True)
-    assert "Traceback" not in refused.stderr
+    assert (refused.returncode, "lockstep-reward: error: INVALID_INPUT: port in use" in refused.stderr) == (2, True)
+    assert refused.stderr.endswith("port in use\n") and "Traceback" not in refused.stderr
     assert run("--lisen", "x").returncode == 2
     assert ServeOptions("a:1", False).listen == "a:1"
 

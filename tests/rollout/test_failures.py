@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import Reason
+from services.common.config.rollout.section import RolloutConfig
+from services.common.errors import InvalidInput, Reason
 from services.rollout import failures
+from services.rollout.arguments import check_draft
 
 GENERIC = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 FULL = (
@@ -42,3 +44,26 @@ def test_a_terminal_has_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "own_log", lambda: "")
     assert failures.log_size() == 0
     assert failures.start_failure(GENERIC, 0).message.endswith("Failed core proc(s): {}")
+
+
+def test_an_engine_that_dies_later_is_explained_too(log: Path) -> None:
+    begin = failures.log_size()
+    assert failures.cause_of_death(begin) == f"; its log is {log}"  # it was killed, and says nothing
+    with log.open("a") as file:
+        file.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+        file.write("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n")
+    told = failures.cause_of_death(begin)
+    assert told.startswith(": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.; lower rollout.engine.")
+    assert told.endswith(f"; its log is {log}")
+
+
+def test_a_head_that_is_not_there_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    def config(draft: Path) -> RolloutConfig:
+        return RolloutConfig.model_validate({"speculation": {"kind": "eagle3", "draft": str(draft)}})
+
+    with pytest.raises(InvalidInput, match=f"^rollout.speculation.draft {tmp_path}: host .* has no such") as refused:
+        check_draft(config(tmp_path))
+    assert refused.value.metadata["field"] == "rollout.speculation.draft"
+    (tmp_path / "config.json").write_text("{}")
+    check_draft(config(tmp_path))
+    check_draft(RolloutConfig())

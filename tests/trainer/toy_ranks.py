@@ -6,6 +6,7 @@ import signal
 import sys
 
 from services.common import process
+from services.common.rpc.command import REFUSED
 from services.trainer.ranks import launcher
 
 EXIT_CODE = 5
@@ -18,9 +19,10 @@ def _end(*_: object) -> None:
 
 
 def work() -> None:
-    """Prints who this rank is, and waits; rank 0 ends with a code of its own when it is asked to."""
+    """Prints who this rank is, and waits; rank 0 ends with a code of its own when it is asked to, or as refused."""
     if os.environ["RANK"] == "0":
         signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(REFUSED))
     says = {"pid": os.getpid(), **{name: os.environ[name] for name in NAMES}}
     os.write(1, f"{json.dumps(says)}\n".encode())
     while True:

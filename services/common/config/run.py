@@ -11,6 +11,7 @@ from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation.best import BestConfig, check_best
 from services.common.config.evaluation.section import EvaluationConfig, check_evaluation
+from services.common.config.multiples import nearest_multiples
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import Placement, check_placement
 from services.common.config.restart import RestartConfig
@@ -239,7 +240,8 @@ class Config(AnyRun):
             if groups % minibatches:
                 raise ValueError(
                     f"data.prompts_per_step {groups} must be divisible by {name}.num_minibatches {minibatches}; "
-                    f"nearest: {max(1, round(groups / minibatches)) * minibatches}"
+                    f"nearest: {nearest_multiples(groups, minibatches)}, or set num_minibatches to a divisor of "
+                    f"{groups}"
                 )
             samples = groups // minibatches * self.rollout.completions_per_prompt
             if samples < samples_at_once(model):

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import NAME
 from services.common.config.data import FilesConfig
 from services.common.config.evaluation.best import EvaluationFrequency, check_best
+from services.common.config.multiples import nearest_multiples
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.restart import RestartConfig
 from services.common.config.run import AnyRun, CheckpointConfig, TimeoutsConfig, WeightsConfig
@@ -133,7 +134,7 @@ class SftConfig(AnyRun):
         if samples % minibatches:
             raise ValueError(
                 f"data.samples_per_step {samples} must be divisible by trainer.num_minibatches {minibatches}; "
-                f"nearest: {max(1, round(samples / minibatches)) * minibatches}"
+                f"nearest: {nearest_multiples(samples, minibatches)}, or set num_minibatches to a divisor of {samples}"
             )
         if samples // minibatches < (fewest := samples_at_once(self.trainer)):
             raise ValueError(

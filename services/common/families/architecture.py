@@ -169,6 +169,11 @@ def read_content(model_path: str | Path) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
+def mixes_layers(content: Mapping[str, object]) -> bool:
+    """Returns whether a model's config has dense layers between layers of experts, which an Architecture cannot say."""
+    return bool(content.get("mlp_only_layers")) or content.get("decoder_sparse_step", 1) != 1
+
+
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:
     """Returns the architecture that a model's config describes; errors name `source`, where the config is from.
 
@@ -189,7 +194,7 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
         raise InvalidInput(
             f"model: {source} is of model_type {model_type!r}; known are {', '.join(FAMILIES)}", field="model"
         )
-    if content.get("mlp_only_layers") or content.get("decoder_sparse_step", 1) != 1:
+    if mixes_layers(content):
         raise InvalidInput(
             f"model: {source} mixes dense layers and experts (mlp_only_layers, decoder_sparse_step)", field="model"
         )

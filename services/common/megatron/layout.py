@@ -187,13 +187,14 @@ def _broken_rules(
 ) -> _Problems:
     yield from _sizes(megatron, num_ranks)
     layout = Layout.of(megatron, num_ranks)
+    if architecture is not None:
+        yield from _tensor_parallel(layout, architecture)
     if max_tokens is not None:
         yield from _tokens(layout, max_tokens)
     yield from _pass_through(megatron)
     yield from _gradient_dtype(megatron)
     yield from _optimizer(megatron)
     if architecture is not None:
-        yield from _tensor_parallel(layout, architecture)
         yield from _pipeline(layout, architecture)
         yield from (_experts if architecture.num_experts else _no_experts)(megatron, architecture)
 
@@ -246,7 +247,8 @@ def _tokens(layout: Layout, max_tokens: int) -> _Problems:
         yield (
             "trainer.max_tokens_per_microbatch",
             f"{max_tokens} must be a multiple of {parts} = {layout.align}, to which sequences are padded; nearest "
-            f"legal: {_nearest(max_tokens, lambda n: n % layout.align == 0, max_tokens + layout.align)}",
+            f"legal: {_nearest(max_tokens, lambda n: n % layout.align == 0, max_tokens + layout.align)}"
+            + ("; TP must also divide the model's attention heads" if layout.tp > 1 else ""),
         )
 
 

@@ -18,6 +18,9 @@ from services.common.telemetry.metrics_server import Metrics, Page
 from services.common.telemetry.otel import Otel
 from services.common.telemetry.trace import NO_TRACE, Trace
 
+REFUSED = 2
+"""Exit code after a line with an error's reason, and of wrong options."""
+
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -89,8 +92,9 @@ def serve_from_command_line(
 
 @contextmanager
 def exit_on_error(service: str) -> Generator[None]:
-    """Exits with one line about an error of Lockstep that the block raises, and code 1."""
+    """Exits with one line about an error of Lockstep that the block raises, and code 2."""
     try:
         yield
     except LockstepError as error:
-        sys.exit(f"lockstep-{service}: error: {error.reason}: {error.message}")
+        sys.stderr.write(f"lockstep-{service}: error: {error.reason}: {error.message}\n")
+        sys.exit(REFUSED)

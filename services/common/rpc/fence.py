@@ -6,6 +6,7 @@ makes the caller's token the only one that the service accepts, and the token be
 With LEASE_HEADER it also says for how many seconds a service keeps the run open without a call of this coordinator.
 """
 
+import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterable
@@ -15,6 +16,8 @@ from contextvars import ContextVar
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.lease import Lease
 from services.common.telemetry.context import scoped
+
+log = logging.getLogger(__name__)
 
 HEADER = "lockstep-fencing-token"
 LEASE_HEADER = "lockstep-lease-s"
@@ -81,6 +84,9 @@ class Fence:
         if token in self._runs:
             self.require()
         lease_s = _parsed_lease()
+        if self._token not in ("", token):
+            line = "run %s is opened; the coordinator that opened run %s before is refused from now on"
+            log.info(line, run_id, self._runs[self._token])
         self._token, self._runs[token] = token, run_id
         self.lease.begin(lease_s)
 

@@ -15,6 +15,7 @@ import logging
 import secrets
 import socket
 import threading
+from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 # A client must prove the secret and send its first bytes within this time.
 _SILENCE_S = 10.0
+# Secrets that are remembered after they were replaced, to tell members of earlier runs from strangers in the log.
+_NUM_REPLACED = 16
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class ServedStore:
             master_listen_fd=inside.detach(),
         )
         self.address = StoreAddress(host, outside.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
+        self._replaced: deque[bytes] = deque(maxlen=_NUM_REPLACED)
         self._admitted: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         serving = self._serve(outside)
@@ -80,6 +84,7 @@ class ServedStore:
 
     def renew(self) -> StoreAddress:
         """Replaces the secret and closes all connections that the old secret admitted."""
+        self._replaced.append(self.address.secret)
         self.address = replace(self.address, secret=secrets.token_bytes(NONCE_BYTES))
         self._loop.call_soon_threadsafe(self._end_connections)
         return self.address
@@ -106,24 +111,26 @@ class ServedStore:
 
     async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         """Returns the greeting for TCPStore from a client that knows the secret; nothing from any other."""
+        host = writer.get_extra_info("peername")[0]
         async with asyncio.timeout(_SILENCE_S):
-            if await self._admits(reader, writer):
+            if await self._admits(reader, writer, host):
                 # Read the greeting whole: TCPStore closes the connection if it arrives in pieces.
                 return await reader.read(CHUNK_BYTES)
-        host = writer.get_extra_info("peername")[0]
-        log.warning("refused %s: it does not know the secret of this run's weight group", host)
         return b""
 
-    async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if await reader.read(1) != HELLO:
-            return False
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(nonce)
-        given = await reader.readexactly(NONCE_BYTES)
-        if not hmac.compare_digest(given, proof(self.address.secret, nonce)):
-            return False
-        writer.write(ACCEPTED)
-        return True
+    async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> bool:
+        nonce, given = secrets.token_bytes(NONCE_BYTES), b""
+        if await reader.read(1) == HELLO:
+            writer.write(nonce)
+            given = await reader.readexactly(NONCE_BYTES)
+        if hmac.compare_digest(given, proof(self.address.secret, nonce)):
+            writer.write(ACCEPTED)
+            return True
+        if any(hmac.compare_digest(given, proof(secret, nonce)) for secret in list(self._replaced)):
+            log.info("refused %s: it is a member of the weight group of a run that was replaced or has ended", host)
+        else:
+            log.warning("refused %s: it does not know the secret of this run's weight group", host)
+        return False
 
     async def _let_through(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, self._inside_port)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from services.common.errors import InvalidInput
-from services.common.families.architecture import read_architecture, read_content
+from services.common.families.architecture import mixes_layers, read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
 from services.coordinator.data.reading.hub import local_model
@@ -120,9 +120,9 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
 
 
 def _described(directory: Path, content: Mapping[str, Any]) -> str:
-    """Returns the family, and the number of parameters of a family that Lockstep can count."""
+    """Returns the family, and the number of parameters of a model whose parameters Lockstep can count."""
     model_type = str(content.get("model_type"))
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES or mixes_layers(content):
         return model_type
     return f"{model_type}, {read_architecture(directory).num_parameters / 1e6:.1f}M parameters"
 

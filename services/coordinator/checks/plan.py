@@ -13,7 +13,7 @@ from services.common.config.sft import SftConfig
 from services.common.config.streaming import most_tokens_per_minibatch, streams, tokens_per_block
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture, read_architecture, read_content
+from services.common.families.architecture import Architecture, mixes_layers, read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
@@ -46,11 +46,13 @@ def planned_architecture(config: AnyConfig) -> Architecture:
         NotFound: The model has no config.json on this host.
         InvalidInput: It is of no known family; the message says if it may be trained all the same.
     """
-    if config.trainer.strategy == "fsdp" and read_content(config.model).get("model_type") not in FAMILIES:
+    content = read_content(config.model)
+    is_other, is_mixed = content.get("model_type") not in FAMILIES, mixes_layers(content)
+    if config.trainer.strategy == "fsdp" and (is_other or is_mixed):
+        known = f"{', '.join(FAMILIES)} models only" if is_other else "models whose layers are all dense or all experts"
         raise InvalidInput(
-            f"plan estimates the memory of {', '.join(FAMILIES)} models only, and {config.model} is another. Strategy "
-            "fsdp can train most others: `lockstep run --dry-run` checks the config, and the trainer checks the model "
-            "when it opens it",
+            f"plan estimates the memory of {known}, and {config.model} is none. Strategy fsdp can train most others: "
+            "`lockstep run --dry-run` checks the config, and the trainer checks the model when it opens it",
             field="model",
         )
     return read_architecture(config.model)
@@ -270,7 +272,7 @@ def _table(*columns: str, title: str) -> Table:
 
 def _print_lines(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
 
 
 def _range(numbers: range) -> str:

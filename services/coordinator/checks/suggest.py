@@ -5,7 +5,7 @@ parallelism and the recomputation of activations. The order is reasoned and not 
 on-policy run take turns, so dedicated GPUs are idle half of the time and shared ones are not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -45,6 +45,25 @@ class Proposal:
     """Tokens that the KV cache of one engine holds."""
 
 
+@dataclass(frozen=True)
+class _Search:
+    """Holds the placements that fit, the number of legal ones, and those that break a rule, by the rule's message."""
+
+    found: list[Proposal]
+    num_legal: int
+    refused: Mapping[str, str]
+
+    def why_none(self, what: str) -> str:
+        """Returns why no placement fits `what`: memory, rules of the config, or both."""
+        advice = (
+            ": lower trainer.max_tokens_per_microbatch, or use more parallelism (trainer.strategy=megatron), LoRA or "
+            "offloading; docs/operations.md says how much each saves"
+        )
+        refusals = "; ".join(f"{placement}: {why}" for why, placement in self.refused.items())
+        memory = advice if self.num_legal else ""
+        return f"no placement fits {what}{memory}" + (f"; refused whatever the memory: {refusals}" if refusals else "")
+
+
 def parse_gpus(text: str) -> list[int]:
     """Returns the bytes of each GPU of a text such as 8x79, which is 8 GPUs of 79 GiB.
 
@@ -64,15 +83,32 @@ def proposals(args: Sequence[str], gpus: Sequence[int]) -> list[Proposal]:
         NotFound: The model has no config.json on this host.
         InvalidInput: The config is invalid, or the model is of no known family.
     """
+    return _search(args, gpus).found
+
+
+def _search(args: Sequence[str], gpus: Sequence[int]) -> "_Search":
+    """Tries the placements of the config in `args`; see `proposals`."""
     config = load(Config, [*args, "placement=disaggregated"])
     planned_architecture(config)
     own = started_ranks(config, Addresses())
-    placements = list(_placements(len(gpus), own_ranks=sum(own.values()) - own["trainer"]))
+    own_ranks = sum(own.values()) - own["trainer"]
+    refused: dict[str, str] = {}
+    num_legal = 0
     for extra in ([], [_RECOMPUTE]):
-        tried = (_fit([*args, *sizes, *extra], [*sizes, *extra], gpus) for sizes in placements)
-        if found := [proposal for proposal in tried if proposal]:
-            return found
-    return []
+        found: list[Proposal] = []
+        for sizes in _placements(len(gpus), own_ranks):
+            try:
+                proposal = _fit([*args, *sizes, *extra], [*sizes, *extra], gpus)
+            except InvalidInput as error:
+                refused.setdefault(error.message, " ".join(sizes))
+            else:
+                num_legal += 1
+                found += [proposal] if proposal else []
+        if found:
+            return _Search(found, num_legal, refused)
+    if len(gpus) < (least := 2 + own_ranks):
+        refused[f"it needs at least {least} GPUs"] = "placement=disaggregated"
+    return _Search([], num_legal, refused)
 
 
 def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) -> None:
@@ -84,12 +120,9 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     if not gpus:
         raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
     what = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {min(gpus) / _GIB:.0f} GiB"
-    found = proposals(args, gpus)
-    if not found:
-        raise InvalidInput(
-            f"no placement fits {what}: lower trainer.max_tokens_per_microbatch, or use more parallelism "
-            "(trainer.strategy=megatron), LoRA or offloading; docs/operations.md says how much each saves"
-        )
+    search = _search(args, gpus)
+    if not (found := search.found):
+        raise InvalidInput(search.why_none(what))
     table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
     for name in ("placement", "training GiB", "KV cache tokens"):
         table.add_column(name, justify="left" if name == "placement" else "right", overflow="fold")
@@ -99,7 +132,7 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     console.print(table)
     command = " ".join(["lockstep run", *args, *found[0].overrides])
     console.print("suggested:", highlight=False)
-    console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"  {command}", soft_wrap=True, highlight=False)
 
 
 def _placements(num_gpus: int, own_ranks: int) -> Iterator[list[str]]:
@@ -125,13 +158,14 @@ def _overrides(placement: str, num_ranks: int, num_replicas: int, size: int) -> 
 
 
 def _fit(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> Proposal | None:
-    """Returns the proposal if it is legal, every phase fits, and the KV cache holds a whole prompt group."""
-    try:
-        config = load(Config, args)
-        check_model(config)
-        split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)
-    except InvalidInput:
-        return None
+    """Returns the proposal if every phase fits, and the KV cache holds a whole prompt group.
+
+    Raises:
+        InvalidInput: The placement breaks a rule.
+    """
+    config = load(Config, args)
+    check_model(config)
+    split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)
     model, usable = planned_architecture(config), min(gpus) - _BESIDE_BYTES
     phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
     needed = {phase.name: phase.total for phase in phases}

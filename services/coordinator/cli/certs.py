@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from services.common.errors import InvalidInput
+from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
     from services.common.rpc.security.tls import Identity
@@ -70,4 +70,4 @@ def _show(identity: "Identity", directory: Path) -> None:
 
 
 def _print(line: str) -> None:
-    Console(soft_wrap=True, markup=False, highlight=False).print(line)
+    literal_console(soft_wrap=True, highlight=False).print(line)

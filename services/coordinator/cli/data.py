@@ -108,11 +108,10 @@ def _search_r1(
 
 
 def _show(report: "ConversionReport") -> None:
-    from rich.console import Console
-
     from services.coordinator.data.reading.bad_rows import NUM_NAMED
+    from services.coordinator.observe.console import literal_console
 
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = literal_console(soft_wrap=True, highlight=False)
     console.print(f"{report.dataset} from {report.source}")
     for split, path in report.files.items():
         held_out = ", held out of train" if split == "test" and report.num_held_out else ""

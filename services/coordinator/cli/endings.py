@@ -8,11 +8,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from rich.console import Console
-
 from services.common.errors import LockstepError, Reason
 from services.common.files.storage import storage_error
 from services.common.process import keep_files_private
+from services.coordinator.observe.console import literal_console
 
 # CPython's words where a thread cannot get memory or a place in a table of the kernel.
 _NO_THREAD = "can't start new thread"
@@ -62,8 +61,8 @@ class _Outliving:
 
 def print_error(line: str) -> None:
     """Prints a line on stderr."""
-    console = Console(stderr=True)
-    console.print(f"lockstep: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console = literal_console(stderr=True)
+    console.print(f"lockstep: {line}", style="red", highlight=False, soft_wrap=True)
 
 
 def to_null(stream: TextIO) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
-from rich.console import Console
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
@@ -18,6 +17,7 @@ from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
 from services.coordinator.cli.replicas import app as replicas_app
+from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
     from services.common.config.reading.any import AnyConfig
@@ -50,8 +50,8 @@ app.add_typer(certs_app(), name="certs")
 app.add_typer(replicas_app(), name="replicas")
 app.add_typer(remote_app())
 
-_console = Console()
-_errors = Console(stderr=True)
+_console = literal_console()
+_errors = literal_console(stderr=True)
 
 
 _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides; later ones win.")]
@@ -75,10 +75,11 @@ def run(
     from services.common.config.reading.load import load
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
+    from services.coordinator.checks.weights import check_weights
     from services.coordinator.observe.frontend import TerminalFrontend
     from services.coordinator.rl.session import run_session, show_outcome
 
-    services = addresses(given, is_operator=True)
+    services = addresses(given, is_operator=bool(coordinator))
     settings = load(Config, config)
     services.require_own(settings)
     if not coordinator:
@@ -89,6 +90,7 @@ def run(
         run_on_coordinator(coordinator, settings, services)
         return
     check_model(settings)
+    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, TerminalFrontend(_console)))
     show_outcome(outcome, _console)
@@ -101,6 +103,7 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
     from services.common.config.reading.load import load
     from services.common.config.sft import SftConfig
     from services.coordinator.checks.plan import check_model
+    from services.coordinator.checks.weights import check_weights
     from services.coordinator.sft.session import run_session, show_outcome
 
     services = addresses(given)
@@ -108,6 +111,7 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
     if dry_run:
         _check_only(settings, services)
     check_model(settings)
+    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, _console))
     show_outcome(outcome, _console)
@@ -127,11 +131,13 @@ def evaluate(
     from services.common.config.reading.load import load
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
+    from services.coordinator.checks.weights import check_weights
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
 
     services = addresses(given)
     settings = _with_model(eval_config(load(Config, config), checkpoint, out), services)
     check_model(settings)
+    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         evaluation = asyncio.run(eval_session(settings, services, _console))
     show_evaluation(evaluation, _console)

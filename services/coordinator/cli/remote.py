@@ -4,17 +4,17 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from typing_extensions import Unpack
 
 from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
     from services.common.config.run import Config
     from services.coordinator.daemon.client import Coordinator
     from services.coordinator.services.launch import Addresses
 
-_console = Console()
+_console = literal_console()
 _At = Annotated[
     str,
     typer.Option("--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of a running coordinator daemon."),

@@ -7,18 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import Unpack
 
+from services.common.errors import NotFound
 from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
     from services.coordinator.runs.replicas import ListedReplica
 
-_console = Console()
+_console = literal_console()
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of the run; with --coordinator, its name.")]
-_At = Annotated[str, typer.Option("--coordinator", help="HOST:PORT of the coordinator daemon that has the run.")]
+_At = Annotated[
+    str,
+    typer.Option(
+        "--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of the coordinator daemon that has the run."
+    ),
+]
 _Addresses = Annotated[list[str], typer.Argument(metavar="HOST:PORT...", help="Addresses of replicas.")]
 
 
@@ -55,6 +61,10 @@ def _change(run: str, at: str, given: Given, *, added: Sequence[str] = (), remov
                 return await daemon.change_replicas(run, added, removed)
             return await daemon.replicas(run)
 
+    if not at and not Path(run).is_dir():
+        raise NotFound(
+            f"{run} is no directory here; for a run of a coordinator, add --coordinator HOST:PORT", field="run"
+        )
     if at:
         found = asyncio.run(on_daemon())
     elif added or removed:

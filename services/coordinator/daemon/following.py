@@ -72,7 +72,7 @@ async def show_status(coordinator: Coordinator, name: str, console: Console) -> 
     console.print(_runs_table(runs, console.width))
     for run in runs:
         if run.error:
-            console.print(f"{run.name}: {run.error}", markup=False, soft_wrap=True)
+            console.print(f"{run.name}: {run.error}", soft_wrap=True)
 
 
 async def stop(coordinator: Coordinator, name: str, console: Console, *, now: bool) -> None:

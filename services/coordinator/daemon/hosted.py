@@ -54,6 +54,9 @@ class HostedRun(Reporter):
             self.state.error = "{}: {}".format(*described(error))
         else:
             outcome = self._session.result()
+            if self._run is None:  # it was finished before, and the loop has not begun
+                self._events = read_events(Path(self.state.run_dir), up_to=outcome.version)
+                self.state.version = outcome.version
             self.state.num_steps, is_done = outcome.num_steps, outcome.version >= outcome.num_steps
             self.state.state = pb.RUN_STATE_FINISHED if is_done else pb.RUN_STATE_STOPPED
             self.state.export_path = str(outcome.export_path or "")

@@ -15,6 +15,7 @@ from services.common.rpc.address import require_secure
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.rpc.server import NO_RUN, Context, service_info
 from services.coordinator.checks.plan import check_model
+from services.coordinator.checks.weights import check_weights
 from services.coordinator.daemon.history import is_news, read_events
 from services.coordinator.daemon.hosted import with_state
 from services.coordinator.daemon.logs import read_log
@@ -40,6 +41,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         config, given = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
         given.require_own(config)
         await asyncio.to_thread(check_model, config)
+        await asyncio.to_thread(check_weights, config, given)
         return pb.StartRunResponse(run=self._runs.start(config, given))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:

@@ -101,7 +101,7 @@ def show_replayed(replayed: Replayed, console: Console) -> None:
         return
     for one in replayed.differences:
         line = f"{one.what}: recorded {one.recorded}, now {one.now}"
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False)
     console.print(f"step {replayed.step}: {len(replayed.differences)} differences", style="red", highlight=False)
     console.print(f"logs in {replayed.directory / 'logs'}", soft_wrap=True, highlight=False)
 

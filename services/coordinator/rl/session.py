@@ -26,9 +26,11 @@ from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import warn_of_other_versions
 from services.coordinator.services.clients.trainer import Model
 from services.coordinator.services.closing import finish
+from services.coordinator.services.finished import outcome_if_finished
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.membership import following_replicas
 from services.coordinator.services.opening import Services, open_services
+from services.coordinator.services.restarts import Restarts
 from services.coordinator.services.running import Sessions, recorded_run, running_services
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -67,8 +69,10 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
     frontend.start()
     loaded, sessions = data or load_data(config, given), Sessions(config, given)
     while True:
-        with sessions.repeating():
-            async with _opened(sessions, given, frontend, loaded) as (run, context):
+        with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
+            if outcome := outcome_if_finished(run, frontend.say):
+                return outcome
+            async with _opened(run, sessions.restarts, given, frontend, loaded) as context:
                 loop = train_lagged if config.trainer.lag.versions else train
                 await loop(run, context)
                 return await finish(run, context.trainer)
@@ -76,20 +80,18 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
 
 @asynccontextmanager
 async def _opened(
-    sessions: Sessions[Config], given: Addresses, frontend: Frontend, data: Dataset | None
-) -> AsyncGenerator[tuple[Run, LoopContext]]:
-    """Opens the run and its services, and begins its loop."""
-    config, restarts = sessions.config, sessions.restarts
-    with recorded_run(config, frontend.console) as run:
-        async with running_services(run, given, restarts=restarts) as addresses:
-            frontend.say(f"run {run.run_id} in {config.run_dir}")
-            rewards, replicas = ", ".join(addresses.reward), ", ".join(addresses.rollout)
-            frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
-            async with (
-                open_services(run, addresses) as services,
-                following_replicas(run, services.rollout, restarts),
-            ):
-                yield run, _begin(run, services, data, frontend)
+    run: Run, restarts: Restarts, given: Addresses, frontend: Frontend, data: Dataset | None
+) -> AsyncGenerator[LoopContext]:
+    """Opens the run's services, and begins its loop."""
+    async with running_services(run, given, restarts=restarts) as addresses:
+        frontend.say(f"run {run.run_id} in {run.config.run_dir}")
+        rewards, replicas = ", ".join(addresses.reward), ", ".join(addresses.rollout)
+        frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
+        async with (
+            open_services(run, addresses) as services,
+            following_replicas(run, services.rollout, restarts),
+        ):
+            yield _begin(run, services, data, frontend)
 
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:

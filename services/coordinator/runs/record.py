@@ -135,17 +135,28 @@ class RunRecord:
         found = self.ledger.all(Kind.EVALUATED)
         return [{"version": metrics["version"], **in_order(metrics)} for metrics in found]
 
-    def set_aside_export(self, path: Path, version: int) -> bool:
-        """Returns whether `path` holds the policy of `version`. Renames an export of another version."""
+    @property
+    def export_path(self) -> Path:
+        """Returns the directory of the final policy."""
+        return (self.run_dir / "model").absolute()
+
+    def is_exported(self, version: int) -> bool:
+        """Returns whether `export_path` holds the policy of `version`."""
         exported = self.ledger.last(Kind.EXPORTED) or {"version": None}
-        if path.exists() and exported["version"] != version:
+        return exported["version"] == version and self.export_path.exists()
+
+    def set_aside_export(self, version: int) -> bool:
+        """Returns whether `export_path` holds the policy of `version`. Renames an export of another version."""
+        path = self.export_path
+        if path.exists() and not self.is_exported(version):
+            exported = self.ledger.last(Kind.EXPORTED) or {"version": None}
             with writing(path):
                 path.rename(path.with_name(f"{path.name}-{exported['version'] or 'before'}-{uuid.uuid4().hex[:8]}"))
         return path.exists()
 
-    def record_export(self, path: Path, version: int) -> None:
-        """Records that the policy of `version` was exported to `path`."""
-        self.ledger.record(Kind.EXPORTED, version, path=str(path))
+    def record_export(self, version: int) -> None:
+        """Records that the policy of `version` was exported to `export_path`."""
+        self.ledger.record(Kind.EXPORTED, version, path=str(self.export_path))
 
     def _batch_path(self, version: int) -> Path:
         return batch_path(self.run_dir, version)

@@ -30,11 +30,11 @@ async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
     """Exports the final policy if the run has done all its steps and `checkpoint.export_at_end` is set."""
     directory, export_path = run.config.run_dir, None
     if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
-        export_path = (directory / "model").absolute()
-        if not run.record.set_aside_export(export_path, run.version):
+        export_path = run.record.export_path
+        if not run.record.set_aside_export(run.version):
             with run.phase(Phase.CHECKPOINTING):
                 await trainer.export(str(export_path))
-            run.record.record_export(export_path, run.version)
+            run.record.record_export(run.version)
     return Outcome(directory, run.version, run.num_steps, run.record.evaluations(), export_path, run.checkpoints.best())
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.run import Run
 from services.coordinator.services.closing import close_run, finish
+from services.coordinator.services.finished import outcome_if_finished
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.restarts import Restarts
 from services.coordinator.services.running import Sessions, recorded_run, running_services
@@ -49,6 +51,8 @@ async def _run_once(
     with recorded_run(config, console) as run:
         if data is not None:
             use_rows(run, data.train)
+        if outcome := outcome_if_finished(run, partial(console.print, soft_wrap=True)):
+            return outcome
         async with (
             running_services(run, given, services=["trainer"], restarts=restarts) as addresses,
             _open_trainer(run, addresses, console) as trainer,

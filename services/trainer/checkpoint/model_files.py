@@ -4,16 +4,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from services.common.errors import InvalidInput
-from services.common.files.regular_files import is_there, parse_object, read_regular
+from services.common.files.regular_files import is_there
+from services.common.files.weight_files import INDEX, read_weight_map, shard_names
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-_ADAPTER = "adapter_config.json"
 # How safetensors names the dtypes of weights. Others are quantized, and their scales would be ignored.
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # A tensor in old checkpoints; transformers computes it from the config.
@@ -39,28 +38,16 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             missing or damaged, the index names what is not there, or other programs could read other weights from
             this directory. The message has the file.
     """
-    has_index, has_whole = (is_there(directory / name, field="model") for name in (_INDEX, _WHOLE))
-    if not has_index and not has_whole:
-        raise InvalidInput(f"model: {directory} has no {_WHOLE}", field="model")
-    shards = _read_index(directory / _INDEX) if has_index else {}
-    if has_whole and set(shards.values()) - {_WHOLE}:
-        raise InvalidInput(  # transformers reads the one, programs that know only the index the others
-            f"model: {directory} has both {_WHOLE} and {_INDEX}, which names other files; remove one of them",
-            field="model",
-        )
-    if is_there(directory / _ADAPTER, field="model"):
-        raise InvalidInput(  # where PEFT is installed, transformers adds the adapter to the weights
-            f"model: {directory} has {_ADAPTER}: merge the adapter into the weights, or remove it", field="model"
-        )
+    shards = read_weight_map(directory)
     stored: dict[str, Stored] = {}
-    for name in sorted(set(shards.values())) or [_WHOLE]:
+    for name in shard_names(shards):
         header = _read_header(directory / name)
         for tensor in sorted(stored.keys() & header.keys())[:1]:
             raise InvalidInput(f"model: {tensor} is in two files, {stored[tensor].file} and {name}", field="model")
         stored |= header
     for tensor, shard in shards.items():
         if tensor not in stored or stored[tensor].file != directory / shard:
-            raise InvalidInput(f"model: {directory / _INDEX}: {tensor} is not in {shard}", field="model")
+            raise InvalidInput(f"model: {directory / INDEX}: {tensor} is not in {shard}", field="model")
     return stored
 
 
@@ -158,16 +145,6 @@ def require_finite(tensors: Iterable[tuple[str, torch.Tensor]], directory: str) 
     for (name, _), is_finite in zip(named, are_finite, strict=True):
         if not is_finite:
             raise InvalidInput(f"model: {directory}: {name} has numbers that are not finite", field="model")
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    shards = parse_object(read_regular(index, field="model"), index, field="model").get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise InvalidInput(f"model: {index} has no weight_map", field="model")
-    for name in shards.values():
-        if not isinstance(name, str) or name.startswith("/") or ".." in PurePosixPath(name).parts:
-            raise InvalidInput(f"model: {index} names {name!r}, which is not a file in its directory", field="model")
-    return shards
 
 
 def _read_header(file: Path) -> dict[str, Stored]:

@@ -176,6 +176,7 @@ class Ranks:
                 await self._send(rank, [call_id, *message.pack()])
             phase = self._phase(name, arguments.get("role", "policy"))
             self._answering = asyncio.create_task(self._answers(name, call_id, phase, grace_s))
+            self._answering.add_done_callback(_retrieve)
             return await asyncio.shield(self._answering)
 
     async def _answers(
@@ -271,6 +272,12 @@ def _untyped_answer(rank: int, error: BaseException, role: str) -> Message:
     message = f"rank {rank} on {host}: {type(error).__name__}: {error}{memory_advice(error, role)}"
     metadata = {"rank": str(rank), "host": host, "traceback": trace}
     return Message({"error": {"class": None, "message": message, "metadata": metadata}})
+
+
+def _retrieve(answering: asyncio.Task[list[Message]]) -> None:
+    """Retrieves the error, which asyncio would log if the call was canceled. The ranks have logged it."""
+    if not answering.cancelled():
+        answering.exception()
 
 
 def _rebuild(error: dict[str, Any]) -> LockstepError:

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.common.memory.host import killed_hint
 from services.common.process import configure_logging, exit_with, import_before_fork
+from services.common.rpc.command import REFUSED
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     for rank in ranks:
         rank.kill()
         rank.join()
-    if first.exitcode:
+    if first.exitcode and (first is not ranks[0] or first.exitcode != REFUSED):  # rank 0 has said why it was refused
         hint = f"; {killed_hint('trainer.max_tokens_per_microbatch')}" if first.exitcode == -signal.SIGKILL else ""
         log.error("%s ended with exit code %d; all other ranks were ended%s", first.name, first.exitcode, hint)
     return first.exitcode if first.exitcode >= 0 else 1

@@ -140,12 +140,12 @@ CROSS_FIELD = {
     ),
     "groups divide": (
         ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
-        ["nearest: 12"],
+        ["nearest: 8 or 12, or set num_minibatches to a divisor of 11"],
         ["data.prompts_per_step=12", "trainer.num_minibatches=4"],
     ),
     "groups divide, fewer than mini-batches": (
         ["data.prompts_per_step=3", "trainer.num_minibatches=8"],
-        ["nearest: 8"],
+        ["nearest: 8, or"],
         ["data.prompts_per_step=8", "trainer.num_minibatches=8"],
     ),
     "a sample for every rank": (
@@ -180,7 +180,7 @@ CROSS_FIELD = {
     ),
     "the engine samples at what is trained at": (
         ["rollout.sampling.temperature=0.0099"],
-        ["rollout.sampling.temperature", "vLLM would sample at 0.01; set at least that"],
+        ["rollout.sampling.temperature", "vLLM would sample at 0.01; set at least that (from"],
         ["rollout.sampling.temperature=0.01"],
     ),
     "a temperature is finite": (

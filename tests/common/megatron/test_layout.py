@@ -69,7 +69,7 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
     ),
     "TP divides the heads": (
         (8, {TP: 4}, {MODEL: DENSE}),
-        [(8, {TP: 8}, {MODEL: DENSE})],
+        [(8, {TP: 8}, {MODEL: DENSE, TOKENS: 1001})],  # and not the tokens, which would be the next rule
         ["tensor_model_parallel_size 8", "num_attention_heads 12", "nearest legal: 4"],
     ),
     "TP divides the hidden size": (
@@ -153,7 +153,7 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
     "micro-batches divide by TP": (
         (4, {TP: 4}, {TOKENS: 1004}),
         [(4, {TP: 4}, {TOKENS: 1002})],
-        ["trainer.max_tokens_per_microbatch 1002", "multiple of TP = 4", "nearest legal: 1000 or 1004"],
+        ["trainer.max_tokens_per_microbatch 1002", "TP = 4", "legal: 1000 or 1004; TP must also divide", "heads"],
     ),
     "micro-batches divide by TP x 2 x CP": (
         (4, {TP: 2, CP: 2}, {TOKENS: 1000}),

@@ -1,5 +1,6 @@
 """Tests that only the coordinator that opened a service last is answered."""
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -44,6 +45,15 @@ def test_who_was_replaced_does_not_come_back(fence: Fence):
         fence.take_over("a")
     with caller("second"):
         fence.require()
+
+
+def test_one_line_of_the_log_says_who_is_replaced(fence: Fence, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    with caller("third"):
+        fence.take_over("c")
+        fence.take_over("c")
+    line = "run c is opened; the coordinator that opened run b before is refused from now on"
+    assert caplog.messages == [line]
 
 
 def test_a_resumed_coordinator_takes_over_its_own_run(fence: Fence):

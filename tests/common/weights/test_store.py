@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import re
 import secrets
 import socket
@@ -125,7 +126,8 @@ def test_the_way_of_a_member_is_closed_to_other_processes_of_its_host(store) -> 
             socket.create_connection((HOST, member.port), PATIENCE_S).close()
 
 
-def test_a_secret_is_of_one_run(store) -> None:
+def test_a_secret_is_of_one_run(store, caplog) -> None:
+    caplog.set_level(logging.INFO)
     before = store.address
     member = StoreClient(before, PATIENCE_S)
     assert member.get("digest") == b"secret of the run"
@@ -137,6 +139,9 @@ def test_a_secret_is_of_one_run(store) -> None:
     with pytest.raises(dist.DistError):
         member.get("digest")
     assert StoreClient(now, PATIENCE_S).get("digest") == b"secret of the run"
+    # A member of the run before is no stranger.
+    (refused,) = [record for record in caplog.records if "refused" in record.message]
+    assert (refused.levelname, "a run that was replaced or has ended" in refused.message) == ("INFO", True)
 
 
 def test_only_the_given_address_listens(store) -> None:

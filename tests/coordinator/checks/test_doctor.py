@@ -1,6 +1,7 @@
 """Tests `lockstep doctor`: every check passes on this host and fails on the problem that it looks for."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -212,6 +213,22 @@ def test_model_and_data(tmp_path: Path) -> None:
     megatron = {"strategy": "megatron", "num_ranks": 64, "megatron": {"tensor_model_parallel_size": 64}}
     model, _ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
     assert_fails(model, FAIL, "tensor_model_parallel_size 64", "strategy")
+
+
+def test_a_model_without_all_its_weights_fails(tmp_path: Path) -> None:
+    def examined(directory: Path, given: Addresses) -> Finding:
+        found, *_ = examine_inputs(make_config(model=str(directory)), given)
+        return found
+
+    model = Path(shutil.copytree(ROOT / "deploy" / "quickstart" / "model", tmp_path / "snapshots" / "model"))
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    assert_fails(examined(model, Addresses()), FAIL, f"{weights} is not a whole safetensors file", "model")
+    assert examined(model, Addresses(trainer="a:1")).verdict is OK  # the trainer's host has its own copy
+    weights.unlink()
+    assert examined(model, Addresses()).verdict is OK  # in the Hub's cache: the run downloads them
+    model = model.rename(tmp_path / "model")
+    assert_fails(examined(model, Addresses()), FAIL, f"{model} has no model.safetensors", "model")
 
 
 def test_rows_of_a_supervised_run(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ def test_a_model_of_any_family(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"model_type": "olmo2"}))
     data = write(tmp_path / "a.jsonl", prompt="1", answer="2")
     assert "  # olmo2\n" in starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
+    mixed = content | {"mlp_only_layers": [0]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(mixed))
+    assert "  # qwen3\n" in starting_config(tmp_path / "model", data, Path("y.yaml"), num_gpus=0)
 
 
 def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:

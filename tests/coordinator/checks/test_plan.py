@@ -16,7 +16,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.checks.plan import check_model, show_plan
 from services.coordinator.cli.main import app, main
-from tests.coordinator.checks.small_models import DENSE, make, sizes, write
+from tests.coordinator.checks.small_models import DENSE, MOE, make, sizes, write
 
 
 def shown(config: Config, width: int = 80) -> str:
@@ -173,6 +173,15 @@ def test_a_model_of_another_family_needs_no_plan_with_fsdp(tmp_path: Path) -> No
     (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
     check_model(config)
     with pytest.raises(InvalidInput, match="fsdp can train most others: `lockstep run --dry-run`"):
+        shown(config)
+
+
+def test_a_model_of_dense_layers_and_experts_is_only_not_estimated_with_fsdp(tmp_path: Path) -> None:
+    config, _ = make(write(tmp_path / "model", MOE), strategy="fsdp")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MOE | {"mlp_only_layers": [0]}))
+    check_model(config)
+    words = "plan estimates the memory of models whose layers are all dense or all experts, .* can train most others"
+    with pytest.raises(InvalidInput, match=words):
         shown(config)
 
 

@@ -100,6 +100,20 @@ def test_a_proposal_is_a_config_that_fits_and_the_next_bigger_need_is_none(args:
     assert own[0][1:] == ["trainer.num_ranks=2", "rollout.num_replicas=4", "rollout.tensor_parallel_size=1"]
 
 
+def test_a_placement_that_a_rule_refuses_is_not_said_to_be_too_large(args: list[str]):
+    def refused(*more: str) -> str:
+        return str(CliRunner().invoke(app, ["plan", *args, *more]).exception)
+
+    lag = ("trainer.lag.versions=1", "trainer.loss.old_logprobs=engine")
+    message = refused(*lag, "--gpus", "1x500")
+    assert "no placement fits 1 GPU of 500 GiB; refused whatever the memory: placement=colocated" in message
+    assert "set trainer.lag.versions 0, or placement disaggregated" in message
+    assert "placement=disaggregated: it needs at least 2 GPUs" in message and "lower" not in message
+    message = refused(*lag, "--gpus", "2x20")
+    assert "lower trainer.max_tokens_per_microbatch" in message and "set trainer.lag.versions 0" in message
+    assert "refused" not in refused("--gpus", "8x20")
+
+
 def test_activations_are_recomputed_where_nothing_fits_without(args: list[str]):
     found = proposals([*args, "trainer.gradient_checkpointing=false"], [79 * GIB] * 8)
     assert found and all("trainer.gradient_checkpointing=true" in proposal.overrides for proposal in found)

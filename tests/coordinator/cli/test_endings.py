@@ -156,3 +156,22 @@ async def test_a_damaged_line_does_not_block_a_resume(tmp_path: Path, fakes: Fak
     path.write_bytes(path.read_bytes().replace(b"entropy", b"entr\xffpy", 1))
     code, errors = await (await Run.start(tmp_path, fakes, f"num_steps={NUM_STEPS + 1}")).end()
     assert (code, run.steps) == (0, [*ALL_STEPS, NUM_STEPS + 1]), errors
+
+
+async def test_a_finished_run_opens_no_service_unless_something_is_due(tmp_path: Path, fakes: Fakes):
+    async def again(*overrides: str) -> tuple[bytes, int]:
+        run = await Run.start(tmp_path, fakes, *overrides)
+        assert run.process.stdout
+        output = await asyncio.wait_for(run.process.stdout.read(), PATIENCE_S)
+        assert (await run.end())[0] == 0 and run.steps == ALL_STEPS
+        return output, len(fakes.trainer.closed)
+
+    _, num_opened = await again()
+    output, still_opened = await again()
+    assert still_opened == num_opened
+    assert output.startswith(b"run already has its 3 steps; raise num_steps or use another name\n"), output
+    assert b"3 steps done. Files in" in output and b"grad norm" not in output
+    exported = tmp_path / "runs" / "run" / "model"
+    exported.rename(tmp_path / "model")
+    assert (await again())[1] == num_opened + 1 and exported.is_dir()
+    assert (await again("checkpoint.export_at_end=false"))[1] == num_opened + 1

@@ -1,13 +1,20 @@
 """Tests what the command says about itself."""
 
+import asyncio
+import os
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, NotFound
+from services.common.rpc.security.identities import Role
 from services.coordinator.cli import main
 from services.coordinator.cli.main import app
+from tests.common.rpc.tls_harness import Certificates, serve
+from tests.support import PATIENCE_S
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -21,9 +28,15 @@ def test_without_a_command_it_lists_the_commands() -> None:
     assert all(command in shown.output for command in ("run", "sft", "eval", "replay", "doctor", "plan", "config"))
 
 
-def test_the_daemons_address_may_be_in_the_environment() -> None:
-    asked = CliRunner().invoke(app, ["status"], env={"LOCKSTEP_COORDINATOR": "nowhere"})
+@pytest.mark.parametrize("command", [["status"], ["replicas", "list", "my-run"]])
+def test_the_daemons_address_may_be_in_the_environment(command: list[str]) -> None:
+    asked = CliRunner().invoke(app, command, env={"LOCKSTEP_COORDINATOR": "nowhere"})
     assert isinstance(asked.exception, InvalidInput) and "'nowhere' is not HOST:PORT" in str(asked.exception)
+
+
+def test_replicas_of_a_name_without_a_coordinator_are_not_looked_for() -> None:
+    asked = CliRunner().invoke(app, ["replicas", "list", "my-run"], env={"LOCKSTEP_COORDINATOR": ""})
+    assert isinstance(asked.exception, NotFound) and "my-run is no directory here" in str(asked.exception)
 
 
 def test_the_shell_completes_commands() -> None:
@@ -53,3 +66,32 @@ def test_another_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(main, "app", app)
     with pytest.raises(RuntimeError, match="a mistake"):
         main.main()
+
+
+def test_only_a_coordinator_runs_here(tmp_path: Path) -> None:
+    """Tests that an operator's certificate, which is for --coordinator, is refused before anything is made."""
+    tls = Certificates(tmp_path / "certificates").of(Role.OPERATOR)
+    started = CliRunner().invoke(app, ["run", "nothing.yaml", "--tls", str(tls)])
+    words = "is for the role operator, but must be for coordinator here; issue one with `lockstep certs issue coord"
+    assert isinstance(started.exception, InvalidInput) and words in str(started.exception)
+    sent = CliRunner().invoke(app, ["run", "nothing.yaml", "--tls", str(tls), "--coordinator", "127.0.0.1:1"])
+    assert "nothing.yaml" in str(sent.exception)
+
+
+async def test_a_failed_handshake_is_one_line(tmp_path: Path) -> None:
+    """Tests that gRPC's own log lines do not come before the error, unless they are asked for."""
+    ours, other = Certificates(tmp_path / "ours"), Certificates(tmp_path / "other")
+    server, address = await serve(ours.of(Role.COORDINATOR))
+    command = [sys.executable, "-m", "services.coordinator", "status", "--coordinator", address]
+    command += ["--tls", str(other.of(Role.OPERATOR))]
+
+    async def said(**environment: str) -> str:
+        inherited = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stderr=asyncio.subprocess.PIPE, env=inherited | environment
+        )
+        return (await asyncio.wait_for(process.communicate(), PATIENCE_S))[1].decode()
+
+    assert (await said()).startswith("lockstep: error: BAD_CERTIFICATE")
+    assert "Handshake failed" in await said(GRPC_VERBOSITY="INFO")
+    await server.grpc.stop(None)

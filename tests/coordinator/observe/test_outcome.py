@@ -3,9 +3,12 @@
 import io
 from pathlib import Path
 
-from rich.console import Console
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.coordinator.checks.doctor.finding import Finding, show_findings
+from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.outcome import Outcome, show
+from services.coordinator.rl.eval_session import Evaluation, show_evaluation
 
 
 def test_a_number_that_only_one_of_the_evaluations_has_is_shown() -> None:
@@ -14,14 +17,29 @@ def test_a_number_that_only_one_of_the_evaluations_has_is_shown() -> None:
         {"version": 2, "eval/test/reward": 0.5, "eval/test/failed": 3.0},
     ]
     output = io.StringIO()
-    show(Outcome(Path("runs/run"), 2, 2, evaluations, None), {}, Console(file=output, width=80), number=".2f")
+    show(Outcome(Path("runs/run"), 2, 2, evaluations, None), {}, literal_console(file=output, width=80), number=".2f")
     rows = [line.replace("│", " ").split() for line in output.getvalue().splitlines()]
     assert ["test/reward", "0.25", "0.50"] in rows
     assert ["test/failed", "-", "3.00"] in rows
 
 
+NAMES = ("reward[level=1]", "[a]", "[/b]", ":key:")
+
+
+def test_names_are_shown_as_they_are() -> None:
+    output = io.StringIO()
+    console = literal_console(file=output, width=120)
+    metrics = {"version": 1, **{f"eval/test/{name}": 0.5 for name in NAMES}}
+    show(Outcome(Path("runs/[a]"), 1, 1, [metrics], None), {}, console, number=".2f")
+    show_evaluation(Evaluation(PolicyStamp(), {f"eval/[/b]/{name}": 0.5 for name in NAMES}, Path("runs/[a]")), console)
+    show_findings([Finding(name, name, fix=name) for name in NAMES], console)
+    shown = output.getvalue()
+    assert all(shown.count(name) >= 5 for name in NAMES), shown
+    assert "Files in runs/[a]:" in shown and "are in runs/[a]\n" in shown and "fix: [/b]" in shown
+
+
 def test_the_best_checkpoint_is_named() -> None:
     output = io.StringIO()
     outcome = Outcome(Path("runs/run"), 9, 9, [], None, {"version": 6, "eval/test/reward": 0.5})
-    show(outcome, {"logs/": "logs"}, Console(file=output, width=80), number=".2f")
+    show(outcome, {"logs/": "logs"}, literal_console(file=output, width=80), number=".2f")
     assert "  checkpoints/step-000006      the best checkpoint, by checkpoint.keep_best\n" in output.getvalue()

@@ -135,14 +135,14 @@ async def test_the_critics_last_checkpoint_outlives_a_save_that_fails(open_again
 
 async def test_an_export_of_another_version_is_kept_aside(open_again: Callable[[], Run]) -> None:
     run = open_again()
-    path = run.config.run_dir / "model"
+    path = run.record.export_path
     run.begin(3, [])
-    assert not run.record.set_aside_export(path, run.version)
+    assert not run.record.set_aside_export(run.version)
     path.mkdir()
-    run.record.record_export(path, run.version)
-    assert run.record.set_aside_export(path, run.version)
+    run.record.record_export(run.version)
+    assert run.record.set_aside_export(run.version)
     run.begin(6, [])
-    assert not run.record.set_aside_export(path, run.version)
+    assert not run.record.set_aside_export(run.version)
     assert [old.name.rpartition("-")[0] for old in path.parent.glob("model-*")] == ["model-3"]
 
 

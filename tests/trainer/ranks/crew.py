@@ -32,6 +32,7 @@ class FakeWorker:
         self.entered = threading.Event()
         self.writers = threading.Event()
         self.write_error: Exception | None = None
+        self.join_error: Exception | None = None
         self.block_error: Exception | None = None
         self.added, self.dropped = threading.Event(), threading.Event()
         self.crash_error: BaseException = ZeroDivisionError("boom")
@@ -55,6 +56,12 @@ class FakeWorker:
     def refuse_while_another_hangs(self) -> None:
         self.refuse()
         self.gate.wait()
+
+    @rank_command
+    def refuse_at_the_gate(self) -> None:
+        self.entered.set()
+        self.gate.wait()
+        self.refuse()
 
     @rank_command
     def crash(self) -> None:
@@ -121,6 +128,10 @@ class FakeWorker:
 
     @rank_command
     def join(self, **_: Any) -> Message:
+        self.entered.set()
+        self.gate.wait()
+        if self.join_error is not None:
+            raise self.join_error
         return Message({"plan_digest": "p"})
 
     @rank_command

@@ -1,6 +1,7 @@
 """Tests commands to all ranks, over real ZeroMQ, with workers that do as the test says."""
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -95,6 +96,19 @@ async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
     async with asyncio.timeout(PATIENCE_S):
         assert [answer.body["value"] for answer in await after] == [2, 2]
     assert crew.workers[0].calls == ["train"]
+
+
+async def test_error_of_a_canceled_call_is_nobodys(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
+    crew.close_gates()
+    call = asyncio.create_task(crew.ranks.call(FakeWorker.refuse_at_the_gate))
+    await asyncio.to_thread(crew.workers[1].entered.wait)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    crew.open_gates()
+    await crew.ranks.call(FakeWorker.echo, value=2)
+    gc.collect()  # asyncio logs an error that nobody retrieved when its task is freed
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def answer_strangely(address: RanksAddress) -> None:

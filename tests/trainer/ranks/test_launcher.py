@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.common.rpc import command as serve
-from services.common.rpc.command import ServeOptions
+from services.common.rpc.command import REFUSED, ServeOptions
 from services.trainer import command
 from services.trainer.ranks import rank
 from tests.support import PATIENCE_S, still_there
@@ -53,6 +53,12 @@ def test_rank_0_decides_how_a_trainer_ends_that_is_asked_to(started, ask: Callab
     ask(launcher.pid, signal.SIGTERM)
     assert launcher.wait(PATIENCE_S) == EXIT_CODE
     assert not still_there([rank["pid"] for rank in ranks], after_s=0)
+
+
+def test_nothing_follows_the_line_in_which_rank_0_says_why_it_is_refused(started) -> None:
+    launcher, ranks = started
+    os.kill(ranks[0]["pid"], signal.SIGUSR1)
+    assert (launcher.wait(PATIENCE_S), launcher.stderr.read()) == (REFUSED, "")
 
 
 def test_a_killed_launcher_leaves_no_rank(started) -> None:

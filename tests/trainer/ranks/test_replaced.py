@@ -7,8 +7,10 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
-from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
+from services.coordinator.services.clients.trainer import Trainer
+from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S
 from tests.trainer.ranks.crew import Service
 
@@ -38,6 +40,35 @@ async def test_who_was_replaced_changes_nothing_more(service: Service, tmp_path:
     request = pb.CloseRunRequest(run_id="s")
     await service.client.call(TrainerService.CloseRun, request, timeout_s=PATIENCE_S)  # late
     assert crew.workers[0].calls == ["send", "train", "close"]
+
+
+async def test_who_is_replaced_while_it_joins_is_told_so(service: Service) -> None:
+    """Tests that the coordinator hears who replaced it, and not that its members lost the store."""
+    crew = service.crew
+    crew.close_gates()
+    request = pb.JoinWeightGroupRequest()
+    request.group.epoch = 2
+    joining = asyncio.create_task(service.client.call(TrainerService.JoinWeightGroup, request, timeout_s=PATIENCE_S))
+    await asyncio.to_thread(crew.workers[1].entered.wait)
+    with new_token():
+        opening = asyncio.create_task(service.open("s"))
+    await service.version()  # the server has read what came before
+    for worker in crew.workers:
+        worker.join_error = Aborted("the trainer's store is gone")
+    crew.open_gates()
+    with pytest.raises(PreconditionFailed, match="run s was opened on this service and has replaced run r"):
+        await joining
+    await opening
+
+
+async def test_a_run_whose_trainer_has_lost_it_hears_how_to_go_on(service: Service) -> None:
+    await service.client.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id="r"), timeout_s=PATIENCE_S)
+    trainer = Trainer(service.client.address, make_config())
+    words = f"the trainer at {service.client.address} has no run open: .* the same command resumes the run"
+    with pytest.raises(PreconditionFailed, match=words) as caught:
+        await trainer.send(1, 0)
+    assert caught.value.reason is Reason.RUN_NOT_OPEN
+    await trainer.close()
 
 
 async def test_roles_share_a_token_and_a_resumed_coordinator_keeps_what_is_held(service: Service) -> None:

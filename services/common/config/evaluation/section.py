@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
 from services.common.config.evaluation.best import EvaluationFrequency
-from services.common.config.rollout.section import RolloutConfig, Temperature
+from services.common.config.rollout.section import EvalTemperature, RolloutConfig
 
 
 class EvalSetConfig(Strict):
     """Says how one set of data.eval is sampled and reported; by default with one greedy completion per prompt."""
 
-    temperature: Temperature = 0.0
+    temperature: EvalTemperature = 0.0
     """Sampling temperature: 0 for greedy decoding, or at least 0.01."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: keep only the most probable tokens whose probabilities sum up to this; 1 keeps all."""

@@ -22,7 +22,8 @@ def load_any(args: Sequence[str]) -> AnyConfig:
     Raises:
         InvalidInput: See `services.common.config.reading.load.load`.
     """
-    tree, origin = read(args)
+    # Tables that both kinds of runs have are of the same classes.
+    tree, origin = read(Config, args)
     data = tree.get("data")
     is_supervised = "reward" not in tree and isinstance(data, dict) and "samples_per_step" in data
     return validate(SftConfig if is_supervised else Config, tree, origin)

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from services.common.config.reading.read_yaml import MAX_DEPTH, parse_yaml
 from services.common.config.reading.suggest import suggest
+from services.common.config.reading.tables import is_replaced, models_of, open_tables
 from services.common.config.reading.words import in_words
 from services.common.errors import InvalidInput, Reason
 
@@ -38,23 +39,25 @@ def load(model: type[Model], args: Sequence[str]) -> Model:
         InvalidInput: A file is missing or not YAML, a key is unknown, or a value is invalid. The message names the key
             and where it was set.
     """
-    tree, origin = read(args)
+    tree, origin = read(model, args)
     return validate(model, tree, origin)
 
 
-def read(args: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def read(model: type[BaseModel], args: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Merges `args` as `load` does, without validation. Returns the tree of values and the source of each.
+
+    Tables are merged key by key. One of several kinds is replaced by one of another kind, and a table of entries with
+    free names by an empty one.
 
     Raises:
         InvalidInput: A file is missing or not YAML.
     """
-    tree: dict[str, Any] = {}
-    origin: dict[str, str] = {}
+    merged = _Merged(frozenset(open_tables(model)), {}, {})
     for arg in args:
         is_override = "=" in arg and not os.path.exists(arg)  # Path.exists raises if arg is too long for a path
         part = _parse_override(arg) if is_override else _read_yaml(Path(arg))
-        _merge(tree, part, origin, source="command line" if is_override else arg)
-    return tree, origin
+        merged.add(merged.tree, part, source="command line" if is_override else arg)
+    return merged.tree, merged.origin
 
 
 def parse_json(model: type[Model], text: str) -> Model:
@@ -77,7 +80,7 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
     """
     listed = {} if listed is None else listed
     for name, field in model.model_fields.items():
-        nested = _models_of(field.annotation)
+        nested = models_of(field.annotation)
         if len(nested) == 1 and isinstance(field.annotation, type):
             listed[nested[0]] = prefix + name
             yield from keys(nested[0], f"{prefix}{name}.", listed)
@@ -123,7 +126,7 @@ def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
     origin = get_origin(annotation)
     if origin is dict:
         return f"{name}.<name>."
-    is_one_of_several = origin is tuple or len(_models_of(annotation)) > 1
+    is_one_of_several = origin is tuple or len(models_of(annotation)) > 1
     return f"{name}[{_kind_of(option)}]." if is_one_of_several else f"{name}."
 
 
@@ -158,20 +161,29 @@ def _parse_override(arg: str) -> Mapping[str, Any]:
     return value
 
 
-def _merge(tree: dict[str, Any], part: Mapping[str, Any], origin: dict[str, str], *, source: str, at: str = "") -> None:
-    """Merges `part` into `tree`; `origin` gets the source of every value that is not a table."""
-    for name, value in part.items():
-        path = f"{at}{name}"
-        if isinstance(value, dict) and isinstance(tree.get(name), list):
-            raise InvalidInput(f"{path} is a list, which can only be set as a whole: {path}=[...]", field=path)
-        if not isinstance(value, dict) or not isinstance(tree.get(name), dict):
-            for replaced in [key for key in origin if key == path or key.startswith(f"{path}.")]:
-                del origin[replaced]
-            tree[name] = {} if isinstance(value, dict) else value
-        if isinstance(value, dict) and value:
-            _merge(tree[name], cast(dict[str, Any], value), origin, source=source, at=path + ".")
-        else:
-            origin[path] = source
+@dataclass(frozen=True)
+class _Merged:
+    """Merges values; `origin` has the source of each that is not a table. See `tables` for `open_paths`."""
+
+    open_paths: frozenset[str]
+    tree: dict[str, Any]
+    origin: dict[str, str]
+
+    def add(self, tree: dict[str, Any], part: Mapping[str, Any], *, source: str, at: str = "") -> None:
+        """Merges `part` into `tree`, the table at `at`."""
+        for name, value in part.items():
+            path, before = f"{at}{name}", tree.get(name)
+            is_kept = isinstance(before, dict) and not is_replaced(path, cast(Any, before), value, self.open_paths)
+            if isinstance(value, dict) and isinstance(before, list):
+                raise InvalidInput(f"{path} is a list, which can only be set as a whole: {path}=[...]", field=path)
+            if not is_kept:
+                for replaced in [key for key in self.origin if key == path or key.startswith(f"{path}.")]:
+                    del self.origin[replaced]
+                tree[name] = {} if isinstance(value, dict) else value
+            if isinstance(value, dict) and value:
+                self.add(tree[name], cast(dict[str, Any], value), source=source, at=path + ".")
+            else:
+                self.origin[path] = source
 
 
 def validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, str]) -> Model:
@@ -230,12 +242,6 @@ def _suggest(model: type[BaseModel], path: str, value: object) -> str:
     return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
 
 
-def _models_of(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for arg in get_args(annotation) for model in _models_of(arg)]
-
-
 def _kind_of(model: type[BaseModel]) -> str:
     field = model.model_fields.get("kind")
     return str(get_args(field.annotation)[0]) if field else model.__name__
@@ -244,6 +250,6 @@ def _kind_of(model: type[BaseModel]) -> str:
 def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type):
         return annotation.__name__
-    if _models_of(annotation):
+    if models_of(annotation):
         return "list" if get_origin(annotation) is tuple else "table"
     return str(annotation).replace("typing.", "").replace("pathlib.", "")

@@ -16,18 +16,27 @@ MAX_KEPT = 1024
 
 def _is_sampled(temperature: float) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that")
+    return temperature
+
+
+def _is_sampled_or_greedy(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that, or 0 for greedy decoding")
     return temperature
 
 
-Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_is_sampled)]
-"""A temperature that the engine uses exactly as given."""
+_Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+TrainTemperature = Annotated[_Temperature, AfterValidator(_is_sampled)]
+"""A temperature that the engine uses exactly as given. A run refuses 0 (services/common/config/run.py)."""
+EvalTemperature = Annotated[_Temperature, AfterValidator(_is_sampled_or_greedy)]
+"""A temperature that the engine uses exactly as given; 0 is greedy decoding."""
 
 
 class SamplingConfig(Strict):
     """Says how completions are sampled."""
 
-    temperature: Temperature = 1.0
+    temperature: TrainTemperature = 1.0
     """Sampling temperature, at least 0.01. The trainer divides its logits by the same value."""
     max_tokens: int = Field(default=1024, ge=1)
     """Maximum tokens per completion, including the stop token."""

@@ -76,9 +76,11 @@ def require_role(method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
     if roles & allowed:
         return
     has, needs = " and ".join(sorted(roles)) or "no role", " or ".join(sorted(allowed)) or "nobody"
+    # An operator may do less, so it is what to issue where either will do.
+    role = Role.OPERATOR if Role.OPERATOR in allowed else min(allowed, default="")
+    advice = f"; issue one with `lockstep certs issue {role}`" if role else ""
     raise PermissionDenied(
-        f"the caller's certificate is for {has}, but {method} may only be called by {needs}; "
-        f"issue one with `lockstep certs issue`",
+        f"the caller's certificate is for {has}, but {method} may only be called by {needs}{advice}",
         role=has,
         method=method,
         allowed=needs,

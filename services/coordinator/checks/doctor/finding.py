@@ -6,8 +6,8 @@ from enum import StrEnum
 
 from lockstep.types.v1.types_pb2 import TestBroadcast
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 
 class Verdict(StrEnum):
@@ -41,6 +41,6 @@ def show_findings(findings: Sequence[Finding], console: Console) -> None:
     """Prints a table with a row per finding, with its fix."""
     table = Table("check", "found", "verdict", show_lines=False)
     for one in findings:
-        fix = f"\n[dim]fix: {escape(one.fix)}[/]" if one.fix else ""
-        table.add_row(escape(one.check), escape(one.found) + fix, f"[{_STYLES[one.verdict]}]{one.verdict}[/]")
+        fix = Text(f"\nfix: {one.fix}" if one.fix else "", style="dim")
+        table.add_row(Text(one.check), Text.assemble(one.found, fix), Text(one.verdict, style=_STYLES[one.verdict]))
     console.print(table)

@@ -10,6 +10,7 @@ from services.common.errors import LockstepError
 from services.common.files.model_card import read_model_card
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.plan import check_model
+from services.coordinator.checks.weights import check_weights
 from services.coordinator.rl import session as rl
 from services.coordinator.services.launch import Addresses
 from services.coordinator.sft import session as sft
@@ -25,6 +26,7 @@ def examine_inputs(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     try:
         read_model_card(config.model)
         check_model(config)
+        check_weights(config, given, may_download=True)
     except LockstepError as error:
         fix = "set model to a directory in the Hugging Face format that this strategy can train"
         yield Finding("model", error.message, Verdict.FAIL, fix)

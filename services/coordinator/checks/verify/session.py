@@ -129,7 +129,7 @@ def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
         return
     if verdict.lines:
         for text in (*verdict.lines, f"violation after {verdict.num_calls} calls: {verdict.violation}"):
-            console.print(text, soft_wrap=True, highlight=False, markup=False)
+            console.print(text, soft_wrap=True, highlight=False)
         return
     shown = verdict.rows[-_NUM_SHOWN:]
     if len(shown) < len(kinds):
@@ -138,7 +138,5 @@ def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
         body = {name: value for name, value in row.body.items() if name not in _HIDDEN and not isinstance(value, float)}
         version = "" if row.version is None else f" {row.version}"
         text = f"{row.seq:>6}  {row.kind}{version}  {json.dumps(body)}"
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
-    console.print(
-        f"violation after {len(kinds)} rows: {verdict.violation}", soft_wrap=True, highlight=False, markup=False
-    )
+        console.print(text, soft_wrap=True, highlight=False)
+    console.print(f"violation after {len(kinds)} rows: {verdict.violation}", soft_wrap=True, highlight=False)

@@ -43,7 +43,8 @@ class Attendance:
         """Runs one call to each of `replicas` and, if given, the trainer's. Returns their results in this order.
 
         Raises:
-            LockstepError: The first failure. Its message names the replicas that did not take part.
+            LockstepError: RUN_REPLACED if a service answered so, else the first failure. Its message names the
+                replicas that did not take part.
         """
         self._absent = ()
         tasks = [asyncio.ensure_future(call) for call in (*calls, *trainer)]
@@ -56,11 +57,15 @@ class Attendance:
             # A member that gave up has told the others, and commits do not depend on one another: all should answer.
             if not self._absent and (not trainer or any(map(_is_abort, failures))):
                 await asyncio.wait(tasks, timeout=self._grace_s)
-                self._absent = self._named(_failures(tasks)) or _silent(replicas, tasks)
+                failures = _failures(tasks)
+                self._absent = self._named(failures) or _silent(replicas, tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        for error in failures:
+            if isinstance(error, LockstepError) and error.reason is Reason.RUN_REPLACED:
+                raise error  # it is the cause of the others
         self._misses.update(self._absent)
         raise _naming(self._absent, failures[0])
 

@@ -84,9 +84,20 @@ class Rollout:
         return [replica for replica in living if not replica.is_leaving] or living
 
     async def open(self, run_id: str, card: ModelCard) -> None:
-        """Starts the engines of all replicas."""
+        """Starts the engines of all replicas.
+
+        Raises:
+            LockstepError: The first failure. If a replica refuses its config, the message names the replica.
+        """
         self._run_id, self._card = run_id, card
-        await gather(replica.open(run_id, self._config, card) for replica in self.replicas)
+        await gather(self._open(replica) for replica in self.replicas)
+
+    async def _open(self, replica: Replica) -> None:
+        try:
+            await replica.open(self._run_id, self._config, self._card)
+        except InvalidInput as error:
+            message = f"replica {replica.address}: {error.message}"
+            raise InvalidInput(message, reason=error.reason, **error.metadata) from error
 
     def set_replicas(self, addresses: Sequence[str]) -> None:
         """Makes the run's replicas those at `addresses`.

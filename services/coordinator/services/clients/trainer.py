@@ -15,12 +15,12 @@ from services.common.config.streaming import groups_per_minibatch, tokens_per_bl
 from services.common.errors import InvalidInput
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
-from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.blocks import BlockStream
 from services.coordinator.services.clients.renewal import Renewal
+from services.coordinator.services.clients.trainer_calls import TrainerClient
 from services.coordinator.services.gpus import OwnGpus, Side
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
@@ -40,7 +40,7 @@ class Model:
         """Creates a client. Calls that compute or save hold `gpus` for the trainer."""
         self.name = name
         self._gpus = gpus or OwnGpus()
-        self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub, transport)
+        self._client = TrainerClient(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts, self._renewal = config, config.timeouts, Renewal()
         self._role, self._answer, self.column = _ROLES[name]
         self.opened: pb.OpenRunResponse = pb.OpenRunResponse()

@@ -44,6 +44,27 @@ def test_override_can_hold_any_yaml_value(file: str) -> None:
     assert load(Config, [file, "data.system_prompt=" + "x" * 5000]).data.system_prompt == "x" * 5000
 
 
+def test_a_table_of_another_kind_replaces_the_first(file: str, tmp_path: Path) -> None:
+    played = write(tmp_path, "played.yaml", "environment: {kind: python, path: 'guess:Shop', max_turns: 3}")
+    tools = "environment={kind: tools, tools: [{kind: calculator}]}"
+    environment = load(Config, [file, played, tools]).environment
+    assert environment and (environment.kind, environment.max_turns) == ("tools", 8)
+    merged = load(Config, [file, played, "environment={kind: python, max_message_tokens: 5}"]).environment
+    assert merged and (merged.max_turns, merged.max_message_tokens) == (3, 5)
+    loss = load(
+        Config, [file, "trainer.loss={kind: grpo, entropy_coef: 0.1}", "trainer.loss={kind: gspo}"]
+    ).trainer.loss
+    assert (loss.kind, loss.entropy_coef) == ("gspo", 0.1)  # the same keys whatever the kind
+
+
+def test_an_empty_table_removes_entries_with_free_names(file: str) -> None:
+    named = [file, "data.eval={a: a.parquet}", "rollout.engine={seed: 1}", "checkpoint={save_freq: 7}"]
+    config = load(Config, [*named, "data.eval={}", "rollout.engine={}", "checkpoint={}"])
+    assert (config.data.eval, config.rollout.engine, config.checkpoint.save_freq) == ({}, {}, 7)
+    config = load(Config, [*named, "data.eval={b: b.parquet}"])
+    assert sorted(config.data.eval) == ["a", "b"]
+
+
 def test_file_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
     assert load(Config, [write(tmp_path, "a=b.yaml", yaml.safe_dump(SMALLEST))]).model == "m"
 
@@ -123,6 +144,10 @@ def test_wrong_value_names_its_key(file: str, override: str) -> None:
         ("trainer=3", "must be a table of keys, not 3"),
         ("trainer.optim.lr=fast", "must be a number, not 'fast'"),
         ("trainer.num_ranks=0", "must be at least 1, not 0"),
+        ("checkpoint.save_freq=true", "checkpoint.save_freq: must be an integer, not True (from command line)"),
+        ("reference.num_ranks=true", "must be an integer, not True"),
+        ("trainer.optim.betas=[0.9, true]", "trainer.optim.betas: must be a number, not True"),
+        ("environment={kind: python, path: 'a:B', max_turns: false}", "max_turns: must be an integer, not False"),
         ("trainer.optim.lr=0", "must be above 0"),
         ("trainer.strategy=deepspeed", "must be 'fsdp' or 'megatron', not 'deepspeed'"),
         ("trainer.gradient_checkpointing=maybe", "must be true or false, not 'maybe'"),
@@ -221,6 +246,14 @@ def test_every_listed_key_can_be_set_on_the_command_line(file: str, path: str) -
     # wrong value is a table that holds a list in a list, which fits no other key.
     if not isinstance(_default(path), dict):
         assert path in refused(file, f"{path}={{wrong: [[]]}}")
+
+
+def test_no_number_is_a_truth_value(file: str) -> None:
+    numbers = [key.path for key in ALL_KEYS if type(_default(key.path)) in (int, float)]
+    assert len(numbers) > 50
+    assert [path for path in numbers if f"{path}: must be " not in refused(file, f"{path}=true")] == []
+    config = load(Config, [file, "trainer.optim.lr=1", "data.shuffle=false", "rollout.engine={seed: true}"])
+    assert (config.trainer.optim.lr, config.data.shuffle, config.rollout.engine) == (1.0, False, {"seed": True})
 
 
 def test_every_key_is_listed_with_type_and_help() -> None:

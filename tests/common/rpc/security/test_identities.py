@@ -70,6 +70,8 @@ async def test_a_role_may_call_what_the_table_says_and_nothing_else(certificates
             }  # fmt: skip
             assert role.value in denied.message
             assert method in denied.message
+            issued = Role.OPERATOR if Role.OPERATOR in expected(method) else Role.COORDINATOR
+            assert denied.message.endswith(f"; issue one with `lockstep certs issue {issued}`")
 
 
 async def refused(address: str, directory: Path | None, ca: Path) -> None:

@@ -136,6 +136,19 @@ async def test_one_that_came_back_between_two_publications_is_a_new_member(parts
     assert parts.states == [SERVING, SERVING]
 
 
+async def test_being_replaced_is_the_cause_of_what_the_members_say(parts: Parts, caplog: pytest.LogCaptureFixture):
+    async def join(group: WeightGroup) -> str:
+        await until(lambda: not any(fake.failures_left for fake in parts.fakes))
+        raise PreconditionFailed("run s has replaced run r", reason=Reason.RUN_REPLACED)
+
+    parts.trainer.join = join
+    for fake in parts.fakes:
+        fake.error["JoinWeightGroup"], fake.failures_left = Aborted("the trainer's store is gone"), 1
+    with pytest.raises(PreconditionFailed, match="run s has replaced run r"):
+        await parts.publisher.publish(3)
+    assert "publication of version 3 failed" not in caplog.text
+
+
 async def test_a_passing_fault_costs_an_epoch(parts: Parts):
     parts.fakes[1].error["ReceiveWeights"] = Aborted("a lost packet")
     parts.fakes[1].failures_left = 1

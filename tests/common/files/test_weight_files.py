@@ -1,0 +1,57 @@
+"""Tests that missing and damaged weights are found from the headers of safetensors files."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import InvalidInput
+from services.common.files.weight_files import INDEX, WHOLE, require_whole_weights
+
+
+def write(file: Path, header: object, num_bytes: int) -> None:
+    content = json.dumps(header).encode()
+    file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(num_bytes))
+
+
+HEADER = {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+
+
+def test_whole_weights_are_accepted(tmp_path: Path) -> None:
+    write(tmp_path / WHOLE, HEADER, 16)
+    require_whole_weights(tmp_path)
+    (tmp_path / WHOLE).rename(tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    require_whole_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "header", "found"),
+    [
+        (15, HEADER, "bytes, and its header describes"),
+        (17, HEADER, "bytes, and its header describes"),
+        (16, [], "its header cannot be read"),
+        (16, {"w": {"dtype": "F32"}}, "its header cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, num_bytes: int, header: object, found: str) -> None:
+    write(tmp_path / WHOLE, header, num_bytes)
+    with pytest.raises(InvalidInput, match=f"{WHOLE} is not a whole safetensors file: .*{found}"):
+        require_whole_weights(tmp_path)
+
+
+@pytest.mark.parametrize(("size", "found"), [(0, "it is empty"), (5, "cut off"), (20, "cut off")])
+def test_a_file_that_is_cut_in_its_header_is_refused(tmp_path: Path, size: int, found: str) -> None:
+    write(tmp_path / WHOLE, HEADER, 16)
+    os.truncate(tmp_path / WHOLE, size)
+    with pytest.raises(InvalidInput, match=found):
+        require_whole_weights(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=f"has no {WHOLE}"):
+        require_whole_weights(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    with pytest.raises(InvalidInput, match=r"a\.safetensors does not exist"):
+        require_whole_weights(tmp_path)
