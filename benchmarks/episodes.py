@@ -154,7 +154,7 @@ async def _measure(address: str) -> dict[str, list[float]]:
 def _prompt(index: int) -> Prompt:
     text = f"{index}+1="
     tokens = (2,) * _PROMPT_TOKENS
-    return Prompt(f"p{index}", text, tokens, "1", {}, ({"role": "", "content": text},))
+    return Prompt(f"p{index}", text, tokens, "1", {}, ({"role": "", "content": text},), text)
 
 
 def main() -> None:

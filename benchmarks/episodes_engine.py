@@ -127,7 +127,7 @@ class Comparison:
         """Returns a prompt that is in no prefix cache yet."""
         random = np.random.default_rng([self._step, index])
         tokens = tuple(random.integers(2, 12, num_tokens).tolist())
-        return Prompt(f"{self._step}/{index}", "", tokens, "", {}, ({"role": "", "content": ""},))
+        return Prompt(f"{self._step}/{index}", "", tokens, "", {}, ({"role": "", "content": ""},), "")
 
 
 @asynccontextmanager

@@ -87,6 +87,7 @@ class Comparison:
                 "",
                 {},
                 (),
+                "",
             )
             for group in range(num_samples // settings.completions_per_prompt)
         ]

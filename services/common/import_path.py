@@ -3,11 +3,12 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from services.common.errors import InvalidInput
+from services.common.signature import require_takes
 
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
@@ -32,3 +33,15 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
     if not callable(function):
         raise InvalidInput(f"{field}: {path} is not a function", field=field)
     return function
+
+
+def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, Any], *, field: str) -> None:
+    """Checks that the function can be imported and takes the positional `args` and the `kwargs`.
+
+    Raises:
+        InvalidInput: It cannot; names `field`.
+    """
+    try:
+        require_takes(load_function(path, field=field), path, args, kwargs)
+    except TypeError as error:
+        raise InvalidInput(f"{field}: {error}", field=field) from error

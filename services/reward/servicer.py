@@ -19,12 +19,11 @@ from services.reward.metrics import RewardMetrics
 from services.reward.requests import finish_reason, parse_object, require_run
 from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item
+from services.reward.tracebacks import Tracebacks
 
 log = logging.getLogger(__name__)
 
 NAME = "lockstep.reward.v1.RewardService"
-_MAX_TRACEBACKS = 100
-"""How many different tracebacks are written per run; one for each sample could fill the disk."""
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -38,7 +37,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._answer = pb.OpenRunResponse()
         self._opened = NO_RUN
         self._changing = asyncio.Lock()
-        self._tracebacks: set[bytes] = set()
+        self._tracebacks = Tracebacks()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         """Returns state and versions."""
@@ -117,10 +116,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         for sample, outcome in enumerate(outcomes):
             if failure := outcome.failure:
                 text = f"scorer {failure.scorer}: {failure.reason}: {failure.detail}"
-                if failure.traceback and len(self._tracebacks) < _MAX_TRACEBACKS:
-                    digest = hashlib.sha256(failure.traceback.encode(errors="replace")).digest()
-                    text += "" if digest in self._tracebacks else f"\n{failure.traceback}"
-                    self._tracebacks.add(digest)
+                text += self._tracebacks.once(failure.traceback)
                 with within(group=prompt_id, sample=sample):
                     log.warning("prompt %s sample %d: %s", prompt_id, sample, text)
 
@@ -130,7 +126,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 await self._close()
 
     async def _close(self) -> None:
-        self._tracebacks.clear()
+        self._tracebacks = Tracebacks()
         run, self._run, self._opened = self._run, None, NO_RUN
         await self.environments.end()
         if run:

@@ -40,7 +40,7 @@ def make_config(**sections: Any) -> Config:
 
 def make_prompt(index: int, num_tokens: int = 3) -> Prompt:
     text = f"text {index}"
-    return Prompt(f"p{index}", text, (5,) * num_tokens, str(index), {}, ({"role": "", "content": text},))
+    return Prompt(f"p{index}", text, (5,) * num_tokens, str(index), {}, ({"role": "", "content": text},), text)
 
 
 class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):

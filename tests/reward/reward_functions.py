@@ -19,6 +19,10 @@ async def slowly(*, completion, **_):
     return len(completion)
 
 
+def two_arguments(prompt, completion):
+    return 1.0
+
+
 def raises(**_):
     raise KeyError("column")
 

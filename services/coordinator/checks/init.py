@@ -86,7 +86,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     sizes = _ON_GPU if num_gpus else _ON_CPU
     directory = Path(local_model(str(model), has_weights=False, field="--model"))
     content = read_content(directory)
-    rows = read_rows(files_of(train, field="--data")[0], field="--data")
+    rows = read_rows(files_of(train, field="--data")[0], field="--data").table
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)

@@ -10,7 +10,7 @@ import numpy as np
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.reading.rows import PromptFile, PromptRow
+from services.coordinator.data.reading.rows import PromptFile, PromptRow, RowPrompt
 from services.coordinator.text.chat_template import Message
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -21,7 +21,8 @@ _MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and
 class Prompt:
     """Holds one prompt.
 
-    Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "", "content": "6 * 7 ="},))
+    Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "", "content": "6 * 7 ="},),
+    row_prompt="6 * 7 =")
     """
 
     prompt_id: str
@@ -35,6 +36,8 @@ class Prompt:
     messages: tuple[Message, ...]
     """Messages that the chat template rendered as `text`, including the system prompt. Without a template, one message
     with an empty role and the whole text."""
+    row_prompt: RowPrompt
+    """The prompt of the row itself, before system prompt and chat template: its text, or its list of messages."""
 
 
 class Prompts(Sequence[Prompt]):
@@ -62,7 +65,9 @@ class Prompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = self._rows[index]
-        return Prompt(row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages)
+        return Prompt(
+            row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages, row.row_prompt
+        )
 
 
 class PromptDataset:

@@ -32,7 +32,7 @@ async def evaluate(
         for name, prompts in eval_data.items():
             settings = run.config.evaluation.settings(name)
             sampling, wanted = eval_sampling(settings, run.config.rollout.sampling), prompts[: settings.max_prompts]
-            groups = await collector.collect(wanted, settings.num_samples, sampling, stamp)
+            groups = await collector.collect(name, wanted, settings.num_samples, sampling, stamp)
             samples = to_table(groups)
             numbers = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
             if num_failed := sum(group.is_failed.sum() for group in groups):

@@ -23,6 +23,7 @@ from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.run import Run
+from services.coordinator.runs.scorer_change import warn_of_other_versions
 from services.coordinator.services.clients.trainer import Model
 from services.coordinator.services.closing import finish
 from services.coordinator.services.finished import outcome_if_finished
@@ -123,6 +124,8 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     _require_same_step(version, critic, config)
     data = data or load_late(config, trainer.opened.model_card, _load)
     run.record.require_same_data(data.train.digest)
+    opened = services.reward.services[0].opened
+    warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment)
     frontend.say(run.describe_start(version, trainer.opened.version))
     shown = frontend.begin(run, version)
     freq = config.observability.sample_freq

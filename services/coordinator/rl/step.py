@@ -86,15 +86,18 @@ async def collect(
     prompts = prompts_to_try(
         context.data, config, step, lambda _, window: run.record.ledger.success_rates(version, window)
     )
-    async with context.forwards.of_batch(take) as forwards:
-        collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
-        selected = await select(config, prompts, functools.partial(collect_one, draw=draw), forwards)
-        groups = await forwards.complete(context.forwards.in_order(selected.groups))
+    collector, what = context.collector, f"step {step + 1}" if step < run.num_steps else "warm-up of the critic"
+    with collector.failure_log.counting(what, is_evaluation=False):
+        async with context.forwards.of_batch(take) as forwards:
+            collect_one = collector.with_baseline if config.advantage.needs_baseline else collector.one
+            draw_one = functools.partial(collect_one, draw=draw)
+            selected = await select(config, prompts, draw_one, forwards, collector.why_no_score)
+            groups = await forwards.complete(context.forwards.in_order(selected.groups))
     coef = kl_coef(run, version)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     samples = with_advantages(config, samples, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
-    metrics = selected.metrics | context.collector.take_metrics()
+    metrics = selected.metrics | collector.take_metrics()
     decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
     return CollectedBatch(
         samples, version, stamp, decision, selected.outcomes, context.data.digest, len(context.data), kl

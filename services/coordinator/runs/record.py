@@ -108,6 +108,11 @@ class RunRecord:
         collected = self.ledger.last(Kind.COLLECTED, version) or {}
         return PolicyStamp(version=collected.get("drawn", version), digest=collected.get("digest", ""))
 
+    def newest_batch(self) -> Path | None:
+        """Returns the file of the batch that was recorded last; None if there is none."""
+        collected = self.ledger.last(Kind.COLLECTED)
+        return self._batch_path(collected["version"]) if collected else None
+
     def record_step(self, version: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a finished step."""
         self.ledger.record(Kind.FINISHED, version, **metrics)

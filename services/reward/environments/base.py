@@ -15,12 +15,16 @@ class EnvironmentFailure(StrEnum):
 
 
 class EpisodeError(Exception):
-    """The environment failed, not the policy. The episode is over, and nothing is rewarded."""
+    """The environment failed, not the policy. The episode is over, and nothing is rewarded.
 
-    def __init__(self, reason: EnvironmentFailure, detail: str):
+    `traceback` is that of the exception that a class raised in its worker process; empty without one.
+    """
+
+    def __init__(self, reason: EnvironmentFailure, detail: str, traceback: str = ""):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.traceback = traceback
 
 
 @dataclass(frozen=True)

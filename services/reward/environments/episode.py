@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Coroutine
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from lockstep.reward.v1 import environment_pb2 as pb
@@ -15,6 +15,7 @@ from services.reward.environments import messages
 from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Turn
 from services.reward.environments.clock import CLOCK, Clock
 from services.reward.metrics import RewardMetrics
+from services.reward.tracebacks import Tracebacks
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class EpisodeContext:
     turn_s: float
     """Time limit in seconds for one reply (see clock.py), and for the environment's end of an episode."""
     metrics: RewardMetrics
+    tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
 
 class Episode:
@@ -128,7 +130,7 @@ class Episode:
         return response
 
     def _fail(self, error: EpisodeError) -> pb.EnvironmentFailure:
-        log.warning("episode %s: %s", self._key, error)
+        log.warning("episode %s: %s%s", self._key, error, self._context.tracebacks.once(error.traceback))
         self._context.metrics.count_environment_failure(error.reason)
         self._begin_end()
         return messages.failure(error)

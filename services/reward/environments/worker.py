@@ -5,7 +5,8 @@
     -> {"id": 1, "call": "reset", "episode": "e", "seed": 7, "row": {"prompt": "...", ...}}
     <- {"id": 1, "messages": [{"role": "user", "content": "..."}]}
     -> {"id": 2, "call": "step", "episode": "e", "text": "..."}
-    <- {"id": 2, "messages": [], "reward": 1.0, "done": true}   or   {"id": 2, "reason": "CRASHED", "detail": "..."}
+    <- {"id": 2, "messages": [], "reward": 1.0, "done": true}   or   {"id": 2, "reason": "CRASHED", "detail": "...",
+                                                                                  "traceback": "..."}
     -> {"id": 2, "call": "cancel"}                                                           answered by 2's reply
     -> {"id": 3, "call": "end", "episode": "e"}
     <- {"id": 3}
@@ -21,10 +22,11 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
+from services.common.signature import require_takes
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.replies import read_messages, read_step
 from services.reward.processes import child_setup
@@ -63,11 +65,22 @@ def _load(target: str, kwargs: Mapping[str, object]) -> tuple[Callable[..., obje
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
             raise TypeError(f"{target} has no method {method}")
-    inspect.signature(environment).bind(**kwargs)
+    require_takes(environment, target, (), kwargs)
+    _require_call(environment, "reset", target, (), {"seed": 0, "row": {}})
+    _require_call(environment, "step", target, ("text",), {})
     if prepare := getattr(environment, "prepare", None):
         prepare(**kwargs)
     version = getattr(environment, "version", None)
     return environment, version if isinstance(version, str) else child_setup.source_digest(module)
+
+
+def _require_call(
+    environment: Any, method: str, target: str, args: Sequence[str], kwargs: Mapping[str, object]
+) -> None:
+    """Checks the signature of a plain method, whose first argument is the object."""
+    function = inspect.getattr_static(environment, method)
+    if inspect.isfunction(function):
+        require_takes(function, f"{target}.{method}", ("self", *args), kwargs)
 
 
 def _roles(environment: object) -> list[str]:
@@ -119,7 +132,8 @@ class Player:
             os.write(2, b"worker: out of memory (environment.max_memory_gib)\n")
             os._exit(1)
         except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's class may raise anything
-            reply = _failure(EnvironmentFailure.CRASHED, error)
+            text = child_setup.traceback_text(error, __file__)
+            reply = {**_failure(EnvironmentFailure.CRASHED, error), "traceback": text}
         finally:
             del self._calls[request["id"]]
         _write(self._replies, {"id": request["id"], **reply})

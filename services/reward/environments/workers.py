@@ -101,7 +101,7 @@ class Worker:
             await self._cancel(number, reply)
             raise
         if "reason" in answer:
-            raise EpisodeError(EnvironmentFailure(answer["reason"]), str(answer["detail"]))
+            raise EpisodeError(EnvironmentFailure(answer["reason"]), str(answer["detail"]), answer.get("traceback", ""))
         return answer
 
     async def kill(self) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL_CHARS = 1000
+_MAX_TRACEBACK_CHARS = 8000
 
 
 def take_stdio() -> tuple[TextIO, TextIO]:
@@ -61,3 +63,16 @@ def explain(error: BaseException | str) -> str:
     """Returns the text of an error that is sent to the parent, with its class."""
     detail = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return detail[:_MAX_DETAIL_CHARS]
+
+
+def traceback_text(error: BaseException, module_file: str) -> str:
+    """Returns the traceback of an error from the user's code, for the parent's log.
+
+    Leaves out the frames before the call that `module_file` made.
+    """
+    kept = frame = error.__traceback__
+    while frame:
+        if frame.tb_next and frame.tb_frame.f_code.co_filename == module_file:
+            kept = frame.tb_next
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(kept)))[-_MAX_TRACEBACK_CHARS:]

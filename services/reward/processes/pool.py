@@ -5,7 +5,7 @@ services/reward/processes/worker.py describes the protocol.
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.reward.processes.child import Child, Reply
@@ -30,6 +30,8 @@ class Target:
     """If set, the function is called once at the start with these keyword arguments. It returns a pair: the function
     that scores, and its digest."""
     start_timeout_s: float = START_TIMEOUT_S
+    arguments: Sequence[str] = ()
+    """Names of the keyword arguments of a call. If set, a function that does not take them is refused at the start."""
 
 
 class Worker:
@@ -58,7 +60,12 @@ class Worker:
         """
         await self._child.start()
         target = self._target
-        start = {"target": target.path, "init": target.init, "max_memory_bytes": target.max_memory_bytes}
+        start = {
+            "target": target.path,
+            "init": target.init,
+            "arguments": target.arguments,
+            "max_memory_bytes": target.max_memory_bytes,
+        }
         reply = await self._request(start, target.start_timeout_s)
         if self.source_digest not in ("", reply["source_digest"]):
             await self.kill()

@@ -1,6 +1,7 @@
 """Runs a worker process, which calls one function for each line of JSON on stdin and replies with a line of JSON.
 
-    -> {"target": "package.module:function", "init": null, "max_memory_bytes": 4294967296}     first line
+    -> {"target": "package.module:function", "init": null, "arguments": ["completion", ...],
+        "max_memory_bytes": 4294967296}                                                        first line
     <- {"source_digest": "3f2a..."}                                                            ready
     -> {"fields": {"completion": "...", "answer": "...", ...}}                                 keyword arguments
     <- {"score": 1.0}   or   {"reason": "ERROR", "detail": "...", "traceback": "..."}
@@ -17,11 +18,10 @@ import json
 import math
 import numbers
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
+from services.common.signature import require_takes
 from services.reward.processes import child_setup
 from services.reward.scorers.base import FailureReason, ScoringError
 
@@ -29,7 +29,6 @@ Value = TypeVar("Value")
 Function = Callable[..., Any]
 Reply = Mapping[str, Any]
 """A line of JSON that a worker writes."""
-_MAX_TRACEBACK_CHARS = 8000
 
 
 def main() -> None:
@@ -42,6 +41,8 @@ def main() -> None:
     child_setup.limit(start["max_memory_bytes"])
     try:
         function, source_digest = _load(start["target"], start["init"])
+        if start["arguments"]:
+            require_takes(function, start["target"], (), dict.fromkeys(start["arguments"]))
     except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
         _reply(replies, _failure(FailureReason.ERROR, error))
         return
@@ -71,14 +72,7 @@ def _answer(function: Function, message: Mapping[str, Any], runner: asyncio.Runn
         # After running out of memory the process must not score further samples.
         sys.exit("worker: out of memory (reward.max_memory_gib)")
     except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
-        text = "".join(traceback.format_exception(error.with_traceback(_own_frames(error))))
-        return {**_failure(FailureReason.ERROR, error), "traceback": text[-_MAX_TRACEBACK_CHARS:]}
-
-
-def _own_frames(error: Exception) -> TracebackType | None:
-    """Returns the traceback without this module's frame, if the function has one."""
-    frames = error.__traceback__
-    return frames.tb_next or frames if frames else None
+        return {**_failure(FailureReason.ERROR, error), "traceback": child_setup.traceback_text(error, __file__)}
 
 
 def _score(result: object) -> float:

@@ -19,7 +19,7 @@ class WorkerScorer(Scorer):
     def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig):
         self._kwargs = kwargs
         self._pool = WorkerPool(
-            Target(target, max_memory_bytes=int(run.max_memory_gib * 2**30)),
+            Target(target, max_memory_bytes=int(run.max_memory_gib * 2**30), arguments=(*ITEM_FIELDS, *kwargs)),
             num_workers=run.num_workers,
             timeout_s=run.timeout_s,
             num_spares=self.num_spares,

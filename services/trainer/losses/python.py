@@ -4,7 +4,7 @@ import torch
 
 from services.common.config.trainer.loss import LossConfig
 from services.common.errors import InvalidInput
-from services.common.import_path import load_function
+from services.common.import_path import load_function, require_function
 from services.trainer.losses.terms import Tokens
 
 _FIELD = "trainer.loss.import_path"
@@ -31,7 +31,7 @@ def require_importable(config: LossConfig) -> None:
     """Imports the user's function, if the config names one, so that a mistake is found before the run starts.
 
     Raises:
-        InvalidInput: The function cannot be imported.
+        InvalidInput: The function cannot be imported, or does not take its arguments.
     """
     if config.import_path:
-        load_function(config.import_path, field=_FIELD)
+        require_function(config.import_path, ("tokens", "config"), config.kwargs, field=_FIELD)

@@ -159,7 +159,9 @@ def test_environment(tmp_path: Path) -> None:
     finding = opened({"kind": "tools", "tools": [search]})
     assert_fails(finding, FAIL, "none.parquet", "their files and packages")
     finding = opened({"kind": "python", "path": "no_such_module:Game"})
-    assert_fails(finding, FAIL, "no_such_module", "environment.path")
+    assert_fails(finding, FAIL, "no_such_module", "from which the module can be imported")
+    guess = {"kind": "python", "path": "tests.reward.environments.user_environments:Guess", "kwargs": {"bottom": 1}}
+    assert_fails(opened(guess), FAIL, "unexpected keyword argument 'bottom'", "environment.kwargs")
     finding = opened({"kind": "openenv", "url": f"ws://127.0.0.1:{free_port()}/ws"})
     assert_fails(finding, FAIL, "no connection to ws://127.0.0.1", "start the OpenEnv server")
     finding = opened({"kind": "textarena", "game": "G-v0"}, "-c", "import sys; sys.exit('No module named textarena')")
@@ -199,6 +201,9 @@ def test_model_and_data(tmp_path: Path) -> None:
     model, found = examine_inputs(config_with(data=data | {"train": "/nope.parquet"}), Addresses())
     assert model.verdict is OK
     assert_fails(found, FAIL, "data.train: /nope.parquet does not exist", "correct data.train, or the rows of")
+    without = shutil.copytree(config_with().model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer.json"))
+    _, found = examine_inputs(make_config(model=str(without), data=data), Addresses())
+    assert_fails(found, FAIL, "tokenizer.json does not exist", "set model to a directory that has the files of its tok")
     elsewhere = make_config(model="/nope", data=data)
     model, found = examine_inputs(elsewhere, Addresses())
     assert_fails(model, FAIL, "/nope does not exist", "directory")

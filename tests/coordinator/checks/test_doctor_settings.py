@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.run import Config
 from services.common.import_path import load_function
 from services.coordinator.checks.doctor import settings
 from services.coordinator.checks.doctor.finding import Finding
@@ -17,13 +16,17 @@ from tests.support import ROOT
 
 
 def test_scorers_are_imported() -> None:
-    def named(path: str) -> Config:
-        return config_with(reward={"scorers": [{"kind": "exact"}, {"kind": "python", "path": path}]})
+    def check(name: str, **kwargs: object) -> Finding:
+        path = f"tests.reward.reward_functions:{name}"
+        scorers = [{"kind": "exact"}, {"kind": "python", "path": path, "kwargs": kwargs}]
+        return settings.check_scorers(config_with(reward={"scorers": scorers}))
 
-    finding = settings.check_scorers(named("statistics:fmean"))
-    assert (finding.verdict, "statistics:fmean" in finding.found) == (OK, True), finding
-    wrong = settings.check_scorers(named("statistics:is_nowhere"))
-    assert_fails(wrong, FAIL, "is_nowhere", "can be imported")
+    finding = check("with_bonus", bonus=1)
+    assert (finding.verdict, "reward_functions:with_bonus" in finding.found) == (OK, True), finding
+    assert_fails(check("is_nowhere"), FAIL, "no attribute 'is_nowhere'", "correct your code, or path")
+    assert_fails(check("with_bonus", bonuss=1), FAIL, "unexpected keyword argument 'bonuss'", "path and kwargs")
+    nowhere = config_with(reward={"scorers": [{"kind": "python", "path": "no_such_module:score"}]})
+    assert_fails(settings.check_scorers(nowhere), FAIL, "No module named", "from which the module can be imported")
 
 
 def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,9 +34,9 @@ def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'protos'}")
 
-    def found(name: str, given: Addresses) -> list[Finding]:
+    def found(name: str, given: Addresses, **kwargs: object) -> list[Finding]:
         config = config_with(
-            trainer={"loss": {"kind": "python", "import_path": f"mine:{name}"}},
+            trainer={"loss": {"kind": "python", "import_path": f"mine:{name}", "kwargs": kwargs}},
             advantage={"kind": "python", "import_path": "statistics:fmean"},
         )
         return [finding for finding in settings.examine_settings(config, given) if finding.check == "functions"]
@@ -41,7 +44,9 @@ def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (finding,) = found("loss", Addresses())
     assert (finding.verdict, finding.found) == (OK, "imported mine:loss, statistics:fmean")
     (wrong,) = found("nowhere", Addresses())
-    assert_fails(wrong, FAIL, "trainer.loss.import_path: mine:nowhere cannot be imported", "where trainer")
+    assert_fails(wrong, FAIL, "trainer.loss.import_path: mine:nowhere cannot be imported", "import_path and kwargs")
+    (unknown,) = found("loss", Addresses(), temperature=2)
+    assert_fails(unknown, FAIL, "is called with (tokens, config, temperature=...), but is defined as", "kwargs")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     assert load_function("mine:loss", field="here")(None, None) is None
     (elsewhere,) = found("nowhere", Addresses(trainer="10.0.0.1:1"))

@@ -13,7 +13,7 @@ from services.coordinator.data.prompts import Prompt, PromptDataset, load_eval
 
 
 def group(index: int, rewards: list[float], **extra: object) -> ScoredGroup:
-    prompt = Prompt(f"p{index}", "text", (5,), "1", dict(extra), ())
+    prompt = Prompt(f"p{index}", "text", (5,), "1", dict(extra), (), "text")
     scores = [Score(reward=reward) for reward in rewards]
     return ScoredGroup(index, prompt, [Completion()] * len(rewards), PolicyStamp(), scores=scores, scorer="s")
 

@@ -178,7 +178,7 @@ def test_bad_rows(run, tmp_path):
     assert message.startswith(f"{source} has 8 of 9 rows that are bad: {source} line 2: not JSON")
     assert f"{source} line 3: answer does not end with #### and the result" in message
     assert f"{source} line 5: question is null, not text" in message
-    assert message.endswith("; and 3 more. Fix them, or drop them with --bad-rows drop")
+    assert message.endswith("; and 3 more (counted from 1). Fix them, or drop them with --bad-rows drop")
     assert not (tmp_path / "out").exists()
 
     output = run("gsm8k", *options, "--bad-rows", "drop")

@@ -43,6 +43,7 @@ class TestPrompts:
             answer="2",
             extra={"level": None, "tags": [], "meta": {"k": 0.5}},
             messages=({"role": "", "content": "1 + 1 ="},),
+            row_prompt="1 + 1 =",
         )
         assert all(type(token) is int for token in prompt.tokens)
         assert json.loads(json.dumps(prompt.extra)) == prompt.extra
@@ -61,6 +62,16 @@ class TestPrompts:
         as_chat = write_parquet("chat.parquet", prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
         text, chat = load(as_text, chat=True).prompts[1], load(as_chat).prompts[1]
         assert (text.tokens, text.text, text.messages) == (chat.tokens, chat.text, tuple(MESSAGES[1]))
+
+    @pytest.mark.parametrize("settings", [{}, {"system_prompt": "Be brief."}])
+    def test_the_rows_own_prompt_is_kept(self, load, write_parquet, settings):
+        own = [chat[0]["content"] for chat in MESSAGES]
+        as_text = write_parquet("text.parquet", prompt=own, answer=list("0246"))
+        as_chat = write_parquet("chat.parquet", prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
+        text, chat = load(as_text, chat=True, extra_columns=["prompt"], **settings), load(as_chat, **settings)
+        assert [prompt.row_prompt for prompt in text.prompts] == own
+        assert [prompt.extra for prompt in text.prompts] == [{"prompt": prompt} for prompt in own]
+        assert [list(prompt.row_prompt) for prompt in chat.prompts] == MESSAGES
 
     def test_template_settings(self, load, tokenizer, write_parquet):
         path = write_parquet(prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
@@ -177,9 +188,9 @@ class TestBadInput:
         with pytest.raises(InvalidInput) as caught:
             load(path)
         assert caught.value.message == (
-            f"data.train has 7 of 9 rows that are bad: {path} row 1: the prompt is null; {path} row 2: the prompt is "
-            f"empty; {path} row 3: the prompt is empty; {path} row 4: the answer is null; {path} row 5: the answer is "
-            "empty; and 2 more. Fix them, or set data.bad_rows=drop"
+            f"data.train has 7 of 9 rows that are bad: {path} row 2: the prompt is null; {path} row 3: the prompt is "
+            f"empty; {path} row 4: the prompt is empty; {path} row 5: the answer is null; {path} row 6: the answer is "
+            "empty; and 2 more (counted from 1). Fix them, or set data.bad_rows=drop"
         )
         assert caught.value.metadata == {"field": "data.train", "bad_rows": "7"}
 
@@ -188,7 +199,9 @@ class TestBadInput:
         with caplog.at_level(logging.WARNING):
             dataset = load(path, bad_rows="drop")
         assert [prompt.text for prompt in dataset.prompts] == ["a", "c"]
-        assert caplog.messages == [f"data.train: dropped 1 of 3 rows that are bad: {path} row 1: the prompt is null"]
+        (message,) = caplog.messages
+        assert message.startswith("data.train: dropped 1 of 3 rows that are bad: ")
+        assert message.endswith(f" {path} row 2: the prompt is null (counted from 1)")
 
     @pytest.mark.parametrize(
         ("chat", "message"),
@@ -204,7 +217,7 @@ class TestBadInput:
     )
     def test_bad_messages(self, load, write_parquet, chat, message):
         path = write_parquet(prompt=pa.array([*MESSAGES, chat], CHAT), answer=list("02461"))
-        with pytest.raises(InvalidInput, match=f"1 of 5 rows that are bad: .*row 4: .*{message}"):
+        with pytest.raises(InvalidInput, match=f"1 of 5 rows that are bad: .*row 5: .*{message}"):
             load(path, system_prompt="Be brief.")
 
     def test_what_the_template_refuses_is_a_bad_row(self, make_model, write_parquet):
@@ -212,11 +225,11 @@ class TestBadInput:
         tokenizer = Tokenizer.load(make_model(template + "{{ messages[0].content }}"))
         chats = [*MESSAGES, [{"role": "tool", "content": "x"}]]
         path = write_parquet(prompt=pa.array(chats, CHAT), answer=list("02461"))
-        with pytest.raises(InvalidInput, match="row 4: the chat template rejects these messages: start with user"):
+        with pytest.raises(InvalidInput, match="row 5: the chat template rejects these messages: start with user"):
             PromptDataset.load(config(path), tokenizer, seed=0)
 
     def test_nan_is_not_json(self, load, write_parquet):
-        with pytest.raises(InvalidInput, match="row 1: an extra column holds NaN"):
+        with pytest.raises(InvalidInput, match="row 2: an extra column holds NaN"):
             load(write_parquet(**columns(2), level=[0.5, float("nan")]))
 
     def test_overlong(self, load, write_parquet, tokenizer, caplog):
@@ -227,20 +240,20 @@ class TestBadInput:
         with pytest.raises(InvalidInput) as caught:
             load(path, max_prompt_tokens=length - 1)
         assert caught.value.message == (
-            f"data.train has 1 of 3 rows that are above data.max_prompt_tokens {length - 1}: {path} row 1: "
-            f"{length} tokens. Increase it, or set data.overlong=drop"
+            f"data.train has 1 of 3 rows that are above data.max_prompt_tokens {length - 1}: {path} row 2: "
+            f"{length} tokens (counted from 1). Increase it, or set data.overlong=drop"
         )
         assert caught.value.metadata["field"] == "data.max_prompt_tokens"
         with caplog.at_level(logging.WARNING):
             dataset = load(path, max_prompt_tokens=length - 1, overlong="drop")
         assert [prompt.text for prompt in dataset.prompts] == ["a", "b"]
-        assert f"dropped 1 of 3 rows that are above data.max_prompt_tokens {length - 1}: {path} row 1" in caplog.text
+        assert f"dropped 1 of 3 rows that are above data.max_prompt_tokens {length - 1}: {path} row 2" in caplog.text
 
     def test_dropping_one_kind_does_not_excuse_the_other(self, load, write_parquet):
         path = write_parquet(prompt=["a", None, "How many clips did she sell?"], answer=["1", "2", "3"])
-        with pytest.raises(InvalidInput, match="row 1: the prompt is null"):
+        with pytest.raises(InvalidInput, match="row 2: the prompt is null"):
             load(path, max_prompt_tokens=3, overlong="drop")
-        with pytest.raises(InvalidInput, match=r"row 2: \d+ tokens"):
+        with pytest.raises(InvalidInput, match=r"row 3: \d+ tokens"):
             load(path, max_prompt_tokens=3, bad_rows="drop")
 
     @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ async def steps(run: Run, collector: Collector, rollout: Rollout, num_steps: int
             for replica in rollout.replicas:
                 await replica.commit(stamp)
         with run.phase(Phase.GENERATING):
-            groups = await collector.collect(PROMPTS, 2, run.config.rollout.sampling, stamp)
+            groups = await collector.collect("math", PROMPTS, 2, run.config.rollout.sampling, stamp)
         run.finish_step(version + 1, step_metrics(run, {}, to_table(groups)))
 
 

@@ -202,7 +202,11 @@ async def test_samples_that_cannot_be_scored_count_as_0_and_are_reported(evaluat
 
 async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_errors(evaluate_failing):
     for on_failure, failing, message in (
-        ("drop_group", {f"p{prompt}/{sample}" for prompt in range(3) for sample in range(4)}, "no sample could be"),
+        (
+            "drop_group",
+            {f"p{prompt}/{sample}" for prompt in range(3) for sample in range(4)},
+            "data.eval.math: none.*fake: TIMEOUT: slow",
+        ),
         ("fail", {"p2/0"}, "p2.*slow"),
     ):
         with pytest.raises(LockstepError, match=message) as raised:
@@ -258,7 +262,7 @@ async def test_truncation_is_only_of_the_evaluation(tmp_path: Path):
             config.rollout.sampling,
             eval_sampling(EvalSetConfig(temperature=1.0, top_p=0.9, top_k=7, min_p=0.25), config.rollout.sampling),
         ):
-            await collects.collect([make_prompt(0)], 1, sampling, STAMP)
+            await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
     assert asked == [(1.0, 0, 0.0), (0.9, 7, 0.25)]
 
 

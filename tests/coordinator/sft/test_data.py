@@ -131,7 +131,7 @@ def test_a_prompt_is_tokenized_as_it_is_for_an_answer(make_model: Callable, load
 def test_a_template_that_rewrites_earlier_turns(characters: Callable, load: Callable) -> None:
     tokenizer = characters(FORGETFUL)
     turns = [user("2+2"), assistant("44"), user("3+3"), assistant("6")]
-    with pytest.raises(InvalidInput, match=r"rows.parquet row 1: .*not prefix-stable: message 1") as refused:
+    with pytest.raises(InvalidInput, match=r"rows.parquet row 2: .*not prefix-stable: message 1") as refused:
         load(tokenizer, [{"m": TWO_TURNS}, {"m": turns}], messages_column="m", bad_rows="drop")
     assert refused.value.metadata["field"] == "data.chat_template"
     data = load(tokenizer, [{"m": turns}], messages_column="m", train_on="last")
@@ -161,7 +161,7 @@ def test_bad_rows(characters: Callable, load: Callable, caplog: Any, name: str) 
     tokenizer = characters(TEMPLATE)
     with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad.*data.bad_rows=drop") as refused:
         load(tokenizer, [good, bad], **settings)
-    assert f"row 1: {reason}" in refused.value.message
+    assert f"row 2: {reason}" in refused.value.message
     with caplog.at_level(logging.WARNING):
         data = load(tokenizer, [bad, good], bad_rows="drop", **settings)
     assert len(data) == 1 and data.examples[0].prompt_id.startswith("1-")
@@ -171,7 +171,7 @@ def test_bad_rows(characters: Callable, load: Callable, caplog: Any, name: str) 
 def test_what_the_template_refuses_is_a_bad_row(characters: Callable, load: Callable) -> None:
     tokenizer = characters("{{ raise_exception('no tools') if messages[0].role == 'tool' }}" + TEMPLATE)
     rows = [{"m": TWO_TURNS}, {"m": [{"role": "tool", "content": "1"}, *TWO_TURNS]}]
-    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad: .*row 1: the chat template rejects .*no tools"):
+    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad: .*row 2: the chat template rejects .*no tools"):
         load(tokenizer, rows, messages_column="m")
     assert len(load(tokenizer, rows, messages_column="m", bad_rows="drop")) == 1
 
@@ -184,11 +184,11 @@ def test_a_template_without_an_end_token(characters: Callable, load: Callable) -
 
 def test_overlong_rows(characters: Callable, load: Callable, caplog: Any) -> None:
     rows = [{"prompt": "1" * 5, "response": "2"}, {"prompt": "1" * 6, "response": "2"}]
-    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are above data.max_tokens 7: .*row 1: 8 tokens"):
+    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are above data.max_tokens 7: .*row 2: 8 tokens"):
         load(characters(), rows, max_tokens=7)
     with caplog.at_level(logging.WARNING):
         assert len(load(characters(), rows, max_tokens=7, overlong="drop")) == 1
-    assert "row 1: 8 tokens" in caplog.text
+    assert "row 2: 8 tokens" in caplog.text
     with pytest.raises(InvalidInput, match="no rows left of 2"):
         load(characters(), rows, max_tokens=2, overlong="drop")
 

@@ -98,6 +98,18 @@ async def test_an_environment_that_raises_or_replies_nonsense_fails_alone(servic
     assert service.metric("lockstep_reward_environment_failures_total", reason="invalid_reply") == len(BAD_REPLIES) + 1
 
 
+@pytest.mark.parametrize("name", ["Actor", "AsyncActor"])
+async def test_an_environment_that_raises_leaves_its_traceback_in_the_log_once(service, caplog, name):
+    await service.open(**user(name))
+    for episode in ("a", "b"):
+        await service.reset(episode)
+        answer = await service.step(0, "raises", episode)
+        assert answer.failure.message == "KeyError: 'column'"
+    first, second = (r.getMessage() for r in caplog.records if "KeyError: 'column'" in r.getMessage())
+    assert first.startswith("episode a/0: CRASHED: KeyError") and "Traceback" in first and "Traceback" not in second
+    assert 'raise KeyError("column")' in first and "environments/worker.py" not in first
+
+
 @pytest.mark.parametrize("what", ["exits", "floods", "answers_nonsense", "answers_another", "takes_memory"])
 async def test_a_worker_that_dies_takes_its_episodes_with_it_and_is_restarted(service, gone, what):
     await service.open(**user("Actor"))
@@ -227,7 +239,9 @@ async def test_a_thousand_episodes_are_open_at_once(service):
     [
         (user("Missing"), "has no attribute"),
         (user("NoStep"), "has no method step"),
-        (user("Guess", kwargs={"bottom": 1}), "bottom"),
+        (user("Guess", kwargs={"bottom": 1}), r"Guess is called with \(bottom=\.\.\.\), but is defined as \(top=10\)"),
+        (user("TakesNoRow"), r"TakesNoRow.reset is called with .* unexpected keyword argument 'row'"),
+        (user("TakesNoText"), r"TakesNoText.step is called with \(self, text\).* too many positional"),
         (user("Unprepared"), "no corpus"),
         (user("WrongRoles"), "roles must be some of user, system, tool"),
         ({"kind": "python", "path": "no_such:Class"}, "No module"),

@@ -191,3 +191,17 @@ class NoStep:
 
     def reset(self, seed, row):
         pass
+
+
+class TakesNoRow(Guess):
+    """Has a reset without the row."""
+
+    def reset(self, seed):
+        pass
+
+
+class TakesNoText(Guess):
+    """Has a step without the policy's text."""
+
+    def step(self):
+        pass

@@ -59,6 +59,17 @@ async def test_a_bad_function_is_a_typed_failure_each_time(open_run, make_item, 
     assert [outcome.reward for outcome in outcomes] == [0.0, 0.0]
 
 
+async def test_a_function_that_does_not_take_the_arguments_is_refused_at_open(open_run):
+    message = r"scorers\.0 .*two_arguments is called with \(prompt=\.\.\., .* \(prompt, completion\): .*'answer'"
+    for settings in ({}, {"group": True}):
+        with pytest.raises(InvalidInput, match=message):
+            async with open_run(scorer("two_arguments", **settings)):
+                pass
+    with pytest.raises(InvalidInput, match="unexpected keyword argument 'bonuss'"):
+        async with open_run(scorer("with_bonus", kwargs={"bonuss": 1})):
+            pass
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [("no_such:f", "No module named"), ("reward_functions:no_such", "no attribute"), ("os:sep", "not a function")],

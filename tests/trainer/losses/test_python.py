@@ -47,6 +47,12 @@ def test_what_cannot_be_imported_is_refused_before_a_run(path: str, why: str) ->
         require_importable(LossConfig(kind="python", import_path=path))
 
 
+def test_a_function_that_does_not_take_the_arguments_is_refused_before_a_run() -> None:
+    config = LossConfig(kind="python", import_path="tests.user_functions:soft_clip", kwargs={"warmth": 1})
+    with pytest.raises(InvalidInput, match=r"soft_clip is called with .* unexpected keyword argument 'warmth'"):
+        require_importable(config)
+
+
 def test_a_module_that_raises_while_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lockstep_raising_loss.py").write_text("raise ValueError('no such file')")
     monkeypatch.syspath_prepend(tmp_path)

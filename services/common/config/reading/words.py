@@ -4,6 +4,8 @@ import re
 
 from pydantic_core import ErrorDetails
 
+from services.common.import_path import IMPORT_PATH
+
 _WANTED = {
     "model_type": "a table of keys",
     "model_attributes_type": "a table of keys",
@@ -45,6 +47,8 @@ def in_words(detail: ErrorDetails) -> str:
     if kind in ("too_short", "too_long"):
         bound, limit = ("at least", "min_length") if kind == "too_short" else ("at most", "max_length")
         return f"must have {bound} {context[limit]} entries, not {context['actual_length']}"
+    if kind == "string_pattern_mismatch" and IMPORT_PATH in context["pattern"]:
+        return f"must be package.module:name, such as my_rewards:score, not {given!r}"
     return f"{re.sub('^(Input|String|Value) should ', 'must ', detail['msg'])}, not {given!r}"
 
 

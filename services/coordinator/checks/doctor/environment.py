@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config
 from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.doctor.settings import fix_of
 from services.coordinator.services.launch import Addresses
 
 _PROBE = ("-m", "services.reward.environments.probe")
 _TIMEOUT_S = 300.0
 """Time limit for opening an environment, which may import torch or index a corpus."""
 _FIXES = {
-    "python": "check environment.path, and that its module can be imported where the reward service runs",
+    "python": "run in the directory from which the module can be imported, or install it where the reward service runs",
     "tools": "check environment.tools, and that their files and packages are where the reward service runs",
     "textarena": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.game",
     "reasoning_gym": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.task",
@@ -48,7 +49,10 @@ def check_environment(
         )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["the probe failed without a message"]
-        return Finding("environment", f"{environment.kind}: {lines[-1]}", Verdict.FAIL, _FIXES[environment.kind])
+        fix = _FIXES[environment.kind]
+        if environment.kind == "python":
+            fix = fix_of(lines[-1], fix, "environment.path and environment.kwargs")
+        return Finding("environment", f"{environment.kind}: {lines[-1]}", Verdict.FAIL, fix)
     opened = json.loads(done.stdout)
     tools = f", tools {', '.join(opened['tools'])}" if opened["tools"] else ""
     return Finding("environment", f"{environment.kind} {opened['version']} opens{tools}")

@@ -36,14 +36,16 @@ def examine_inputs(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     try:
         findings = _rows(config, given) if isinstance(config, SftConfig) else _prompts(config, given)
     except LockstepError as error:
-        yield Finding("data", error.message, Verdict.FAIL, f"correct {_key(error)}, or the rows of its files")
+        yield Finding("data", error.message, Verdict.FAIL, _fix(error))
         return
     yield from findings
 
 
-def _key(error: LockstepError) -> str:
+def _fix(error: LockstepError) -> str:
     field = error.metadata.get("field", "")
-    return field if field.startswith("data.") else "data"
+    if field == "model":
+        return "set model to a directory that has the files of its tokenizer, tokenizer.json among them"
+    return f"correct {field if field.startswith('data.') else 'data'}, or the rows of its files"
 
 
 def _rows(config: SftConfig, given: Addresses) -> list[Finding]:

@@ -39,28 +39,39 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
 
 
 def check_scorers(config: Config, command: Sequence[str] = ("-m", "services.reward.probe_scorers")) -> Finding:
-    """Checks that the scorers of kind python can be imported, in worker processes as in a run."""
+    """Checks that the scorers of kind python can be imported and take their arguments, in workers as in a run."""
     paths = ", ".join(scorer.path for scorer in config.reward.scorers if scorer.kind == "python")
     if why := _problem(command, config.reward.model_dump_json()):
         fix = "run in the directory from which the module can be imported, or install it where the reward service runs"
-        return Finding("scorers", why, Verdict.FAIL, fix)
+        return Finding("scorers", why, Verdict.FAIL, fix_of(why, fix, "path and kwargs in reward.scorers"))
     return Finding("scorers", f"imported {paths}")
 
 
-def check_functions(functions: Mapping[str, str]) -> Finding:
-    """Checks that the user's functions can be imported. `functions` maps config keys to paths."""
+Function = tuple[str, Sequence[str], Mapping[str, Any]]
+"""Path, names of the positional arguments, and keyword arguments."""
+
+
+def check_functions(functions: Mapping[str, Function]) -> Finding:
+    """Checks that the user's functions can be imported and take their arguments. `functions` has them by config key."""
     if why := _problem(("-m", "services.common.probe_functions"), json.dumps(functions)):
         fix = "run in the directory that has the module, or install it where trainer and coordinator run"
-        return Finding("functions", why, Verdict.FAIL, fix)
-    return Finding("functions", f"imported {', '.join(functions.values())}")
+        return Finding("functions", why, Verdict.FAIL, fix_of(why, fix, "import_path and kwargs"))
+    return Finding("functions", f"imported {', '.join(path for path, _, _ in functions.values())}")
 
 
-def _functions(config: AnyConfig, given: Addresses) -> dict[str, str]:
+def fix_of(why: str, of_missing_module: str, keys: str) -> str:
+    """Returns the advice for user's code that cannot be used; `keys` are those that name it and its arguments."""
+    return of_missing_module if "No module named" in why else f"correct your code, or {keys}"
+
+
+def _functions(config: AnyConfig, given: Addresses) -> dict[str, Function]:
     """Returns the functions that are called on this host, apart from scorers."""
-    found = {} if given.trainer else {"trainer.loss.import_path": config.trainer.loss.import_path}
+    loss = config.trainer.loss
+    found = {} if given.trainer else {"trainer.loss.import_path": (loss.import_path, ("tokens", "config"), loss.kwargs)}
     if isinstance(config, Config):
-        found["advantage.import_path"] = config.advantage.import_path
-    return {key: path for key, path in found.items() if path}
+        advantage = config.advantage
+        found["advantage.import_path"] = advantage.import_path, ("samples", "config"), advantage.kwargs
+    return {key: function for key, function in found.items() if function[0]}
 
 
 def check_engine(config: Config, command: Sequence[str] = ("-m", "services.rollout.probe")) -> Finding:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.coordinator.data.prepare.formats import Format, Split
 from services.coordinator.data.reading.bad_rows import BadRows
-from services.coordinator.data.reading.parquet import Record, iter_rows, read_table
+from services.coordinator.data.reading.parquet import Record, iter_rows, read_table, row_place
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FIELD = "source"
@@ -44,7 +44,7 @@ def read_records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
     """
     if path.suffix == ".parquet":
         for index, record in enumerate(iter_rows(read_table(path, field=_FIELD))):
-            yield f"{path} row {index}", index, record
+            yield row_place(path, index), index, record
         return
     if path.suffix not in (".json", ".jsonl"):
         raise InvalidInput(f"{path}: a source file must be .parquet, .json or .jsonl", field=_FIELD)
@@ -85,7 +85,7 @@ def _read_array(path: Path) -> Iterator[tuple[str, int, object]]:
     except ValueError as error:
         raise InvalidInput(f"{path} is not JSON: {error}", field=_FIELD) from error
     for index, record in enumerate(records):
-        yield f"{path} row {index}", index, record
+        yield row_place(path, index), index, record
 
 
 def _read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, int, object]]:

@@ -43,7 +43,7 @@ class BadRows:
             return
         left = len(self.rows) - NUM_NAMED
         named = "; ".join(self.rows[:NUM_NAMED]) + (f"; and {left} more" if left > 0 else "")
-        counted = f"{len(self.rows)} of {total} rows that are {self.problem}: {named}"
+        counted = f"{len(self.rows)} of {total} rows that are {self.problem}: {named} (counted from 1)"
         if policy == "fail":
             raise InvalidInput(f"{self.what} has {counted}. {self.fix}", field=field, bad_rows=len(self.rows))
         _log.warning("%s: dropped %s", self.what, counted)

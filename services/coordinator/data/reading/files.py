@@ -17,7 +17,7 @@ from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.columns import is_messages
-from services.coordinator.data.reading.parquet import Record, iter_rows
+from services.coordinator.data.reading.parquet import Record, iter_rows, row_place
 from services.coordinator.data.reading.sources import files_of, read_rows
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
@@ -78,7 +78,8 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     def __init__(self, path: Path, config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None):
         self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
-        self._table = read_rows(path, field=field).slice(0, max_rows)
+        rows = read_rows(path, field=field)
+        self._table, self._lines = rows.table.slice(0, max_rows), rows.lines
         self.is_templated = is_messages(self._check_columns()) or config.chat
         """Whether rows are rendered with the chat template."""
         self._check_template()
@@ -177,7 +178,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
         for index, record in enumerate(iter_rows(self._table)):
-            where = f"{self.path} row {index}"
+            where = f"{self.path} line {self._lines[index]}" if self._lines else row_place(self.path, index)
             try:
                 yield self._read(where, first_number + index, record)
             except (BadRow, TemplateRefusal) as error:
@@ -201,7 +202,8 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             return self._table.schema.field(column).type
         close = difflib.get_close_matches(column, names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise InvalidInput(f"{key}: {self.path} has no column {column}, only {', '.join(names)}{hint}", field=key)
+        has = f"only {', '.join(names)}" if names else "and no other"
+        raise InvalidInput(f"{key}: {self.path} has no column {column}, {has}{hint}", field=key)
 
     def _require(self, is_right: bool, column: str, key: str, problem: str) -> None:
         if not is_right:

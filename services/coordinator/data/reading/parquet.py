@@ -33,6 +33,11 @@ def read_table(path: Path, *, field: str) -> pa.Table:
         raise InvalidInput(f"{field}: {path} is not a readable Parquet file: {reason}", field=field) from error
 
 
+def row_place(path: Path, index: int) -> str:
+    """Returns how messages name a row of a file that has no lines, counted from 1 as lines are."""
+    return f"{path} row {index + 1}"
+
+
 def iter_rows(table: pa.Table) -> Iterator[Record]:
     """Yields rows as dictionaries, in order."""
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):

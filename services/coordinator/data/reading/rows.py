@@ -15,6 +15,8 @@ from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_o
 from services.coordinator.data.reading.parquet import Record
 from services.coordinator.text.chat_template import Message
 
+RowPrompt = str | Sequence[Message]
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRow(Row):
@@ -28,6 +30,10 @@ class PromptRow(Row):
     extra: dict[str, object]
     render: Callable[[Sequence[Message]], str] | None = None
     messages_json: str = ""
+    has_text: bool = True
+    """Whether the row's own prompt is text and not messages."""
+    has_system: bool = False
+    """Whether the first of the messages is the system prompt of the config."""
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
 
     @property
@@ -39,6 +45,12 @@ class PromptRow(Row):
     def messages(self) -> tuple[Message, ...]:
         """Returns the messages before the chat template; without one, a message without a role with the whole text."""
         return tuple(json.loads(self.messages_json)) if self.render else ({"role": "", "content": self.pieces[0]},)
+
+    @property
+    def row_prompt(self) -> RowPrompt:
+        """Returns the prompt of the row itself, before system prompt and chat template."""
+        own = self.messages[self.has_system :]
+        return own[0]["content"] if self.has_text else own
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +101,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
             return PromptRow(where, number, content_hash, (prompt,), answer, extra)
         messages = self._with_system(messages)
         stored, pieces = json.dumps(messages, ensure_ascii=False), (self._render(messages, is_prompt=True),)
-        return PromptRow(where, number, content_hash, pieces, answer, extra, self._render_prompt, stored)
+        kind = isinstance(prompt, str), self.config.system_prompt is not None
+        return PromptRow(where, number, content_hash, pieces, answer, extra, self._render_prompt, stored, *kind)
 
     def _example(self, row: PromptRow, pieces: list[list[int]]) -> PromptRow:
         return replace(row, pieces=() if row.render else row.pieces, tokens=np.array(pieces[0], np.uint32))

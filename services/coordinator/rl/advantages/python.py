@@ -4,7 +4,7 @@ import numpy as np
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.errors import InvalidInput
-from services.common.import_path import load_function
+from services.common.import_path import load_function, require_function
 from services.coordinator.rl.advantages.samples import Samples
 
 _FIELD = "advantage.import_path"
@@ -31,7 +31,7 @@ def require_importable(config: AdvantageConfig) -> None:
     """Checks, before a run starts, that the user's function exists, if the config names one.
 
     Raises:
-        InvalidInput: The function cannot be imported.
+        InvalidInput: The function cannot be imported, or does not take its arguments.
     """
     if config.import_path:
-        load_function(config.import_path, field=_FIELD)
+        require_function(config.import_path, ("samples", "config"), config.kwargs, field=_FIELD)

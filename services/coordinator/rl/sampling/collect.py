@@ -38,21 +38,24 @@ class Collector:
     def __init__(self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, seed: int):
         self._rollout, self._rewards, self._tokenizer, self._seed = rollout, rewards, tokenizer, seed
         self._drafts = DraftCounts()
+        self.failure_log = rewards.failure_log
 
     async def collect(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig, stamp: PolicyStamp
+        self, name: str, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig, stamp: PolicyStamp
     ) -> list[ScoredGroup]:
-        """Returns the scored group of every prompt, each of `num_samples`, in the order of `prompts`. Drops none.
+        """Returns the scored group of every prompt of the set `name`, in the order of `prompts`. Drops none.
 
         Raises:
-            LockstepError: REWARD_FAILED if no sample could be scored.
+            LockstepError: REWARD_FAILED if no sample has a reward; the message names the set and the last failure.
         """
         draw = Draw(num_samples, sampling, stamp, stamp.version, keep_failed=True)
-        drawn = await gather(self.one(i, p, draw) for i, p in enumerate(prompts))
+        with self.failure_log.counting(f"evaluation of {name}", is_evaluation=True):
+            drawn = await gather(self.one(i, p, draw) for i, p in enumerate(prompts))
         groups = [group for group in drawn if group is not None]
         assert len(groups) == len(prompts), "keep_failed keeps every group"
         if all(group.is_failed.all() for group in groups):
-            raise LockstepError("no sample could be scored; see the log", reason=Reason.REWARD_FAILED)
+            message = f"data.eval.{name}: none of {len(groups)} prompts has a sample with a reward: "
+            raise LockstepError(f"{message}{self.why_no_score()}", reason=Reason.REWARD_FAILED)
         return groups
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
@@ -70,6 +73,10 @@ class Collector:
         greedy = replace(draw, num_samples=1, sampling=draw.sampling.model_copy(update={"temperature": 0.0}))
         group, baseline = await gather(self.one(index, prompt, drawn) for drawn in (draw, greedy))
         return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
+
+    def why_no_score(self) -> str:
+        """Returns the last failure of the step or evaluation."""
+        return str(self.failure_log.last)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of the groups that were collected since the last call."""

@@ -1,6 +1,5 @@
 """Plays episodes: the policy and an environment take turns on one stream of tokens, all sampled from one stamp."""
 
-import logging
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -22,13 +21,12 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import environment_seed, seed_of
 from services.coordinator.rl.sampling.collect import Collector, Draw
 from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
+from services.coordinator.services.clients.failure_log import ENVIRONMENT, Cause
 from services.coordinator.services.clients.replica import Affinity
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.opening import Services
 from services.coordinator.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class EpisodeCollector(Collector):
             if failures and not draw.keep_failed:
                 if self._settings.on_failure == "fail":
                     raise failures[0]
-                log.warning("prompt %s is left out: %s", prompt.prompt_id, failures[0].message)
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
             routes = [one.routes for one in played] if any(one.routes for one in played) else []
@@ -91,7 +88,8 @@ class EpisodeCollector(Collector):
                     return await self._take_turns(client, prompt, draw, sample)
             except EpisodeFailed as error:
                 self._counts[f"failed_{error.failure}"] += 1
-                log.warning("prompt %s sample %d: %s", prompt.prompt_id, sample, error.message)
+                cause = Cause(ENVIRONMENT, error.failure, error.detail)
+                self.failure_log.add(cause, f"prompt {prompt.prompt_id} sample {sample}")
                 failure = error
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
 
@@ -135,7 +133,7 @@ class EpisodeCollector(Collector):
         """Returns the score with the environment's reward; a failed episode has a failure and no reward."""
         if played.failure:
             name = FailureReason.FAILURE_REASON_CRASHED
-            return Score(failure=Failure(reason=name, scorer="environment", message=played.failure.message))
+            return Score(failure=Failure(reason=name, scorer=ENVIRONMENT, message=played.failure.message))
         total = Score()
         total.CopyFrom(score)
         total.components["environment"] = played.episode.reward

@@ -64,7 +64,11 @@ class Selected:
 
 
 async def select(
-    config: Config, prompts: Iterator[Prompt], draw: DrawOne, follower: Follower | None = None
+    config: Config,
+    prompts: Iterator[Prompt],
+    draw: DrawOne,
+    follower: Follower | None = None,
+    why_no_score: Callable[[], str] = lambda: "see the log",
 ) -> Selected:
     """Samples `prompts` until there are enough useful groups.
 
@@ -73,12 +77,13 @@ async def select(
         prompts: Distinct prompts, in the order in which they are tried.
         draw: Samples and scores one of them.
         follower: Is told of every prompt and group.
+        why_no_score: Returns the last cause of a group without a score, for the message of an error.
 
     Raises:
         LockstepError: TOO_FEW_GROUPS if too few groups are useful; or as `draw`.
     """
     at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
-    selection = _Selection(config, prompts, draw, follower)
+    selection = _Selection(config, prompts, draw, follower, why_no_score)
     with contextlib.suppress(_EnoughError):
         async with task_group() as tasks:
             for _ in range(at_once):
@@ -98,8 +103,15 @@ class _Attempt:
 
 
 class _Selection:
-    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, follower: Follower | None):
-        self._config, self._draw, self._follower = config, draw, follower
+    def __init__(
+        self,
+        config: Config,
+        prompts: Iterator[Prompt],
+        draw: DrawOne,
+        follower: Follower | None,
+        why_no_score: Callable[[], str],
+    ):
+        self._config, self._draw, self._follower, self._why_no_score = config, draw, follower, why_no_score
         self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
         at_once = config.selection.over_sampling.at_once(self._wanted)
         budget = max(at_once, int(self._wanted * dynamic.max_rounds)) if dynamic.enabled else at_once
@@ -178,11 +190,12 @@ class _Selection:
         reasons = ", ".join(f"{number} {drop}" for drop, number in _drops(counted).items() if number)
         message = f"{len(useful)} of {self._wanted} prompt groups after {len(counted)} prompts, of which {reasons}"
         if not groups or (dynamic.enabled and dynamic.on_budget == "fail"):
-            raise LockstepError(
-                f"{message}: too few to train on; check the scorers, let selection.dynamic try more prompts "
-                f"(max_rounds is {dynamic.max_rounds:g}), or use prompts of another difficulty",
-                reason=Reason.TOO_FEW_GROUPS,
-            )
+            more = f"let selection.dynamic try more prompts (max_rounds is {dynamic.max_rounds:g})"
+            advice = f"{more}, or use prompts of another difficulty"
+            if num_no_score := _drops(counted)[Drop.NO_SCORE]:
+                others = "" if num_no_score == len(counted) else f"; {advice}"
+                advice = f"the last without a score: {self._why_no_score()}{others}"
+            raise LockstepError(f"{message}: too few to train on; {advice}", reason=Reason.TOO_FEW_GROUPS)
         log.warning("%s; training on %d", message, len(groups))
 
     def _metrics(

@@ -46,7 +46,7 @@ class EpisodeFailed(LockstepError):
 
     def __init__(self, failure: EnvironmentFailure, message: str):
         super().__init__(f"environment: {failure.value}: {message}")
-        self.failure = failure
+        self.failure, self.detail = failure, message
 
 
 class EpisodeClient:
@@ -65,7 +65,7 @@ class EpisodeClient:
         Raises:
             EpisodeFailed: The environment failed.
         """
-        row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.extra}
+        row = {"prompt": prompt.row_prompt, "answer": prompt.answer, **prompt.extra}
         request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row))
         answer = await self._service.call(EnvironmentService.Reset, request, self._reply_s)
         _require_success(answer)

@@ -18,6 +18,7 @@ from services.common.rpc.retry import MAX_RETRY_S
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.data.episodes import final_text, num_sampled
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.services.clients.failure_log import Cause, FailureLog
 from services.coordinator.services.clients.renewal import Renewal
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -27,13 +28,16 @@ log = logging.getLogger(__name__)
 class Reward:
     """Scores groups. Decodes tokens to the text that the scorers read; nothing else uses that text."""
 
-    def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
+    def __init__(
+        self, address: str, config: Config, transport: Transport = LOCAL, failure_log: FailureLog | None = None
+    ):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
         self._config, self._timeouts, self._renewal = config.reward, config.timeouts, Renewal()
         self._environment_json = config.environment.model_dump_json() if config.environment else ""
         self._num_answers = 0
         self.failures = Counter[str]()
         """Number of training groups with a failure, by scorer and reason."""
+        self._failure_log = failure_log or FailureLog(config)
         self._opening = asyncio.Lock()
         self.address, self.run_id, self.num_opens = address, "", 0
         self.opened = pb.OpenRunResponse()
@@ -95,8 +99,10 @@ class Reward:
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not keep_failed:
             self.failures[f"{failed[0].scorer}/{_reason(failed[0])}"] += 1
-        if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
-            return None
+        if failed:
+            self._take_note(failed[0], group.prompt.prompt_id)
+            if not keep_failed and self._config.on_failure == "drop_group":
+                return None
         return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
 
     async def close(self) -> None:
@@ -149,12 +155,11 @@ class Reward:
                 message = f"prompt {prompt_id} sample {sample}: {', '.join(bad)} (scorer {answer.scorer})"
                 raise LockstepError(message, reason=Reason.REWARD_FAILED)
 
-    def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
-        message = f"prompt {prompt_id}: scorer {failure.scorer}: {_reason(failure)}: {failure.message}"
+    def _take_note(self, failure: pb.Failure, prompt_id: str) -> None:
+        cause = Cause(f"scorer {failure.scorer}", _reason(failure), failure.message)
         if self._config.on_failure == "fail":
-            raise LockstepError(message, reason=Reason.REWARD_FAILED)
-        log.warning("%s (reward.on_failure: %s)", message, self._config.on_failure)
-        return self._config.on_failure == "zero"
+            raise LockstepError(f"prompt {prompt_id}: {cause}", reason=Reason.REWARD_FAILED)
+        self._failure_log.add(cause, f"prompt {prompt_id}")
 
 
 def _reason(failure: pb.Failure) -> str:

@@ -9,6 +9,7 @@ from services.common.errors import PreconditionFailed, Reason
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.runs.lanes import Busy
+from services.coordinator.services.clients.failure_log import FailureLog
 from services.coordinator.services.clients.reward import Reward
 
 
@@ -16,7 +17,8 @@ class Rewards:
     """Sends each group to the reward service with the fewest groups in progress."""
 
     def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
-        self.services = [Reward(address, config, transport) for address in addresses]
+        self.failure_log = FailureLog(config)
+        self.services = [Reward(address, config, transport, self.failure_log) for address in addresses]
         self.busy = Busy()
         self._in_progress = dict.fromkeys(self.services, 0)
 

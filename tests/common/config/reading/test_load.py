@@ -155,6 +155,8 @@ def test_wrong_value_names_its_key(file: str, override: str) -> None:
         ("reward.scorers=[exact]", "must be a table of keys, not 'exact'"),
         ("reward.scorers=[{weight: 1}]", "kind is required and not set"),
         ("name=a/b", "must match pattern"),
+        ("reward.scorers=[{kind: python, path: my_rewards}]", "path: must be package.module:name, such as my_rewards:"),
+        ("advantage={kind: python, import_path: f}", "import_path: must be package.module:name"),
     ],
 )
 def test_wrong_value_is_told_in_words(file: str, override: str, words: str) -> None:

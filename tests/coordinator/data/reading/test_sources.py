@@ -55,7 +55,14 @@ def test_lines_of_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
     [
         ('{"a": 1}\n{"a": \n', r"data\.train: .*x\.jsonl is not JSON Lines: .*x\.jsonl line 2: Expecting value"),
         ('{"a": 1}\n[1]\n', r"line 2 is a list, not an object"),
-        ('{"a": 1}\n{"a": "b"}\n', r"column a of .*x\.jsonl has values of different types"),
+        (
+            '{"a": 1}\n\n{"a": 0.5}\n{"a": "b"}\n{"a": []}\n',
+            r"column a of .*: line 4 has text, lines before it a num",
+        ),
+        ('{"a": null}\n{"a": "b"}\n{"a": [1]}\n', r"line 3 has a list, lines before it text$"),
+        ('{"a": [1]}\n{"a": [2]}\n{"a": ["b"]}\n', r"different types: line 3 does not fit those before it: Could not"),
+        ("", r"data\.train: .*x\.jsonl is empty$"),
+        ("\n \n", r"x\.jsonl is empty$"),
         ('{"a": ' + "[" * 100_000 + "\n", r"is not JSON Lines"),
         ("\udcff\n", r"is not JSON Lines"),
     ],
@@ -64,6 +71,21 @@ def test_lines_that_cannot_be_used_are_named(tmp_path: Path, content: str, words
     (tmp_path / "x.jsonl").write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(InvalidInput, match=words):
         read_rows(tmp_path / "x.jsonl", field="data.train")
+
+
+def test_a_bad_row_is_named_by_its_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": ""}])
+    with pytest.raises(InvalidInput, match=r"x\.jsonl line 3: the answer is empty"):  # line 2 is blank
+        PromptDataset.load(DataConfig(train=(path,), prompts_per_step=1), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.txt"])
+def test_another_ending_is_read_as_parquet(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"a": 1}\n')
+    with pytest.raises(InvalidInput, match=r"ends in \.jsonl or \.ndjson is read as JSON Lines, any other as Parquet"):
+        read_rows(tmp_path / name, field="data.train")
+    pq.write_table(pa.table({"a": [1]}), tmp_path / name)
+    assert read_rows(tmp_path / name, field="data.train").table.to_pylist() == [{"a": 1}]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -77,7 +99,7 @@ def read_from_hub(endpoint: str, url: str, tmp_path: Path) -> str:
         "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
         "from services.coordinator.data.reading.sources import files_of, read_rows\n"
         "try:\n    files = files_of(Path(sys.argv[1]), field='data.train')\n"
-        "    print([row for file in files for row in read_rows(file, field='data.train').to_pylist()])\n"
+        "    print([row for file in files for row in read_rows(file, field='data.train').table.to_pylist()])\n"
         "except LockstepError as error:\n    print(type(error).__name__, error)\n"
     )
     env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}

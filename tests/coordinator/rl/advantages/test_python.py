@@ -26,6 +26,9 @@ def test_what_cannot_be_imported_is_refused_before_a_run() -> None:
     config = AdvantageConfig(kind="python", import_path="tests.user_functions:no_such")
     with pytest.raises(InvalidInput, match=r"advantage.import_path: .* cannot be imported"):
         require_importable(config)
+    config = AdvantageConfig(kind="python", import_path="tests.user_functions:ranks", kwargs={"scalee": 4.0})
+    with pytest.raises(InvalidInput, match=r"import_path: .*ranks is called with \(samples, config, scalee=\.\.\.\)"):
+        require_importable(config)
 
 
 def test_its_path_is_required_and_read_by_no_other_kind() -> None:

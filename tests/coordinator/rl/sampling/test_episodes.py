@@ -1,7 +1,9 @@
 """Tests episodes: streams of tokens, masks, limits, seeds, credits, and failures that are never rewarded."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,6 +201,21 @@ async def test_a_failed_episode_is_played_again_with_the_same_seeds(failures: li
     assert len(environment.resets) == 2 + len(failures)
     failed = [number for name, number in played_on.metrics.items() if "failed" in name]  # type: ignore[attr-defined]
     assert sum(failed) == len(failures)
+
+
+@pytest.mark.parametrize("own", ["1 + 1?", ({"role": "user", "content": "1 + 1?"},)])
+async def test_an_environment_gets_the_prompt_of_the_row_and_not_the_rendered_one(own: Any):
+    environment = FakeEnvironment(ends_after(1))
+    config = make_config(environment={"kind": "python", "path": "m:C"})
+    async with (
+        replicas(1) as fakes,
+        episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
+    ):
+        prompt = replace(make_prompt(3), text="<|user|>1 + 1?<|assistant|>", extra={"level": 1}, row_prompt=own)
+        await collector.one(0, prompt, Draw(1, SAMPLING, STAMP, STAMP.version))
+    (request,) = environment.resets
+    own = own if isinstance(own, str) else list(own)
+    assert json.loads(request.row_json) == {"prompt": own, "answer": prompt.answer, "level": 1}
 
 
 async def test_a_lost_episode_is_played_again():
