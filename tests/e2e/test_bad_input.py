@@ -99,7 +99,7 @@ def test_before_a_service_starts(
         (["trainer.optim.lrr=1"], ["trainer.optim.lrr", "did you mean trainer.optim.lr?"]),
         (
             ["--trainer", NOWHERE, "--reward", NOWHERE, "--rollout", NOWHERE, "timeouts.open_s=6"],
-            ["OpenRun", NOWHERE, "Connection refused"],
+            [NOWHERE, "Connection refused"],
         ),
     ],
     ids=["misspelled key", "nobody there"],

@@ -36,6 +36,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "rollout": {"completions_per_prompt": 4, "max_model_len": 64, "sampling": {"max_tokens": MAX_TOKENS}},
         "reward": {"scorers": [{"kind": "exact"}], "num_workers": 1},
+        "trainer": {"num_ranks": 2},
         "evaluation": {"sets": {"sampled": sampled, "greedy": {"max_prompts": NUM_PROMPTS}}},
     }
     (directory / "run.yaml").write_text(yaml.safe_dump(config))

@@ -75,6 +75,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "routed-ep2-minibatches", replace(routed, has_routes=True)
     yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})
     yield "untied-dp2-overlap", _layout("untied", 2, OVERLAP)
+    yield "untied-dp2-one_bucket-overlap", _layout("untied", 2, {"ddp_config": {"overlap_grad_reduce": True}})
     yield "tied-pp2-overlap", _layout("tied", 2, PP | OVERLAP)
     yield "moe-ep2-overlap", _layout("moe", 2, EP | OVERLAP)
     yield "untied-dp2-auto_offload", _layout("untied", 2, {"auto_offload": True})
@@ -109,7 +110,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
                 metrics.append(_in_blocks(harness, batch, seed, is_streamed=mode == "on"))
         tensors = _weights(harness)
         if harness.rank == 0:
-            write(directory, f"{name}-{mode}", tensors, {"updates": metrics})
+            write(directory, f"{name}-{mode}", tensors, {"updates": metrics, "adds_output": _adds_output(harness)})
     if name.endswith("-overlap"):  # here an update in blocks and a whole one share Megatron's buckets
         harness.open(LAYOUTS[name])
         _in_blocks(harness, samples(0), 0, is_streamed=False)
@@ -153,6 +154,14 @@ def _add(harness: MegatronHarness, minibatch: int, block: pa.Table) -> None:
     parts = block_parts(block, harness.config, harness._num_parts("policy"))
     part = parts[harness._data_ranks["policy"]]
     harness.worker.add_block(minibatch=minibatch, **part.body, frames=part.frames)
+
+
+def _adds_output(harness: MegatronHarness) -> bool:
+    """Returns whether an output layer of this rank has added the last update's gradients to Megatron's sum itself."""
+    if harness.config.strategy == "fsdp":
+        return False
+    named = (pair for chunk in harness.backend._model.bare_chunks() for pair in chunk.named_parameters())
+    return any(getattr(weight, "grad_added_to_main_grad", False) for name, weight in named if "output_layer" in name)
 
 
 def _weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:

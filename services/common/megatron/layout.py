@@ -190,6 +190,7 @@ def _broken_rules(
     if max_tokens is not None:
         yield from _tokens(layout, max_tokens)
     yield from _pass_through(megatron)
+    yield from _gradient_dtype(megatron)
     yield from _optimizer(megatron)
     if architecture is not None:
         yield from _tensor_parallel(layout, architecture)
@@ -254,6 +255,16 @@ def _pass_through(megatron: MegatronConfig) -> _Problems:
         for key in getattr(megatron, table):
             if key in reserved:
                 yield f"{table}.{key}", f"is not for this table; use {reserved[key]}"
+
+
+def _gradient_dtype(megatron: MegatronConfig) -> _Problems:
+    dtype = str(megatron.optimizer_config_kwargs.get("main_grads_dtype", "fp32"))
+    if dtype.lower() != "fp32" and megatron.ddp_config.get("grad_reduce_in_fp32", True):
+        yield (
+            "optimizer_config_kwargs.main_grads_dtype",
+            f"{dtype} alone changes nothing, because Megatron-Core 0.16 keeps gradients in float32 unless "
+            "ddp_config.grad_reduce_in_fp32 is false; set that too, or remove main_grads_dtype",
+        )
 
 
 def _optimizer(megatron: MegatronConfig) -> _Problems:

@@ -136,6 +136,8 @@ def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: in
     common = 4 * size * model.hidden_size
     # q, k, v and the input of the output projection.
     attention = size * (2 * model.query_size + 2 * model.key_value_size)
+    if model.has("self_attention.q_layernorm.weight"):
+        attention += size * (model.query_size + model.key_value_size)  # inputs of the norms of q and k
     # Gate, up and their product.
     feed_forward = 3 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
     # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
@@ -170,6 +172,14 @@ def _logits(
     rows = model.vocab_size // layout.tp
     tokens = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
     forward, backward = (each * tokens * rows for each in _LOGITS_BYTES[is_gpu])
-    # The gradient of the output layer's weight, unless it is frozen.
-    gradient = 0 if trainer.lora.rank else _FLOAT32 * rows * model.hidden_size
-    return forward, backward + gradient
+    gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_gpu=is_gpu)
+    return forward, backward + gradient * rows * model.hidden_size
+
+
+def _output_gradient(trainer: TrainerConfig, model: Architecture, *, is_gpu: bool) -> int:
+    """Returns the bytes of a weight's gradient in the output layer, while the backward pass computes it."""
+    held = weight_bytes(trainer, is_gpu=is_gpu)
+    is_float32 = held == _FLOAT32 or trainer.megatron.ddp_config.get("grad_reduce_in_fp32", True)
+    if trainer.strategy == "megatron" and is_float32 and not model.tie_word_embeddings:
+        return held  # added to the gradients directly; what autograd gets has no values
+    return _FLOAT32

@@ -47,6 +47,8 @@ class Memory:
     base: int = 0
     """Memory of the process without a model: on CPU torch and the other libraries; on GPU it is not counted."""
     offloads: frozenset[str] = frozenset()
+    gradient_copies: int = 0
+    """Float32 copies of bfloat16 gradients, which exist from an optimizer step to the next backward pass."""
 
     @property
     def activations(self) -> int:
@@ -62,11 +64,12 @@ class Memory:
         kept = int(self.micro.activations * self.in_flight) + self.micro.holes
         # Later phases find the heap that the backward pass has left.
         least = always + state + self.gradients + kept if self.micro.is_in_heap else 0
+        copies = self.gradient_copies
         phases = {
-            "forward": always + state + held + self.gathered + self.micro.forward,
+            "forward": always + state + held + copies + self.gathered + self.micro.forward,
             "backward": always + state + self.gradients + self.gathered + kept + self.micro.backward,
-            "optimizer": always + self.optimizer + self.gradients,
-            "publication": always + state + held + self.publication,
+            "optimizer": always + self.optimizer + self.gradients + copies,
+            "publication": always + state + held + copies + self.publication,
         }
         return {name: max(least, num_bytes) for name, num_bytes in phases.items()}
 
@@ -79,7 +82,8 @@ class Memory:
     def idle(self) -> int:
         """Returns the bytes that stay on the device between updates."""
         parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
-        return self.base + self.reference + sum(size for name, size in parts.items() if name not in self.offloads)
+        kept = sum(size for name, size in parts.items() if name not in self.offloads)
+        return self.base + self.reference + self.gradient_copies + kept
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class StateBytes:
     """Holds the bytes per parameter of the gradient, master weight and Adam moments, with strategy megatron."""
 
     gradient: int
+    gradient_copy: int
+    """Of the float32 gradient that the optimizer makes from a bfloat16 one, unless it is precision-aware."""
     master: int
     moments: int
     device_share: float
@@ -106,13 +112,15 @@ class StateBytes:
         )
         gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else held
         master, moments = _MASTER if held == 2 else 0, _MOMENTS
+        copy = 0 if gradient == _GRADIENT else _GRADIENT
         if options.get("use_precision_aware_optimizer"):
+            copy = 0
             moments = _num_bytes(options, "exp_avg_dtype") + _num_bytes(options, "exp_avg_sq_dtype")
             whole = _num_bytes(options, "main_params_dtype")
             # With bfloat16 weights, only the missing low 16 bits of the float32 value are stored.
             master = min(master, whole if megatron.fully_reshardable else 2)
         offloaded = options.get("optimizer_offload_fraction", 0) if options.get("optimizer_cpu_offload") else 0
-        return cls(gradient, master, moments, 1 - offloaded)
+        return cls(gradient, copy, master, moments, 1 - offloaded)
 
 
 def _num_bytes(options: Mapping[str, object], name: str) -> int:
@@ -137,19 +145,23 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
     dense, expert = stage_parameters(model, layout, pp)
     trained = (adapter_parameters(trainer, model, layout), 0) if trainer.lora.rank else (dense, expert)
     held, state = weight_bytes(trainer, is_gpu=is_gpu), StateBytes.of(trainer, is_gpu=is_gpu)
-    per_parameter = (state.master + state.moments) * state.device_share
     shards = (layout.dp * layout.cp, layout.edp) if megatron.use_distributed_optimizer else (1, 1)
+
+    def sharded(per_parameter: float) -> int:
+        return sum(math.ceil(per_parameter * count / ranks) for count, ranks in zip(trained, shards, strict=True))
+
     return Memory(
         parameters=dense + expert,
         weights=held * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
         gradients=state.gradient * sum(trained),
-        optimizer=sum(math.ceil(per_parameter * count / ranks) for count, ranks in zip(trained, shards, strict=True)),
+        optimizer=sharded((state.master + state.moments) * state.device_share),
         micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=pp == layout.pp - 1),
         in_flight=in_flight(layout, pp),
         reference=_reference(config, model, is_gpu=is_gpu),
         publication=_in_publication(config, model, is_gpu=is_gpu),
         base=0 if is_gpu else MEGATRON_BASE,
         offloads=megatron.offloads,
+        gradient_copies=sharded(state.gradient_copy),
     )
 
 

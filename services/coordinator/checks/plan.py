@@ -246,7 +246,8 @@ def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
         if bytes_.device_share < 1:
             optimizer += f" of {bytes_.device_share:.0%} of them, the rest in host memory"
         of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
-        state = f"{of_weights}, grads {bytes_.gradient}, optimizer: {optimizer}"
+        copies = f" (and {bytes_.gradient_copy} after the optimizer's step)" if bytes_.gradient_copy else ""
+        state = f"{of_weights}, grads {bytes_.gradient}{copies}, optimizer: {optimizer}"
     computes = f"in {'bfloat16' if held == 2 else 'float32'} on {'GPU' if is_gpu else 'CPU'}"
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
     kernels = "fused kernels (arXiv 2205.05198)" if is_gpu else "plain torch operators, with the holes of the heap"

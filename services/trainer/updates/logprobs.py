@@ -35,6 +35,9 @@ def linear_logprobs(
 
     With a `group`, its rank r holds rows r * V to (r + 1) * V of the output weight. The result is then the same on all
     ranks, and the gradient of `hidden_MD` is this rank's part, which the caller sums over the group.
+
+    If Megatron sums the gradients of `weight_VD` in a buffer with at least float32's precision, the backward pass adds
+    to that buffer itself, without rounding to the weight's dtype; its gradient then has no values.
     """
     return _LinearLogprobs.apply(hidden_MD, weight_VD, (targets_M, kept_MK), temperature, group)
 
@@ -71,8 +74,10 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_2M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M = ctx.saved_tensors
-        needs_weight = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight_VD, dtype=_precision(weight_VD)) if needs_weight else None
+        grad_weight = sum_VD = None
+        if ctx.needs_input_grad[1]:
+            sum_VD = _megatron_sum(weight_VD)
+            grad_weight = torch.zeros_like(weight_VD, dtype=_precision(weight_VD)) if sum_VD is None else sum_VD
         grad_hidden = []
         for part in _chunks(hidden_MD, weight_VD):
             logits = _logits(hidden_MD, weight_VD, local_MK, part)
@@ -83,8 +88,25 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_hidden.append(grad @ weight_VD)
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, hidden_MD[part])
-        weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
-        return torch.cat(grad_hidden), weight, None, None, None
+        if sum_VD is not None:
+            # As for Megatron's own layers (tensor_parallel/layers.py), its hook drops what is returned. With None,
+            # autograd would run the hook, which starts reductions, in another thread than the other hooks.
+            weight_VD.grad_added_to_main_grad = True
+            grad_weight = torch.empty_like(weight_VD)
+        elif grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VD.dtype)
+        return torch.cat(grad_hidden), grad_weight, None, None, None
+
+
+def _megatron_sum(weight_VD: torch.Tensor) -> torch.Tensor | None:
+    """Returns the buffer in which Megatron sums the weight's gradients, [V, D], or None if it cannot be added to.
+
+    A weight that is tied to the embedding also has the embedding's gradient, which Megatron must add. A bfloat16 buffer
+    would round the sum after every chunk instead of once.
+    """
+    is_tied = getattr(weight_VD, "zero_out_wgrad", False) or getattr(weight_VD, "shared_embedding", False)
+    sum_VD = getattr(weight_VD, "main_grad", None)
+    return None if is_tied or sum_VD is None or sum_VD.dtype != _precision(weight_VD) else sum_VD
 
 
 def _logits(

@@ -30,8 +30,9 @@ def test_dense_memory(dense: Path) -> None:
     assert first.parameters == 4 * layer + embedding
     assert (first.weights, first.gradients) == (2 * first.parameters, 4 * first.parameters)
     assert first.optimizer == 12 * first.parameters // 4
-    # Bytes per token and TP rank: 4 hidden inputs, q and o's input, k and v, then gate, up and their product.
-    assert first.activations == 4 * tokens * 2 * (4 * 64 + 2 * 128 + 2 * 64 + 3 * 128) // 2
+    # Bytes per token and TP rank: 4 hidden inputs, q and o's input, k and v, those of the norms of q and k, then gate,
+    # up and their product.
+    assert first.activations == 4 * tokens * 2 * (4 * 64 + 2 * 128 + 2 * 64 + (128 + 64) + 3 * 128) // 2
     assert first.in_flight == 2
     last = stage_memory(config, model, 1, is_gpu=True)
     assert (last.parameters, last.in_flight) == (4 * layer + embedding + 64, 1)
@@ -61,7 +62,7 @@ def test_moe_memory(moe: Path) -> None:
     assert memory.activations == 8 * 16384 * 2 * 64 // 2  # layer inputs, sharded by sequence parallelism
     config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=1))
     expert = 2 * (3 * 32 + 2 * 64)
-    whole = 2 * (4 * 64 + 2 * 128 + 2 * 64 + expert) // 2
+    whole = 2 * (4 * 64 + 2 * 128 + 2 * 64 + (128 + 64) + expert) // 2
     assert stage_memory(config, model, 0, is_gpu=True).activations == 8 * 16384 * whole
     # With ETP 2, both ranks of an expert receive its tokens, and each computes half of its width.
     config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=2))
@@ -128,6 +129,41 @@ def test_dtypes_and_places_of_optimizer_state(
     memory = stage_memory(config, model, 0, is_gpu=True)
     assert memory.gradients == gradient * memory.parameters
     assert memory.optimizer == optimizer * memory.parameters
+
+
+BFLOAT16 = {"ddp_config": {"grad_reduce_in_fp32": False}}
+REMAINDERS = {"optimizer_config_kwargs": AWARE, "fully_reshardable": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_bytes", "copies"),
+    [
+        ({}, 18, 0),
+        (BFLOAT16, 16, 4),  # Megatron's optimizer makes float32 gradients from the bfloat16 ones
+        ({"optimizer_config_kwargs": AWARE}, 18, 0),
+        (REMAINDERS, 16, 0),
+        (BFLOAT16 | {"optimizer_config_kwargs": AWARE}, 16, 0),
+        (BFLOAT16 | REMAINDERS, 14, 0),
+    ],
+)
+def test_bytes_of_a_trained_weight(dense: Path, changes: dict[str, Any], num_bytes: int, copies: int) -> None:
+    config, model = make(dense, num_ranks=1, megatron=changes)
+    memory = stage_memory(config, model, 0, is_gpu=True)
+    assert memory.weights + memory.gradients + memory.optimizer == num_bytes * memory.parameters
+    assert memory.gradient_copies == copies * memory.parameters
+    assert memory.phases["optimizer"] == memory.idle == (num_bytes + copies) * memory.parameters
+    held = memory.activations + memory.micro.backward  # the copies do not exist in the backward pass
+    assert memory.phases["backward"] == num_bytes * memory.parameters + held
+
+
+@pytest.mark.parametrize(("tied", "ddp", "num_bytes"), [(False, {}, 2), (True, {}, 4), (False, BFLOAT16, 4)])
+def test_gradient_of_the_output_layer(tmp_path: Path, tied: bool, ddp: dict[str, Any], num_bytes: int) -> None:
+    """It is added to float32 gradients at once, unless the layer is tied, so that autograd only needs its dtype."""
+    wide = write(tmp_path / "wide", DENSE | {"vocab_size": 2**17, "tie_word_embeddings": tied})
+    config, model = make(wide, num_ranks=1, megatron=ddp)
+    assert stage_memory(config, model, 0, is_gpu=True).micro.backward == 4 * 2**28 + num_bytes * 2**17 * 64
+    frozen, _ = make(wide, num_ranks=1, lora={"rank": 4})
+    assert stage_memory(frozen, model, 0, is_gpu=True).micro.backward == 4 * 2**28
 
 
 def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.support import make_model
 from tests.trainer.fsdp_harness import read
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.megatron_blocks_harness import LAYOUTS, LONG
+from tests.trainer.megatron_blocks_harness import LAYOUTS, LONG, MODES
 
 # As in test_backend.py and test_lora.py: float32 sums in another order, two updates deep, relative to a tensor's
 # largest entry. Rounding of weights to bfloat16, which has 8 bits, is that of 1 in 2^8, of updates of up to 3e-2.
@@ -22,6 +22,7 @@ METRIC_TOLERANCE = 1e-5
 
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in LAYOUTS]
 OVERLAPPING = [param for param, name in zip(NAMES, LAYOUTS, strict=True) if name.endswith("-overlap")]
+WAITING = "untied-dp2-auto_offload"  # the same update, whose gradients are reduced at its end
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +74,24 @@ def test_blocks_are_the_update_of_the_whole_batch(results: Path, name: str) -> N
         tolerance = BFLOAT16_TOLERANCE if is_bfloat16 else METRIC_TOLERANCE
         assert ours == pytest.approx(want, rel=tolerance, abs=tolerance)
     assert_close(blocks, whole, is_bfloat16=is_bfloat16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_megatrons_output_layer_adds_to_the_sum_itself(results: Path, name: str) -> None:
+    """It does so unless it is tied, frozen (with LoRA), or on another pipeline stage than rank 0, which looks."""
+    layout = LAYOUTS[name]
+    has_other = layout.kind == "tied" or "pipeline_model_parallel_size" in layout.megatron
+    want = not (has_other or "lora" in layout.changes or layout.changes.get("strategy") == "fsdp")
+    assert [read(results, f"{name}-{mode}")[1]["adds_output"] for mode in MODES] == [want] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["untied-dp2-one_bucket-overlap"])
+def test_gradients_that_are_reduced_in_the_background_are_the_same_bits(results: Path, name: str, mode: str) -> None:
+    """Overlap is the default on GPUs. More buckets than one would round the gradients' norm differently."""
+    (overlapping, metrics), (waiting, theirs) = (read(results, f"{each}-{mode}") for each in (name, WAITING))
+    assert metrics == theirs
+    assert [key for key, tensor in waiting.items() if not torch.equal(overlapping[key], tensor)] == []
 
 
 @pytest.mark.parametrize("name", OVERLAPPING)

@@ -158,6 +158,32 @@ def test_uniform_distribution_has_the_entropy_of_its_size() -> None:
     torch.testing.assert_close(got, torch.tensor([[-math.log(V)] * 2, [math.log(V)] * 2]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("chunked")
+def test_weight_gradient_is_added_to_megatrons_sum(dtype: torch.dtype) -> None:
+    hidden, weight, targets = inputs(dtype)
+    (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 0.7).sum(), weight)
+    before = torch.randn(V, D)
+    weight.main_grad = before.clone()
+    linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
+    assert weight.grad_added_to_main_grad and weight.grad.dtype == dtype
+    # Up to 7 chunks are added in another order: 7 x 2^-24 of values up to 32. bfloat16 has 8 bits.
+    tolerance = {"rtol": 0, "atol": 2e-5} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 2e-5}
+    torch.testing.assert_close(weight.main_grad - before, want.float(), **tolerance)
+
+
+@pytest.mark.parametrize("change", [{"zero_out_wgrad": True}, {"shared_embedding": True}, {"main_grad": None}])
+def test_weight_gradient_is_returned_where_megatron_must_add_it(change: dict[str, Any]) -> None:
+    """These are weights that are tied to the embedding, and sums in bfloat16."""
+    hidden, weight, targets = inputs(torch.bfloat16)
+    (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 0.7).sum(), weight)
+    weight.main_grad = torch.zeros(V, D, dtype=torch.bfloat16 if "main_grad" in change else torch.float32)
+    vars(weight).update({key: value for key, value in change.items() if value})
+    linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
+    assert torch.equal(weight.grad, want) and not weight.main_grad.any()
+    assert not hasattr(weight, "grad_added_to_main_grad")
+
+
 @pytest.mark.parametrize("needs_weight", [True, False])
 def test_weight_gradient_costs_nothing_where_it_is_not_wanted(needs_weight: bool) -> None:
     hidden, weight, targets = inputs()
