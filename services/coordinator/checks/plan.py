@@ -82,7 +82,8 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     lines = [_offloaded(config)]
     if not is_gpu:
         total = sum(memory.peak for memory in memories.values()) * config.trainer.num_ranks // len(memories)
-        whole = "all ranks together, at their peaks" if config.trainer.num_ranks > 1 else "the rank, at its peak"
+        ranks = config.trainer.num_ranks
+        whole = f"all {ranks} ranks together, at their peaks" if ranks > 1 else "the rank, at its peak"
         lines.insert(0, f"{whole}: {total / 2**30:.2f} GiB")
     if isinstance(config, SftConfig):
         lines += [_batch(config)]
