@@ -161,7 +161,7 @@ def test_a_service_that_cannot_listen(workspace: Path, address: str, words: list
         taken = f"127.0.0.1:{holder.getsockname()[1]}"
         command = [sys.executable, "-m", "services.reward", "--listen", address.format(taken=taken)]
         ended = subprocess.run(command, cwd=workspace, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "Traceback" not in ended.stdout + ended.stderr
     last = ended.stderr.splitlines()[-1]
     assert re.match("lockstep-reward: ", last)

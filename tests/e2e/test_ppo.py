@@ -41,7 +41,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> 
         trace=True,
     )
     with LockstepRun(directory, lent[1]) as run:
-        run.until(lambda: (run.directory / "metrics.jsonl").exists() and steps(directory)[3:], "the third step")
+        run.until(lambda: run.has("finished", 3) and steps(directory)[3:], "the third step")
         assert len(run.services("trainer")) == 2
         below = run.below()
         run.process.kill()
@@ -127,7 +127,7 @@ def test_a_replay_trains_both_models_again_and_names_what_differs(workspace: Pat
     assert done.returncode == 1, done.stdout + done.stderr
     was = steps(workspace)[3][name]
     assert f"\nstep 3: {name}: recorded 0.125, now {was!r}\n" in done.stdout
-    assert "step 4: 1 differences" in done.stdout
+    assert "step 4: 1 difference" in done.stdout
     # Everything else is the same to the last bit: weights and moments of the critic are in its checkpoint of step 4.
     (policy,) = re.findall(r"weights and metrics, (\d+) values: all equal", done.stdout)
     (critic,) = re.findall(r"critic's weights and metrics, (\d+) values: 1 differ", done.stdout)

@@ -219,5 +219,5 @@ async def test_a_listener_beyond_loopback_is_refused():
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     _, errors = await asyncio.wait_for(process.communicate(), timeout=PATIENCE_S)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert b"loopback" in errors

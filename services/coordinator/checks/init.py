@@ -3,13 +3,13 @@ GPUs."""
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.families.architecture import mixes_layers, read_architecture, read_content
 from services.common.families.registry import FAMILIES
@@ -33,11 +33,14 @@ class _Sizes:
     prompt_tokens: int
     model_len: int
     tokens_per_microbatch: int
-    lr: float
 
 
-_ON_GPU = _Sizes(64, 8, 1024, 3072, 16384, 1e-6)
-_ON_CPU = _Sizes(8, 4, 256, 512, 2048, 1e-5)
+_ON_GPU = _Sizes(64, 8, 1024, 3072, 16384)
+_ON_CPU = _Sizes(8, 4, 256, 512, 2048)
+_RATES = {10e6: 3e-4, 50e6: 1e-4, 200e6: 1e-5}
+"""Maps a number of parameters to the learning rate of models that have fewer, as in docs/tuning.md."""
+_RATE = 1e-6
+"""Learning rate of all larger models, and of those whose parameters are not counted."""
 
 _TEMPLATE = """\
 # Written by `lockstep init` for {gpus}.
@@ -65,7 +68,7 @@ trainer:
   strategy: fsdp                 # or megatron, for tensor, pipeline and expert parallelism
   num_ranks: {ranks}
   max_tokens_per_microbatch: {budget}   # lower it if the trainer runs out of memory: `lockstep plan {file}`
-  optim: {{lr: {sizes.lr:.1e}}}
+  optim: {{lr: {lr:.1e}}}   # {why_lr}; see docs/tuning.md
 # evaluation: {{eval_freq: 10}}    # every 10 steps, with data.eval
 checkpoint: {{save_freq: 20}}      # the same command resumes from the newest
 """
@@ -86,6 +89,8 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     sizes = _ON_GPU if num_gpus else _ON_CPU
     directory = Path(local_model(str(model), has_weights=False, field="--model"))
     content = read_content(directory)
+    is_counted = content.get("model_type") in FAMILIES and not mixes_layers(content)
+    count = read_architecture(directory).num_parameters if is_counted else None
     rows = read_rows(files_of(train, field="--data")[0], field="--data").table
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
@@ -103,7 +108,9 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         file=file,
         name=json.dumps(file.stem),
         model=json.dumps(str(model)),
-        family=f"   # {_described(directory, content)}",
+        family=f"   # {content.get('model_type')}{f', {_millions(count)}' if count else ''}",
+        lr=next((rate for least, rate in _RATES.items() if count and count < least), _RATE),
+        why_lr=f"usual for {_millions(count)}" if count else "usual for models of 0.2B parameters and more",
         train=json.dumps(str(train)),
         prompt=json.dumps(prompt),
         answer=json.dumps(answer),
@@ -119,12 +126,8 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     return re.sub(r"^(\s*[^\s#].*?) +# ", lambda line: f"{line[1] + ' ':<32} # ", text, flags=re.MULTILINE)
 
 
-def _described(directory: Path, content: Mapping[str, Any]) -> str:
-    """Returns the family, and the number of parameters of a model whose parameters Lockstep can count."""
-    model_type = str(content.get("model_type"))
-    if model_type not in FAMILIES or mixes_layers(content):
-        return model_type
-    return f"{model_type}, {read_architecture(directory).num_parameters / 1e6:.1f}M parameters"
+def _millions(num_parameters: int) -> str:
+    return f"{num_parameters / 1e6:.1f}M parameters"
 
 
 def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:
@@ -138,4 +141,4 @@ def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[p
 def _hosts(num_gpus: int) -> str:
     if num_gpus == 0:
         return "a host without GPUs: sizes for a first try on the CPU"
-    return "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return counted(num_gpus, "GPU")

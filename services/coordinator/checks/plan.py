@@ -12,6 +12,7 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.streaming import most_tokens_per_minibatch, streams, tokens_per_block
 from services.common.config.trainer.section import TrainerConfig
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, mixes_layers, read_architecture, read_content
 from services.common.families.registry import FAMILIES
@@ -68,7 +69,7 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     _check_supported(config)
     model = planned_architecture(config)
     _check(config, model)
-    lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
+    lines = [f"{model.model_type}: {counted(model.num_layers, 'layer')}, {_count(model.num_parameters)} parameters"]
     for name, settings in _layouts(config):
         layout = Layout.of(settings.megatron, settings.num_ranks)
         lines.append(f"{name}: {_sizes(layout)}")
@@ -83,7 +84,9 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     lines = [_offloaded(config)]
     if not is_gpu:
         total = sum(memory.peak for memory in memories.values()) * config.trainer.num_ranks // len(memories)
-        lines.insert(0, f"all {config.trainer.num_ranks} ranks together, at their peaks: {total / 2**30:.2f} GiB")
+        ranks = config.trainer.num_ranks
+        whole = f"all {ranks} ranks together, at their peaks" if ranks > 1 else "the rank, at its peak"
+        lines.insert(0, f"{whole}: {total / 2**30:.2f} GiB")
     if isinstance(config, SftConfig):
         lines += [_batch(config)]
     else:
@@ -200,8 +203,9 @@ def _batch(config: AnyConfig) -> str:
         groups = config.data.prompts_per_step // config.trainer.num_minibatches
         samples = groups * config.rollout.completions_per_prompt
     ranks = data_parallel_size(config.trainer)
+    where = f"each of {ranks} data-parallel ranks" if ranks > 1 else "the only data-parallel rank"
     each = f"{samples // ranks}" + (f" or {samples // ranks + 1}" if samples % ranks else "")
-    return f"batch: {samples} samples per mini-batch, {each} on each of {ranks} data-parallel ranks"
+    return f"batch: {samples} samples per mini-batch, {each} on {where}"
 
 
 def _blocks(config: Config) -> Iterator[str]:
@@ -260,7 +264,9 @@ def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
 
 def _sizes(layout: Layout) -> str:
     chunks = f", VPP {layout.vpp}" if layout.vpp > 1 else ""
-    return f"{layout.world} ranks = TP {layout.tp} x PP {layout.pp} x CP {layout.cp} x DP {layout.dp}{chunks}"
+    return (
+        f"{counted(layout.world, 'rank')} = TP {layout.tp} x PP {layout.pp} x CP {layout.cp} x DP {layout.dp}{chunks}"
+    )
 
 
 def _table(*columns: str, title: str) -> Table:

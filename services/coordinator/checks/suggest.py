@@ -14,6 +14,7 @@ from rich.table import Table
 
 from services.common.config.reading.load import load
 from services.common.config.run import Config
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture
 from services.coordinator.checks.memory import rank_memory
@@ -119,7 +120,7 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     """
     if not gpus:
         raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
-    what = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {min(gpus) / _GIB:.0f} GiB"
+    what = f"{counted(len(gpus), 'GPU')} of {min(gpus) / _GIB:.0f} GiB"
     search = _search(args, gpus)
     if not (found := search.found):
         raise InvalidInput(search.why_none(what))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from services.common.counted import counted
 from services.coordinator.data.prepare.formats import Format, Split
 from services.coordinator.data.prepare.options import FORMATS, ConversionOptions
 
@@ -117,6 +118,6 @@ def _show(report: "ConversionReport") -> None:
         held_out = ", held out of train" if split == "test" and report.num_held_out else ""
         console.print(f"  {split:<5} {report.num_rows[split]:>7} rows  {path}{held_out}")
     if report.dropped:
-        console.print(f"  dropped {len(report.dropped)} bad rows:")
+        console.print(f"  dropped {counted(len(report.dropped), 'bad row')}:")
     for place in report.dropped[:NUM_NAMED]:
         console.print(f"    {place}")

@@ -121,7 +121,10 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
 @takes_addresses("rollout", "reward", "trainer")
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of a run, or a Hugging Face model directory.")],
-    config: _Configs,
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(help="YAML files and key=value overrides; without a file, the run's own config."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for the results; inside the run's directory by default.")
     ] = None,
@@ -132,10 +135,11 @@ def evaluate(
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
     from services.coordinator.checks.weights import check_weights
-    from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
+    from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation, with_own_config
 
     services = addresses(given)
-    settings = _with_model(eval_config(load(Config, config), checkpoint, out), services)
+    given_or_own = with_own_config(checkpoint, config or [])
+    settings = _with_model(eval_config(load(Config, given_or_own), checkpoint, out), services)
     check_model(settings)
     check_weights(settings, services)
     with outliving_output(settings.run_dir):

@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.config.run import Config
+from services.common.counted import counted
 from services.common.errors import LockstepError, Reason
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.daemon.conversations import from_message
+from services.coordinator.daemon.history import state_name
 from services.coordinator.observe.columns import fitting
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.observe.reporters import Terminal
@@ -79,7 +81,7 @@ async def stop(coordinator: Coordinator, name: str, console: Console, *, now: bo
     """Asks a run to stop and prints its state."""
     async with coordinator:
         run = await coordinator.stop(name, now=now)
-    console.print(f"run {name} is {_state_name(run)}, with {run.version} of {run.num_steps} steps done")
+    console.print(f"run {name} is {state_name(run)}, with {run.version} of {counted(run.num_steps, 'step')} done")
 
 
 def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
@@ -87,7 +89,7 @@ def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
     is folded or left out.
     """
     head = ("run", "state", "step", "now", "directory")
-    lines = [(run.name, _state_name(run), f"{run.version} of {run.num_steps}", run.phase, run.run_dir) for run in runs]
+    lines = [(run.name, state_name(run), f"{run.version} of {run.num_steps}", run.phase, run.run_dir) for run in runs]
     shown = fitting([head, *((*cells[:4], cells[4][:_MIN_DIRECTORY]) for cells in lines)], range(5), width)
     table = Table()
     for index in shown:
@@ -106,8 +108,4 @@ def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:
         table.step(answer.step.version, dict(answer.step.values))
     elif answer.HasField("evaluation"):
         table.evaluation(answer.evaluation.version, dict(answer.evaluation.values))
-    table.phase(run.phase if run.state == pb.RUN_STATE_RUNNING else _state_name(run), run.version)
-
-
-def _state_name(run: pb.Run) -> str:
-    return pb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+    table.phase(run.phase if run.state == pb.RUN_STATE_RUNNING else state_name(run), run.version)

@@ -34,6 +34,11 @@ def read_run(directory: Path) -> pb.Run | None:
     return run
 
 
+def state_name(run: pb.Run) -> str:
+    """Returns the state of a run as a word, such as `failed`."""
+    return pb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+
+
 def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunResponse]:
     """Returns finished steps and evaluations, oldest first, up to version `up_to` if given. The run state is not set.
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.config.run import Config
+from services.common.counted import counted
 from services.common.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
-from services.coordinator.daemon.history import read_run
+from services.coordinator.daemon.history import read_run, state_name
 from services.coordinator.daemon.hosted import HostedRun
 from services.coordinator.services.devices import visible_gpus
 from services.coordinator.services.launch import Addresses, started_ranks, starts_replicas
@@ -89,7 +90,8 @@ class Runs:
         self.is_ending = True
         if not self._tasks:
             return
-        log.info("stopping %d runs after their current steps; send the signal again to stop them now", len(self._tasks))
+        what = counted(len(self._tasks), "run")
+        log.info("stopping %s after the current step; send the signal again to stop now", what)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_all, True)
@@ -106,7 +108,8 @@ class Runs:
         await hosted.end()
         del self.running[name]
         self._ended[name] = hosted.state
-        log.info("run %s: %s %s", name, pb.RunState.Name(hosted.state.state), hosted.state.error)
+        error = f": {hosted.state.error}" if hosted.state.error else ""
+        log.info("run %s %s%s", name, state_name(hosted.state), error)
 
     def _require_gpus(self, config: Config, given: Addresses) -> None:
         holder = next((name for name, hosted in self.running.items() if _starts(hosted.config, hosted.given)), None)

@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from services.common.counted import counted
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -31,9 +33,10 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
             table.add_row(name.removeprefix("eval/"), *values)
         console.print(table)
     lines = [f"  {name:<28} {what}" for name, what in files.items() if outcome.export_path or name != "model/"]
-    done = f"{outcome.version} steps done."
+    done = f"{counted(outcome.version, 'step')} done."
     if outcome.version < outcome.num_steps:
-        done = f"Stopped: {outcome.version} of {outcome.num_steps} steps done. Run the same command again to resume."
+        so_far = f"{outcome.version} of {counted(outcome.num_steps, 'step')} done"
+        done = f"Stopped: {so_far}. Run the same command again to resume."
     if outcome.best:
         name = f"checkpoints/step-{outcome.best['version']:06d}"
         lines.append(f"  {name:<28} the best checkpoint, by checkpoint.keep_best")

@@ -12,6 +12,7 @@ from rich.console import Console
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.run import Config
 from services.common.config.trainer.roles import ReferenceConfig
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.replay.critic import replay_critic
@@ -102,7 +103,9 @@ def show_replayed(replayed: Replayed, console: Console) -> None:
     for one in replayed.differences:
         line = f"{one.what}: recorded {one.recorded}, now {one.now}"
         console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"step {replayed.step}: {len(replayed.differences)} differences", style="red", highlight=False)
+    console.print(
+        f"step {replayed.step}: {counted(len(replayed.differences), 'difference')}", style="red", highlight=False
+    )
     console.print(f"logs in {replayed.directory / 'logs'}", soft_wrap=True, highlight=False)
 
 
@@ -119,17 +122,17 @@ class _Session:
         if What.REWARDS in self.what:
             self._say(f"scoring the samples of step {self.step}")
             num_samples, found = await self._rewards(run, addresses)
-            compared.append(f"rewards of {num_samples} samples: {_verdict(found)}")
+            compared.append(f"rewards of {counted(num_samples, 'sample')}: {_verdict(found)}")
             differences += found
         if What.ENVIRONMENT in self.what:
             self._say(f"playing the turns of step {self.step} to the environment")
             num_turns, found = await self._environment(run, addresses)
-            compared.append(f"replies to {num_turns} turns: {_verdict(found)}")
+            compared.append(f"replies to {counted(num_turns, 'turn')}: {_verdict(found)}")
             differences += found
         if What.TRAIN in self.what:
             self._say(f"opening the trainer with {run.resume_from or run.config.model}")
             num_values, found = await self._training(run, addresses)
-            compared.append(f"weights and metrics, {num_values} values: {_verdict(found)}")
+            compared.append(f"weights and metrics, {counted(num_values, 'value')}: {_verdict(found)}")
             differences += (one for one in found if one not in differences)
         if What.TRAIN in self.what and self.record.config.critic:
             line, found = await self._critic(run, addresses)
@@ -178,7 +181,7 @@ class _Session:
             num_values, found = await replay_critic(run, self.record, self.step, critic, self._say)
         finally:
             await critic.close()
-        return f"critic's weights and metrics, {num_values} values: {_verdict(found)}", found
+        return f"critic's weights and metrics, {counted(num_values, 'value')}: {_verdict(found)}", found
 
     def _say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, highlight=False)

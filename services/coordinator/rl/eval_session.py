@@ -4,6 +4,7 @@ directory.
 
 import datetime
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.config.advantage import AdvantageConfig
+from services.common.config.reading.load import is_override
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.early import load_early, load_late
@@ -63,6 +65,24 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     # The run may be in progress, with its metrics port and trackers in use.
     quiet = {"observability": config.observability.model_copy(update={"metrics_address": "", "trackers": ()})}
     return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone, **quiet})
+
+
+def with_own_config(checkpoint: Path, given: Sequence[str]) -> list[str]:
+    """Returns `given`, after the config of the run that made `checkpoint` if no file is given.
+
+    Raises:
+        NotFound: There is no checkpoint, or no config of its run.
+        InvalidInput: `checkpoint` is a run's directory.
+    """
+    if not all(is_override(one) for one in given):
+        return [*given]
+    _is_checkpoint(checkpoint)
+    at = checkpoint.resolve().parent
+    run_dir = at.parent if at.name == CHECKPOINTS else at
+    own = run_dir / "config.json"
+    if not (run_dir / LEDGER).is_file() or not own.is_file():
+        raise NotFound(f"{checkpoint} is in no run's directory: give the config of a run as well", field="config")
+    return [str(own), *given]
 
 
 def _run_of(checkpoint: Path, config: Config) -> Path:

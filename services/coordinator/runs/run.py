@@ -11,6 +11,7 @@ from typing_extensions import TypeVar
 
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
+from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.telemetry.context import within
@@ -177,12 +178,12 @@ class Run(Generic[ConfigT]):
         if ledger.last(Kind.STOPPED, version) is None:
             ledger.record(Kind.STOPPED, version, **numbers)
         log.warning(
-            "early stopping after step %d: %s was best after step %d, with %g, and not better in %d evaluations since",
+            "early stopping after step %d: %s was best after step %d, with %g, and not better in %s since",
             version,
             config.metric,
             best["version"],
             best[config.metric],
-            config.patience,
+            counted(config.patience, "evaluation"),
         )
 
     def finish_step(self, version: int, metrics: dict[str, float]) -> None:

@@ -242,7 +242,7 @@ def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
     }
     model, found, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
     assert (model.verdict, found.verdict, found.found) == (OK, OK, "16 rows, 16 held out in few")
-    assert steps.found == "1 steps read 8 rows, 0.5 epochs, if every one is used"
+    assert steps.found == "1 step reads 8 rows, 0.5 epochs, if every one is used"
     checks = {finding.check for finding in host.examine_host(SftConfig.model_validate(tree), Addresses())}
     assert "sandbox" not in checks  # there is no reward service
 

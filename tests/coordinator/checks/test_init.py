@@ -62,10 +62,22 @@ def test_a_model_of_any_family(tmp_path: Path) -> None:
     content = json.loads((MODEL / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"model_type": "olmo2"}))
     data = write(tmp_path / "a.jsonl", prompt="1", answer="2")
-    assert "  # olmo2\n" in starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
-    mixed = content | {"mlp_only_layers": [0]}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(mixed))
+    text = starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
+    assert "  # olmo2\n" in text and "lr: 1.0e-06}" in text and "0.2B parameters and more; see docs" in text
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"mlp_only_layers": [0]}))
     assert "  # qwen3\n" in starting_config(tmp_path / "model", data, Path("y.yaml"), num_gpus=0)
+
+
+@pytest.mark.parametrize(("hidden_size", "lr"), [(64, 3e-4), (512, 1e-4), (1024, 1e-5), (2048, 1e-6)])
+def test_a_smaller_model_gets_a_higher_rate(tmp_path: Path, hidden_size: int, lr: float) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    content = json.loads((MODEL / "config.json").read_text())
+    size = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content | size))
+    data = write(tmp_path / "a.jsonl", prompt="1", answer="2")
+    text = starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
+    (line,) = [line for line in text.splitlines() if "optim: " in line]
+    assert f"lr: {lr:.1e}" in line and "M parameters; see docs/tuning.md" in line, line
 
 
 def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:

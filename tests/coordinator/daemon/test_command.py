@@ -100,7 +100,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             await log.until("run run-")
             await until(fakes.trainer.training.is_set)  # the second step
             daemon.process.terminate()
-            await daemon.until("stopping 1 runs after their current steps")
+            await daemon.until("stopping 1 run after the current step")
             fakes.trainer.permits.release()
             assert (await daemon.end())[0] == 0
             for command, said in ((watch, "run run was stopped"), (log, "opening trainer")):

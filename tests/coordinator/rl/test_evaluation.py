@@ -25,7 +25,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal
 from services.coordinator.observe.reporters import Reporter
-from services.coordinator.rl.eval_session import eval_config
+from services.coordinator.rl.eval_session import eval_config, with_own_config
 from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
@@ -363,3 +363,20 @@ class TestEvalConfig:
         nothing = config.model_copy(update={"data": config.data.model_copy(update={"eval": {}})})
         with pytest.raises(InvalidInput, match=r"data\.eval is empty"):
             eval_config(nothing, run_dir / "model", None)
+
+
+def test_the_config_is_the_runs_own_unless_a_file_is_given(tmp_path: Path) -> None:
+    run_dir, own = tmp_path / "run", str(tmp_path / "run" / "config.json")
+    checkpoint, model = run_dir / "checkpoints" / "step-000001", run_dir / "model"
+    for directory, name in ((checkpoint, "manifest.json"), (model, "config.json"), (tmp_path, "config.json")):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("{}")
+    with pytest.raises(NotFound, match="step-000001 is in no run's directory: give the config of a run"):
+        with_own_config(checkpoint, [])
+    for name in ("config.json", "ledger.sqlite"):
+        (run_dir / name).touch()
+    assert with_own_config(checkpoint, ["seed=1"]) == [own, "seed=1"]
+    assert with_own_config(model, []) == [own]
+    assert with_own_config(checkpoint, ["run.yaml", "seed=1"]) == ["run.yaml", "seed=1"]
+    with pytest.raises(NotFound, match="is not a directory"):
+        with_own_config(tmp_path / "nowhere", [])

@@ -49,7 +49,7 @@ async def test_a_lost_call_to_open_a_run_is_sent_again(
 async def test_a_trainer_with_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """Its results would differ in their last bits from those that the config stands for, and a replay would not fit."""
     async with surviving_services() as services:
-        with pytest.raises(InvalidInput, match=r"has 1 ranks, but trainer\.num_ranks is 2: start it with") as caught:
+        with pytest.raises(InvalidInput, match=r"has 1 rank, but trainer\.num_ranks is 2: start it with") as caught:
             await services.run(make_run(tmp_path, 1, trainer={"num_ranks": 2}))
     assert services.given.trainer in caught.value.message
     assert caught.value.metadata["field"] == "trainer.num_ranks"

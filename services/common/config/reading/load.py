@@ -54,10 +54,18 @@ def read(model: type[BaseModel], args: Sequence[str]) -> tuple[dict[str, Any], d
     """
     merged = _Merged(frozenset(open_tables(model)), {}, {})
     for arg in args:
-        is_override = "=" in arg and not os.path.exists(arg)  # Path.exists raises if arg is too long for a path
-        part = _parse_override(arg) if is_override else _read_yaml(Path(arg))
-        merged.add(merged.tree, part, source="command line" if is_override else arg)
+        if is_override(arg):
+            merged.add(merged.tree, _parse_override(arg), source="command line")
+            continue
+        if arg.partition(".")[0] in model.model_fields and not os.path.exists(arg):
+            raise InvalidInput(f"{arg} is no file; to set this key, write {arg}=VALUE", reason=Reason.INVALID_CONFIG)
+        merged.add(merged.tree, _read_yaml(Path(arg)), source=arg)
     return merged.tree, merged.origin
+
+
+def is_override(arg: str) -> bool:
+    """Returns whether an argument is `key=value`, and not the path of a file."""
+    return "=" in arg and not os.path.exists(arg)  # Path.exists raises if arg is too long for a path
 
 
 def parse_json(model: type[Model], text: str) -> Model:

@@ -6,6 +6,7 @@ from pathlib import Path
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
+from services.common.counted import counted
 from services.common.errors import LockstepError
 from services.common.files.model_card import read_model_card
 from services.coordinator.checks.doctor.finding import Finding, Verdict
@@ -54,8 +55,8 @@ def _rows(config: SftConfig, given: Addresses) -> list[Finding]:
     num_steps = config.num_steps or data.train.num_steps(config.num_epochs or 0)
     rows = num_steps * config.data.samples_per_step
     return [
-        Finding("data", f"{len(data.train)} rows{_held_out(data.held_out)}"),
-        Finding("steps", _steps(num_steps, rows, len(data.train), "rows")),
+        Finding("data", f"{counted(len(data.train), 'row')}{_held_out(data.held_out)}"),
+        Finding("steps", _steps(num_steps, rows, len(data.train), "row")),
     ]
 
 
@@ -64,9 +65,11 @@ def _prompts(config: Config, given: Addresses) -> list[Finding]:
     assert data is not None, "the model is on this host"
     first, prompts = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
     return [
-        Finding("data", f"{len(data.train)} prompts{_held_out(data.eval)}"),
-        Finding("first prompt", f"{len(first.tokens)} tokens: {shown(first.text)}; answer: {shown(first.answer)}"),
-        Finding("steps", _steps(config.num_steps, prompts, len(data.train), "prompts")),
+        Finding("data", f"{counted(len(data.train), 'prompt')}{_held_out(data.eval)}"),
+        Finding(
+            "first prompt", f"{counted(len(first.tokens), 'token')}: {shown(first.text)}; answer: {shown(first.answer)}"
+        ),
+        Finding("steps", _steps(config.num_steps, prompts, len(data.train), "prompt")),
     ]
 
 
@@ -75,7 +78,9 @@ def _held_out(sets: Mapping[str, Sized]) -> str:
 
 
 def _steps(num_steps: int, num_read: int, num_rows: int, noun: str) -> str:
-    return f"{num_steps} steps read {num_read} {noun}, {num_read / num_rows:.3g} epochs, if every one is used"
+    verb = "reads" if num_steps == 1 else "read"
+    read = f"{counted(num_steps, 'step')} {verb} {counted(num_read, noun)}"
+    return f"{read}, {num_read / num_rows:.3g} epochs, if every one is used"
 
 
 def shown(text: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
+from services.common.counted import counted
 from services.common.errors import LockstepError
 from services.common.rpc.address import parse_address
 from services.coordinator.checks.doctor.finding import Finding, Verdict
@@ -32,14 +33,18 @@ def check_discovery(config: Config) -> Finding:
     if not found:
         fix = "start a replica: the run waits for the first one up to timeouts.open_s"
         return Finding("discovery", f"no replica is listed: {why}", Verdict.WARN, fix)
-    return Finding("discovery", f"{len(found)} replicas: {', '.join(found)}")
+    return Finding("discovery", f"{counted(len(found), 'replica')}: {', '.join(found)}")
 
 
 def check_restarts(config: AnyConfig) -> Finding:
     """Reports from where the run resumes if its trainer dies."""
     if not config.restart.max:
         return Finding("restart", "no service is started again: the run ends when one dies")
-    often = f"each service up to {config.restart.max} times in {config.restart.window_s:g} s"
+    often = f"each service up to {counted(config.restart.max, 'time')} in {config.restart.window_s:g} s"
     save_freq = config.checkpoint.save_freq
-    place = f"a checkpoint that is at most {save_freq} steps old" if save_freq else "step 1 (checkpoint.save_freq is 0)"
+    place = (
+        f"a checkpoint that is at most {counted(save_freq, 'step')} old"
+        if save_freq
+        else "step 1 (checkpoint.save_freq is 0)"
+    )
     return Finding("restart", f"{often}; after a death of the trainer the run resumes from {place}")

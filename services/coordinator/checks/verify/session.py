@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from services.common.counted import counted
 from services.common.errors import DataLoss, PreconditionFailed
 from services.common.rpc.history.files import line_files
 from services.coordinator.checks.verify.calls import CallChecks
@@ -121,22 +122,22 @@ def _text(metrics: Mapping[str, object] | None) -> str:
 def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
     """Prints the verdict; after a violation the last rows of the prefix too."""
     kinds = [row.kind for row in verdict.rows]
-    counts = f"{kinds.count(Kind.OPENED)} sessions, {kinds.count(Kind.FINISHED)} finished steps"
+    counts = f"{counted(kinds.count(Kind.OPENED), 'session')}, {counted(kinds.count(Kind.FINISHED), 'finished step')}"
     if not verdict.violation:
-        checked = f"{verdict.num_samples} samples, {verdict.num_calls} calls"
-        line = f"{run_dir}: {len(kinds)} rows, {counts}, {checked}: no violation"
+        checked = f"{counted(verdict.num_samples, 'sample')}, {counted(verdict.num_calls, 'call')}"
+        line = f"{run_dir}: {counted(len(kinds), 'row')}, {counts}, {checked}: no violation"
         console.print(line, soft_wrap=True, highlight=False)
         return
     if verdict.lines:
-        for text in (*verdict.lines, f"violation after {verdict.num_calls} calls: {verdict.violation}"):
+        for text in (*verdict.lines, f"violation after {counted(verdict.num_calls, 'call')}: {verdict.violation}"):
             console.print(text, soft_wrap=True, highlight=False)
         return
     shown = verdict.rows[-_NUM_SHOWN:]
     if len(shown) < len(kinds):
-        console.print(f"... {len(kinds) - len(shown)} rows before", highlight=False)
+        console.print(f"... {counted(len(kinds) - len(shown), 'row')} before", highlight=False)
     for row in shown:
         body = {name: value for name, value in row.body.items() if name not in _HIDDEN and not isinstance(value, float)}
         version = "" if row.version is None else f" {row.version}"
         text = f"{row.seq:>6}  {row.kind}{version}  {json.dumps(body)}"
         console.print(text, soft_wrap=True, highlight=False)
-    console.print(f"violation after {len(kinds)} rows: {verdict.violation}", soft_wrap=True, highlight=False)
+    console.print(f"violation after {counted(len(kinds), 'row')}: {verdict.violation}", soft_wrap=True, highlight=False)

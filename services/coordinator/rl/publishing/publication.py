@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
+from services.common.counted import counted
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
 from services.coordinator.rl.publishing.attendance import Attendance
 from services.coordinator.runs.run import Run
@@ -86,7 +87,9 @@ class Publisher:
                 self._members = ()
                 attempts += 1
                 lost = await self._rollout.drop_unreachable() + self._drop_hung()
-                log.warning("publication of version %d failed, %d replicas lost: %s", version, lost, error.message)
+                log.warning(
+                    "publication of version %d failed, %s lost: %s", version, counted(lost, "replica"), error.message
+                )
                 if not lost and attempts >= _MAX_ATTEMPTS:
                     if not self._rollout.refuse_newcomers(error):
                         raise

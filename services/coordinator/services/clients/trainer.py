@@ -12,6 +12,7 @@ from services.common.batches import batch as batches
 from services.common.config.reading.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.streaming import groups_per_minibatch, tokens_per_block
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
@@ -89,8 +90,8 @@ class Model:
             role = role_section(self._config, self.name)
             key = f"{self.name if role and role.num_ranks else 'trainer'}.num_ranks"
             raise InvalidInput(
-                f"the trainer at {self._client.address} has {info.num_ranks} ranks, but {key} is {num_ranks}: start it "
-                f"with that number (--nproc-per-node), or set {key} to {info.num_ranks}",
+                f"the trainer at {self._client.address} has {counted(info.num_ranks, 'rank')}, but {key} is "
+                f"{num_ranks}: start it with that number (--nproc-per-node), or set {key} to {info.num_ranks}",
                 field=key,
             )
 

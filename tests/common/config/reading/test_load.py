@@ -188,6 +188,12 @@ def test_missing_keys_are_named() -> None:
     assert all(f"{key}: required and not set" in message for key in ("model", "data"))
 
 
+@pytest.mark.parametrize("key", ["trainer.optim.lr", "seed"])
+def test_a_key_without_a_value_is_no_missing_file(file: str, key: str) -> None:
+    assert refused(file, key) == f"{key} is no file; to set this key, write {key}=VALUE"
+    assert "does not exist" in refused(file, f"my-{key}")
+
+
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "does not exist" in refused(str(tmp_path / "none.yaml"))
     assert "cannot be read" in refused(str(tmp_path))
