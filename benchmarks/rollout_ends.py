@@ -26,6 +26,7 @@ from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import seed_of
 from services.coordinator.rl.sampling.collect import Collector
+from services.coordinator.services.clients.failure_log import FailureLog
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Trainer
 from services.coordinator.services.launch import Addresses, launch
@@ -71,7 +72,8 @@ class Drawn:
 class _Clock:
     """Replaces the reward client and records when each group arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self.failure_log = FailureLog(config)
         self.finished_s: list[float] = []
         self.num_tokens = 0
 
@@ -98,10 +100,10 @@ class Service:
 
     async def draw(self, batch: Batch) -> Drawn:
         """Samples the whole `batch`."""
-        clock, cpu_s = _Clock(), self.cpu_seconds()
+        clock, cpu_s = _Clock(self._config), self.cpu_seconds()
         num_samples = self._config.rollout.completions_per_prompt
         begin = time.perf_counter()
-        await self._collector(clock).collect(batch.prompts, num_samples, batch.sampling, self.stamp)
+        await self._collector(clock).collect("all", batch.prompts, num_samples, batch.sampling, self.stamp)
         duration_s, spent = time.perf_counter() - begin, self.cpu_seconds()
         finished_s = [finished - begin for finished in clock.finished_s]
         return Drawn(duration_s, clock.num_tokens, finished_s, {who: spent[who] - cpu_s[who] for who in spent})
