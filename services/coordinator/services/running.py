@@ -90,7 +90,7 @@ async def running_services(
 class Sessions(Generic[ConfigT]):
     """Repeats the session of a run whose trainer died, as far as `config.restart` allows.
 
-    So it does if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
+    It also does so if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
 
     A repeated session resumes from the record, as the same command would in a new process.
     """
