@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 
 from services.coordinator.cli.main import main
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, running_services
@@ -33,7 +35,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "with-code" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "m.M"}}))
     (directory / "empty-model").mkdir()
     shutil.copytree(directory / "model", directory / "no-weights")
-    (directory / "no-weights" / "model.safetensors").unlink()
+    save_file({"other": np.zeros(1, np.float32)}, directory / "no-weights" / "model.safetensors")
     return directory
 
 
@@ -68,7 +70,7 @@ MISTAKES = {
     "missing prompts": (["data.train=null.parquet"], ["null.parquet", "prompt"]),
     "too few prompts": (["data.prompts_per_step=80"], ["data.prompts_per_step", "80", "64"]),
     "no such model": (["model=no-such-model"], ["model", "no-such-model", "does not exist"]),
-    "empty model": (["model=empty-model"], ["empty-model", "config.json"]),
+    "empty model": (["model=empty-model"], ["empty-model", "model.safetensors"]),
     "model with code": (["model=with-code"], ["with-code", "auto_map"]),
     "resume from nothing": (["resume=no/checkpoint"], ["resume", "no/checkpoint", "manifest.json"]),
     "must resume": (["resume=must"], ["resume", "holds no run"]),
@@ -127,7 +129,7 @@ def test_what_a_started_service_notices(workspace: Path, lent: Sequence[str]):
             still_there([run.process.pid], after_s=0.2)
         assert not still_there(below)
     line = refusal(run)
-    assert "no-weights" in line and "safetensors" in line
+    assert "no-weights" in line and "model.embed_tokens.weight" in line
 
 
 def test_what_a_given_service_notices(workspace: Path, lent: Sequence[str]):

@@ -103,7 +103,7 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
 
 def test_it_trains_over_the_network_with_the_numbers_of_loopback(run_there: tuple[Path, str, int], undisturbed: Path):
     workspace, output, num_bytes = run_there
-    assert f"{NUM_STEPS} steps done" in output
+    assert f"{NUM_STEPS} step done" in output
     model = (workspace / "model" / "model.safetensors").stat().st_size
     assert num_bytes > (1 + NUM_STEPS) * model  # each publication, and more
     there, here = numbers(workspace), numbers(undisturbed)
