@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import CheckpointException
@@ -84,13 +86,18 @@ async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
     assert len(crew.failures) == 1
 
 
-async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
+async def cancel_at_the_gates(crew: Crew, command: Callable[..., Any]) -> None:
+    """Closes the gates, calls `command`, and cancels the call once a rank has entered it."""
     crew.close_gates()
-    call = asyncio.create_task(crew.ranks.call(FakeWorker.train))
+    call = asyncio.create_task(crew.ranks.call(command))
     await asyncio.to_thread(crew.workers[1].entered.wait)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
+    await cancel_at_the_gates(crew, FakeWorker.train)
     after = asyncio.create_task(crew.ranks.call(FakeWorker.echo, value=2))
     crew.open_gates()
     async with asyncio.timeout(PATIENCE_S):
@@ -99,12 +106,7 @@ async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
 
 
 async def test_error_of_a_canceled_call_is_nobodys(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:
-    crew.close_gates()
-    call = asyncio.create_task(crew.ranks.call(FakeWorker.refuse_at_the_gate))
-    await asyncio.to_thread(crew.workers[1].entered.wait)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
+    await cancel_at_the_gates(crew, FakeWorker.refuse_at_the_gate)
     crew.open_gates()
     await crew.ranks.call(FakeWorker.echo, value=2)
     gc.collect()  # asyncio logs an error that nobody retrieved when its task is freed

@@ -1,13 +1,10 @@
 """Keeps why replicas that a run should have do not serve, for `lockstep replicas list`."""
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.common.errors import LockstepError, Reason
 from services.coordinator.runs.replicas import Note
 from services.coordinator.services.clients.replica import Replica, ReplicaState
-
-log = logging.getLogger(__name__)
 
 
 class Notes:
