@@ -101,13 +101,14 @@ def _experts(world: int) -> Iterator[tuple[str, Case]]:
     if world == 1:
         model = "qwen3-a3b-8-layers"
         router = {"megatron": {"transformer_config_kwargs": {"moe_router_fusion": True}}}
-        yield f"{model} megatron 1 GPUs", Case(model, world, "megatron", 16384, has_reference=False)
-        yield f"{model} megatron 1 GPUs fused router", Case(model, world, "megatron", 16384, router, False)
-        yield f"{model} megatron 1 GPUs recompute", Case(model, world, "megatron", 24576, _RECOMPUTE, False)
+        yield f"{model} megatron 1 GPUs", Case(model, world, "megatron", 28672, has_reference=False)
+        yield f"{model} megatron 1 GPUs fused router", Case(model, world, "megatron", 28672, router, False)
+        yield f"{model} megatron 1 GPUs recompute", Case(model, world, "megatron", 32768, _RECOMPUTE, False)
         return
     if world == 2:
-        model = "qwen3-a3b-16-layers"
-        yield f"{model} megatron 2 GPUs", Case(model, world, "megatron", 9216, {"megatron": {EP: world}})
+        model, experts = "qwen3-a3b-16-layers", {"megatron": {EP: world}}
+        yield f"{model} megatron 2 GPUs", Case(model, world, "megatron", 16384, experts, False)
+        yield f"{model} megatron 2 GPUs recompute", Case(model, world, "megatron", 32768, _RECOMPUTE | experts, False)
         return
     name, model = f"qwen3-30b-a3b megatron {world} GPUs", "qwen3-30b-a3b"
     plain = {EP: world, **(BF16_GRADIENTS if world == 4 else {})}
