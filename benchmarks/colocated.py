@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.loop import KEPT
+from benchmarks.loop import kept
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
@@ -65,9 +65,7 @@ def measure(config: Config) -> dict[str, list[float]]:
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line][_WARM_UP:]
     samples = {name: values[_WARM_UP:] for name, values in phases.samples.items()}
-    return {name: values for name, values in samples.items() if any(values)} | {
-        label: [step[key] for step in steps] for key, label in KEPT.items()
-    }
+    return {name: values for name, values in samples.items() if any(values)} | kept(steps)
 
 
 def main() -> None:

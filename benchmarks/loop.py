@@ -36,6 +36,7 @@ KEPT = {
     "time/outside_share": "outside these [share of step]",
     "train/logprob_gap_mean": "engine-trainer gap, mean [nats]",
     "train/logprob_gap_max": "engine-trainer gap, max [nats]",
+    "train/moe_route_agreement": "experts of the engine that the trainer's routers choose [share]",
     "reward/mean": "training reward",
 }
 
@@ -58,12 +59,17 @@ def run(overrides: list[str], directory: Path) -> tuple[Path, dict[str, list[flo
     steps = [line for line in lines if "time/step_s" in line]
     whole = [step for step in steps if "time/generate_busy_s" in step]  # with a lag, the last ones generate nothing
     warm = whole[min(_WARM_UP, len(whole) - 1) :]  # at least one step, if the run was interrupted
-    samples = {label: [step[key] for step in warm] for key, label in KEPT.items()}
+    samples = kept(warm)
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:
         samples[f"held-out reward after {evaluation['version']} steps"] = [evaluation["eval/held-out/reward"]]
     Console().print(drawing(warm[-1]), highlight=False)
     return config.run_dir, samples
+
+
+def kept(steps: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Returns the values of KEPT that all `steps` have, by label."""
+    return {label: [step[key] for step in steps] for key, label in KEPT.items() if all(key in step for step in steps)}
 
 
 def save(name: str, samples: dict[str, list[float]], overrides: list[str], **settings: Any) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.loop import KEPT
+from benchmarks.loop import kept
 from benchmarks.report import keep
 
 _CONFIG = "deploy/runs/smollm2.yaml"
@@ -37,7 +37,7 @@ def main() -> None:
             raise subprocess.CalledProcessError(process.returncode, command)
         lines = list(map(json.loads, (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()))
     steps = [line for line in lines if "time/step_s" in line]
-    samples |= {label: [step[key] for step in steps] for key, label in KEPT.items()}
+    samples |= kept(steps)
     for line in lines:
         if "eval/held-out/reward" in line:
             samples[f"held-out reward after {line['step']} steps"] = [line["eval/held-out/reward"]]

@@ -73,6 +73,8 @@ def main() -> None:
             _run(directory, plan, chosen)
         finally:
             _keep(options.name, directory, plan, chosen)
+        if failed := [name for name in chosen if "train [s]" not in _measured(directory).get(name, ())]:
+            sys.exit(f"benchmarks.train: not measured: {', '.join(failed)}")
 
 
 def _write_config(path: Path, *, is_tiny: bool) -> None:

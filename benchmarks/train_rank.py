@@ -185,12 +185,12 @@ def _prepare(strategy: str) -> None:
     if strategy == "fsdp":
         patch.object(AutoModelForCausalLM, "from_pretrained", _random_model).start()
         module = import_module("services.trainer.fsdp.model")
-        patch.object(module, "require_loadable", lambda *args, **kwargs: None).start()
         kind = import_module("services.trainer.fsdp.backend").FsdpBackend
     else:
         module = import_module("services.trainer.megatron.backend")
         patch.object(module, "load_checkpoint_weights", lambda *args: None).start()
         kind = module.MegatronBackend
+    patch.object(module, "require_loadable", lambda *args, **kwargs: None).start()
     for name in ("forward", "accumulate", "step"):
         setattr(kind, name, _timed(getattr(kind, name), name))
 
