@@ -24,6 +24,7 @@ from tests.trainer.fsdp_harness import FULL_LOSS, OPTIM, TEMPERATURE, samples, w
 from tests.trainer.megatron_harness import (
     CP,
     EP,
+    GATHERED,
     LOSS,
     OVERLAP,
     PP,
@@ -64,6 +65,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         yield f"untied-{name}-kl", _layout("untied", 2, megatron, KL)
         yield f"untied-{name}-lora", _layout("untied", 2, megatron, LORA | KL)
     yield "moe-ep2", _layout("moe", 2, EP)
+    yield "moe-ep2-gathered", _layout("moe", 2, EP | GATHERED)
     yield "routed-pp2", replace(_layout("moe", 2, PP, {"gradient_checkpointing": True}), has_routes=True)
     yield "deep-vpp2", _layout("deep", 2, PP | VPP)
     yield "untied-fsdp2-recompute", _layout("untied", 2, {}, FSDP | MINIBATCHES["recompute"])

@@ -43,6 +43,7 @@ TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
+GATHERED = {"moe": {"token_dispatcher_type": "allgather"}}
 VPP = {"virtual_pipeline_model_parallel_size": 2}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 UNPACKED = {"packed_sequences": False}
@@ -114,12 +115,18 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         "tp2-ep2-etp1": (2, TP | EP | {"expert_tensor_parallel_size": 1}),
         "ep2-etp2": (4, TP | EP),
         "ep2-pp2": (4, EP | PP),
+        "ep2-gathered": (2, EP | GATHERED),
+        "ep4-gathered": (4, {"expert_model_parallel_size": 4} | GATHERED),
+        "tp2-ep2-etp1-gathered": (2, TP | EP | GATHERED | {"expert_tensor_parallel_size": 1}),
+        "cp2-ep2-gathered": (2, CP | EP | GATHERED),
+        "ep2-pp2-gathered": (4, EP | PP | GATHERED),
     }
     for name, (world, megatron) in experts.items():
         yield f"moe-{name}", Layout("moe", world, megatron, SMALL, "moe-1")
     for name, megatron in (("tp2", TP), ("cp2", CP)):
         yield f"untied-{name}-unpacked", Layout("untied", 2, megatron | UNPACKED, SMALL, "untied-1")
     yield "moe-ep2-unpacked", Layout("moe", 2, EP | UNPACKED, SMALL, "moe-1")
+    yield "moe-ep2-unpacked-gathered", Layout("moe", 2, EP | UNPACKED | GATHERED, SMALL, "moe-1")
     yield "deep-vpp2", Layout("deep", 2, PP | VPP, SMALL, "deep-1")
     yield "deep-vpp2-unpacked", Layout("deep", 2, PP | VPP | UNPACKED, SMALL, "deep-1")
     yield "deep-vpp2-tp2", Layout("deep", 4, TP | PP | VPP, SMALL, "deep-1")
@@ -141,6 +148,7 @@ def _routed() -> Iterator[tuple[str, Layout]]:
         ("ep2", 2, EP, SMALL, "1"),
         ("pp2", 2, PP, again, "1"),
         ("ep2-pp2", 4, EP | PP, SMALL, "1"),
+        ("ep2-gathered", 2, EP | GATHERED, again, "1"),
         ("deep-1", 1, {}, SMALL, ""),
         ("deep-vpp2", 2, PP | VPP, again, "deep-1"),
     )

@@ -336,6 +336,33 @@ def _experts(megatron: MegatronConfig, model: Architecture) -> _Problems:
     yield from _sequence_parallel(megatron)
     if megatron.moe.token_dispatcher_type == "flex" and ep * etp == 1:
         yield "moe.token_dispatcher_type", "flex needs EP x ETP of at least 2; nearest legal: alltoall, or EP 2"
+    if megatron.moe.token_dispatcher_type == "allgather" and (why := _why_not_gathered(megatron)):
+        yield "moe.token_dispatcher_type", f"allgather {why}; nearest legal: alltoall"
+
+
+def gathers_tokens(megatron: MegatronConfig, num_experts_per_tok: int) -> bool:
+    """Returns whether the ranks of experts gather all tokens; auto chooses that where it sends less than all-to-all.
+
+    A rank receives each token of the EP - 1 others once, and with all-to-all one copy for each of its experts, on
+    average num_experts_per_tok / EP.
+    """
+    ep, kind = megatron.expert_model_parallel_size, megatron.moe.token_dispatcher_type
+    if kind == "auto":
+        return 1 < ep < num_experts_per_tok and not _why_not_gathered(megatron)
+    return kind == "allgather" and ep > 1
+
+
+def _why_not_gathered(megatron: MegatronConfig) -> str:
+    """Returns why the ranks of experts cannot gather all tokens, or "" if they can."""
+    given = megatron.transformer_config_kwargs
+    if not megatron.moe.grouped_gemm:
+        return "needs moe.grouped_gemm"
+    if megatron.etp > 1:
+        return f"does not cut experts, and expert_tensor_parallel_size is {megatron.etp}"
+    if megatron.moe.aux_loss_coeff or given.get("moe_z_loss_coeff"):
+        return "pads micro-batches to one size on all ranks, and the losses of the router would count the padding"
+    others = ("moe_expert_capacity_factor", "moe_router_padding_for_quantization", "moe_shared_expert_overlap")
+    return next((f"does not work with transformer_config_kwargs.{name}" for name in others if given.get(name)), "")
 
 
 def _divides(key: str, size: int, name: str, count: int) -> _Problems:

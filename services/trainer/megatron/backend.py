@@ -216,8 +216,8 @@ class MegatronBackend(
         parallelism = Parallelism(megatron, timeout_s=self._config.collective_timeout_s, seed=seed)
         config = transformer_config(self._hf, self._config, self._dtype)
         kind = ValueModel if self._role is Role.CRITIC else LogprobModel
-        options = {"is_adapted": is_adapted, "is_grouped": megatron.moe.grouped_gemm}
-        bare = [chunk.to(self.device) for chunk in build_chunks(kind, config, self._hf, **options)]
+        built = build_chunks(kind, config, self._hf, megatron, is_adapted=is_adapted)
+        bare = [chunk.to(self.device) for chunk in built]
         parameters = local_parameters(bare, parallelism)
         if megatron.dist_checkpointing_path:
             load_converted_weights(bare, parallelism, megatron.dist_checkpointing_path)

@@ -64,18 +64,20 @@ class MicroBatch:
         return self.tokens.numel()
 
 
-def cut_packs(packs: Sequence[Pack], cut: Cut, *, is_fixed_size: bool) -> list[MicroBatch]:
-    """Returns micro-batches; with `is_fixed_size`, which interleaved pipelines need, all are padded to one shape."""
-    num_tokens = [cut.num_tokens(pack) for pack in packs]
-    num_sequences = max(len(pack.lengths) for pack in packs)
+def least_sizes(packs: Sequence[Pack], cut: Cut) -> np.ndarray:
+    """Returns the smallest `sizes` for `cut_packs`."""
+    return np.array([(cut.num_tokens(pack), len(pack.lengths)) for pack in packs], np.int64)
+
+
+def cut_packs(packs: Sequence[Pack], cut: Cut, sizes: np.ndarray) -> list[MicroBatch]:
+    """Returns micro-batches that are padded to `sizes` [packs, 2].
+
+    A size is the number of tokens and any number if sequences are packed, and otherwise the number of tokens of each
+    sequence and the number of sequences.
+    """
     return [
-        _cut_pack(
-            pack,
-            cut,
-            num_tokens=max(num_tokens) if is_fixed_size else own,
-            num_sequences=num_sequences if is_fixed_size else len(pack.lengths),
-        )
-        for pack, own in zip(packs, num_tokens, strict=True)
+        _cut_pack(pack, cut, num_tokens=num_tokens, num_sequences=num_sequences)
+        for pack, (num_tokens, num_sequences) in zip(packs, sizes.tolist(), strict=True)
     ]
 
 

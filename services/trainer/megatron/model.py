@@ -27,7 +27,8 @@ from transformers import PretrainedConfig
 
 from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.section import TrainerConfig
-from services.trainer.compat.megatron.dispatcher import skip_dispatch
+from services.common.megatron.layout import gathers_tokens
+from services.trainer.compat.megatron.dispatcher import use_faster_dispatchers
 from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place
 from services.trainer.compat.torch import set_class
@@ -185,19 +186,19 @@ def build_chunks(
     kind: type[Chunk],
     config: TransformerConfig,
     hf: PretrainedConfig,
+    megatron: MegatronConfig,
     *,
     is_adapted: bool = False,
-    is_grouped: bool = True,
 ) -> list[Chunk]:
     """Makes this rank's chunks on the current device; their weights are not loaded yet.
 
     With `is_adapted` the norms are separate layers, since the adapter needs the normalized input, which a fused layer
-    does not return. With `is_grouped` a layer's experts are computed together.
+    does not return.
 
     Raises:
         InvalidInput: The experts cannot be computed together.
     """
-    is_grouped = is_grouped and config.num_moe_experts is not None
+    is_grouped = megatron.moe.grouped_gemm and config.num_moe_experts is not None
     if is_grouped:
         require_groupable(config)
     vpp = config.virtual_pipeline_model_parallel_size
@@ -216,7 +217,7 @@ def build_chunks(
         )
         chunk.model_type = ModelType.encoder_or_decoder
         if is_grouped:
-            skip_dispatch(chunk)
+            use_faster_dispatchers(chunk, gathers=gathers_tokens(megatron, config.moe_router_topk))
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)
@@ -307,7 +308,8 @@ def _moe_settings(megatron: MegatronConfig) -> dict[str, Any]:
     }
     return {
         "moe_grouped_gemm": moe.grouped_gemm,
-        "moe_token_dispatcher_type": moe.token_dispatcher_type,
+        # Megatron's own all-gather refuses sequences of variable length, so another takes the place of this one.
+        "moe_token_dispatcher_type": "flex" if moe.token_dispatcher_type == "flex" else "alltoall",
         "moe_router_load_balancing_type": moe.load_balancing_type,
         "moe_aux_loss_coeff": moe.aux_loss_coeff * _router_ranks(megatron),
         "moe_router_dtype": moe.router_dtype,

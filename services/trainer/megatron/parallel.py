@@ -30,6 +30,7 @@ class Parallelism:
         self.dp_group = group_of(parallel_state.get_data_parallel_group())
         self.dp_cp_group = group_of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.pp_group = group_of(parallel_state.get_pipeline_model_parallel_group())
+        self.ep_group = group_of(parallel_state.get_expert_model_parallel_group())
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.last_stage_rank = parallel_state.get_pipeline_model_parallel_last_rank()
         self.expert_rank = parallel_state.get_expert_model_parallel_rank()

@@ -12,10 +12,10 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from services.common.megatron.layout import Layout
+from services.common.megatron.layout import Layout, gathers_tokens
 from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import take_apart
-from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs
+from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, least_sizes
 from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.routes import Replay
@@ -38,10 +38,21 @@ class MegatronModel:
             align=Layout.of(parallelism.config, dist.get_world_size()).align,
             is_packed=parallelism.config.packed_sequences,
         )
+        self._gathers_tokens = config.num_moe_experts is not None and gathers_tokens(
+            parallelism.config, config.moe_router_topk
+        )
 
     def cut(self, packs: Sequence[Pack]) -> list[MicroBatch]:
         """Returns the micro-batches that this rank computes for the packs."""
-        return cut_packs(packs, self._cut, is_fixed_size=len(self.chunks) > 1)
+        sizes = least_sizes(packs, self._cut)
+        if self._gathers_tokens:  # so every rank must have the same number
+            device = packs[0].tokens_T.device
+            largest = torch.from_numpy(sizes).to(device)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.parallelism.ep_group)
+            sizes = largest.cpu().numpy()
+        if len(self.chunks) > 1:  # interleaved pipelines need one size
+            sizes[:] = sizes.max(0)
+        return cut_packs(packs, self._cut, sizes)
 
     def replay_routes(self) -> None:
         """Makes the layers, all of which have experts, compute with the routes of packs that have them."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import services.trainer.megatron  # noqa: F401  (before megatron itself)
 from services.common.errors import InvalidInput
-from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, zigzag
+from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, least_sizes, zigzag
 from services.trainer.megatron.passthrough import make
 from services.trainer.offload import Offloader
 from services.trainer.updates.packing import Pack
@@ -65,7 +65,11 @@ def cases(draw: st.DrawFn) -> Case:
     cp, tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     align = tp * (2 * cp if cp > 1 else 1)
     is_packed, is_fixed = draw(st.booleans()), draw(st.booleans())
-    cut = [cut_packs(packs, Cut(cp, rank, align, is_packed), is_fixed_size=is_fixed) for rank in range(cp)]
+    cuts = [Cut(cp, rank, align, is_packed) for rank in range(cp)]
+    sizes = least_sizes(packs, cuts[0])
+    if is_fixed:
+        sizes[:] = sizes.max(0)
+    cut = [cut_packs(packs, one, sizes) for one in cuts]
     return Case(packs, cut, align, is_packed, is_fixed)
 
 

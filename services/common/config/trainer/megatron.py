@@ -13,8 +13,11 @@ class MoeConfig(Strict):
     grouped_gemm: bool = True
     """Compute all experts of a rank together, with one grouped matrix product. False computes one after the other,
     and is slower."""
-    token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
-    """Megatron's dispatcher that sends tokens to the ranks of their experts."""
+    token_dispatcher_type: Literal["auto", "allgather", "alltoall", "flex"] = "auto"
+    """How tokens reach the ranks of their experts. allgather: every rank gets the tokens of all EP ranks once, and
+    micro-batches are padded to the same size on all of them; alltoall: a rank gets a copy of a token for each of its
+    experts; flex: Megatron's flex dispatcher. auto is allgather if EP is below the number of experts of a token, where
+    it sends less, and alltoall otherwise or if the other settings do not allow allgather."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"] = "none"
     """Load balancing of the experts. The three auxiliary losses need aux_loss_coeff above 0, none and sinkhorn need
     0."""
