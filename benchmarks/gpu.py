@@ -23,16 +23,18 @@ import torch
 from rich.console import Console
 
 _GRACE_S = 60.0
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # vLLM cannot sleep with it, as `colocated` needs
 _WITH_MODEL = ("sync", "step", "rollout", "colocated", "routing")
 _BF16 = "trainer.strategy=megatron trainer.compute_dtype=bfloat16"
 _SYNC = "rollout.engine.gpu_memory_utilization=0.5 rollout.engine.enforce_eager=true"
 _STEP = "rollout.engine.gpu_memory_utilization=0.8 rollout.engine.additional_config.shorter_by=4"
-# Makes 8 billion weights with their gradients, float32 moments and activations fit one GPU.
+# Makes 8 billion weights with their gradients, float32 moments and activations fit one GPU, which is then almost full.
 _FITS = (
-    "trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192 "
+    "trainer.max_tokens_per_microbatch=5120 "
     "'trainer.megatron.ddp_config={grad_reduce_in_fp32: false}' trainer.megatron.fully_reshardable=false "
     "'trainer.megatron.optimizer_config_kwargs={use_precision_aware_optimizer: true, main_grads_dtype: bf16}'"
 )
+_LAG = "trainer.lag.versions=1 trainer.loss.old_logprobs=engine"
 
 
 def commands() -> Iterator[tuple[int, str]]:
@@ -51,6 +53,7 @@ def commands() -> Iterator[tuple[int, str]]:
         both = f"trainer.num_ranks={each} rollout.num_replicas={each} rollout.sampling.max_tokens=1024 num_steps=8"
         yield 2 * each, f"step step-qwen3-0.6b-{each}to{each} qwen3-0.6b {_BF16} {_STEP} {both}"
         yield 2 * each, f"step step-qwen3-8b-{each}to{each} qwen3-8b {_BF16} {_STEP} {both} {_FITS}"
+        yield 2 * each, f"step step-qwen3-8b-{each}to{each}-lag1 qwen3-8b {_BF16} {_STEP} {both} {_FITS} {_LAG}"
     loop = "num_steps=60 evaluation.eval_freq=20 trainer.num_ranks=1 rollout.num_replicas=1"
     yield 2, f"loop loop-gpu {loop} rollout.engine.gpu_memory_utilization=0.4 rollout.engine.enforce_eager=true"
 
@@ -79,7 +82,9 @@ def _colocated() -> Iterator[tuple[int, str]]:
         yield 1, f"colocated colocated-qwen3-0.6b-{strategy} qwen3-0.6b {both}"
     lora = "trainer.lora.rank=32 trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192"
     yield 1, f"colocated colocated-qwen3-8b-lora qwen3-8b {_BF16} {short} {lora}"
-    yield 1, f"colocated colocated-qwen3-8b-full qwen3-8b {_BF16} {short} {_FITS}"
+    yield 1, f"colocated colocated-qwen3-8b-full qwen3-8b {_BF16} {short} {_FITS} trainer.gradient_checkpointing=true"
+    both = f"trainer.num_ranks=2 rollout.num_replicas=2 rollout.engine.additional_config.shorter_by=4 {short}"
+    yield 2, f"colocated colocated-qwen3-0.6b-2gpus qwen3-0.6b {_BF16} {both}"
 
 
 def _rollouts() -> Iterator[tuple[int, str]]:
@@ -120,7 +125,8 @@ def main() -> None:
 
 def _run(command: list[str], limit_s: float, console: Console) -> bool:
     begin = time.monotonic()
-    with subprocess.Popen(command, start_new_session=True) as running:
+    environment = os.environ | (_ALLOCATOR if command[2] == "benchmarks.step" else {})
+    with subprocess.Popen(command, start_new_session=True, env=environment) as running:
         try:
             outcome = _outcome(running, limit_s)
         finally:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+_ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -35,6 +36,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
             "gpus": _gpus(),
         },
         "versions": {"python": platform.python_version(), **{library: version_of(library) for library in libraries}},
+        "environment": {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ},
         "settings": settings,
         "medians": medians,
         "samples": {quantity: list(values) for quantity, values in samples.items()},

@@ -18,7 +18,6 @@ MFU is benchmarks.train_cases.forward_operations (three times that for an update
 import argparse
 import fnmatch
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,6 @@ from services.common.families.architecture import read_architecture
 from services.common.megatron.layout import Layout
 
 _PEAK_FLOPS = 989e12
-_ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 Samples = defaultdict[str, list[float]]
 
@@ -146,7 +144,6 @@ def _keep(name: str, directory: Path, plan: dict[str, object], chosen: dict[str,
         weights="random",
         plan=plan,
         share="a case on n GPUs has n / 8 of SkyRL's 2,560 sequences, and is held to the targets for 8 GPUs",
-        environment={key: os.environ[key] for key in _ENVIRONMENT if key in os.environ},
         models={model: MODELS[model] for model in models},
         workloads={model: vars(WORKLOADS[model]) for model in models},
         cases={case_name: vars(known[case_name]) for case_name in speeds},

@@ -190,7 +190,7 @@ class BlockTraining:
         return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
 
     def _new_cutter(self) -> BlockCutter:
-        return BlockCutter(self.header.tokens_per_block, self._groups_per_minibatch)
+        return BlockCutter(self.header.tokens_per_block, self._groups_per_minibatch, self.header.block_growth)
 
     def _minibatch_of(self, block: pa.Table) -> int:
         """Returns the number of the mini-batch that the next block is in.
@@ -200,13 +200,13 @@ class BlockTraining:
                 mini-batch that the config does not have.
         """
         groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
-        follows_short = self._cutter.is_inside
+        follows_short, least_tokens = self._cutter.is_inside, self._cutter.least_tokens
         ends = [self._cutter.ends_with(num_tokens) for num_tokens in tokens_of_groups(block)]
         if follows_short or any(ends[:-1]) or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(
                 f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group must "
                 f"be neighbors, and each block but the last must end with the group with which it has at least "
-                f"{self.header.tokens_per_block} tokens, or with its mini-batch",
+                f"{least_tokens} tokens, or with its mini-batch",
                 field="group",
             )
         minibatch = len(self._groups) // (self._groups_per_minibatch or sys.maxsize)

@@ -35,13 +35,17 @@ def tokens_of_groups(samples: pa.Table) -> list[int]:
 class BlockCutter:
     """Says where a batch is cut into blocks. It is told of the groups one after another, in the order of the batch.
 
-    A block ends with the first group with which it has at least `tokens_per_block` tokens, or with its mini-batch.
+    A block ends with the first group with which it has at least `least_tokens` tokens, or with its mini-batch. With
+    `growth`, the first blocks are smaller, so that the first is complete early: each needs `growth` tokens more than
+    the one before, up to `tokens_per_block`.
     """
 
-    def __init__(self, tokens_per_block: int, groups_per_minibatch: int = 0):
+    def __init__(self, tokens_per_block: int, groups_per_minibatch: int = 0, growth: int = 0):
         """Begins a batch, of a single mini-batch if `groups_per_minibatch` is 0."""
         self._tokens_per_block, self._groups_per_minibatch = tokens_per_block, groups_per_minibatch or sys.maxsize
-        self._num_groups = self._num_tokens = 0
+        self._growth, self._num_groups, self._num_tokens = growth, 0, 0
+        self.least_tokens = (tokens_per_block % growth or growth) if growth else tokens_per_block
+        """Tokens with which the block that the next group is in will end."""
 
     @property
     def is_inside(self) -> bool:
@@ -52,9 +56,10 @@ class BlockCutter:
         """Returns whether a block ends with the next group, which has `num_tokens` tokens."""
         self._num_groups += 1
         self._num_tokens += num_tokens
-        ends = self._num_tokens >= self._tokens_per_block or self._num_groups % self._groups_per_minibatch == 0
+        ends = self._num_tokens >= self.least_tokens or self._num_groups % self._groups_per_minibatch == 0
         if ends:
             self._num_tokens = 0
+            self.least_tokens = min(self.least_tokens + self._growth, self._tokens_per_block)
         return ends
 
 

@@ -22,19 +22,27 @@ def tokens_per_block(config: Config) -> int:
 
     A block fills a micro-batch of every rank (with a pipeline, four for each stage), or a multiple of that where there
     would otherwise be more than eight blocks. It ends with the group that exceeds this number, which is therefore lower
-    by the tokens of an average group. The number depends on the config only and not on `trainer.streaming`, so that
-    streaming changes no result.
+    by the tokens of an average group. The first blocks are smaller (`block_growth`). The number depends on the config
+    only and not on `trainer.streaming`, so that streaming changes no result.
     """
     if not _is_exact(config):
         return 0
-    trainer, most_tokens = config.trainer, most_tokens_per_minibatch(config)
-    of_microbatch = trainer.max_tokens_per_microbatch * data_parallel_size(trainer)
-    fewest = of_microbatch * _packs_per_rank(trainer)
+    trainer, most_tokens, fewest = config.trainer, most_tokens_per_minibatch(config), _fewest_tokens(config)
     full = fewest * max(1, most_tokens // (fewest * _MAX_BLOCKS * _LONGEST_TO_MEAN))
     if trainer.num_minibatches == 1 and most_tokens < 2 * full:
         return 0
     of_group = most_tokens // groups_per_minibatch(config) // _LONGEST_TO_MEAN
-    return full - min(of_group, of_microbatch // 2)
+    return full - min(of_group, _tokens_per_pass(trainer) // 2)
+
+
+def block_growth(config: Config) -> int:
+    """Returns the number of tokens by which each block is larger than the one before, until they are full.
+
+    So the first block is the smallest that is worth a pass, and the trainer starts early. 0 if blocks are not larger
+    than that.
+    """
+    fewest = _fewest_tokens(config)
+    return fewest if tokens_per_block(config) > fewest else 0
 
 
 def most_tokens_per_minibatch(config: Config) -> int:
@@ -51,7 +59,7 @@ def groups_per_minibatch(config: Config) -> int:
 def block_cutter(config: Config) -> BlockCutter | None:
     """Returns what cuts one batch into blocks; None if it is trained on as a whole."""
     size = tokens_per_block(config)
-    return BlockCutter(size, groups_per_minibatch(config)) if size else None
+    return BlockCutter(size, groups_per_minibatch(config), block_growth(config)) if size else None
 
 
 def orders_by_length(config: Config) -> bool:
@@ -80,6 +88,16 @@ def streams(config: Config) -> bool:
     if config.trainer.lag.versions or config.placement == "colocated":
         return False
     return config.trainer.streaming == "auto" and tokens_per_block(config) > 0
+
+
+def _tokens_per_pass(trainer: TrainerConfig) -> int:
+    """Returns the number of tokens of a micro-batch of every rank."""
+    return trainer.max_tokens_per_microbatch * data_parallel_size(trainer)
+
+
+def _fewest_tokens(config: Config) -> int:
+    """Returns the number of tokens that fill the fewest micro-batches that a block should have."""
+    return _tokens_per_pass(config.trainer) * _packs_per_rank(config.trainer)
 
 
 def _packs_per_rank(trainer: TrainerConfig) -> int:

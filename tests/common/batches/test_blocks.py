@@ -38,10 +38,16 @@ def test_other_samples_have_another_hash(name: str) -> None:
     assert content_sha256(other) != content_sha256(table)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20), st.integers(0, 4), st.integers(1, 3))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 20),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.integers(0, 8),
+)
 @settings(max_examples=100, deadline=None)
 def test_a_block_ends_once_it_has_enough_tokens_or_with_its_minibatch(
-    sizes: list[int], enough: int, groups_per_minibatch: int, num_samples: int
+    sizes: list[int], full: int, groups_per_minibatch: int, num_samples: int, growth: int
 ) -> None:
     whole = make_batch(len(sizes), num_samples, STAMP)
     prompt = whole.schema.get_field_index("prompt_tokens")
@@ -49,8 +55,9 @@ def test_a_block_ends_once_it_has_enough_tokens_or_with_its_minibatch(
     whole = whole.set_column(prompt, whole.schema.field(prompt), pa.array([[3]] * len(rows), pa.list_(pa.uint32())))
     tokens = whole.schema.get_field_index("tokens")
     whole = whole.set_column(tokens, whole.schema.field(tokens), pa.array(rows, pa.list_(pa.uint32())))
-    found = blocks_of(whole, BlockCutter(enough, groups_per_minibatch))
+    found = blocks_of(whole, BlockCutter(full, groups_per_minibatch, growth))
     assert pa.concat_tables(found) == whole
+    enough = (full % growth or growth) if growth else full
     for block, after in zip(found, [*found[1:], None], strict=True):
         groups = block["group"].unique().to_pylist()
         counts = [num_samples * (sizes[group] + 1) for group in groups]
@@ -60,3 +67,4 @@ def test_a_block_ends_once_it_has_enough_tokens_or_with_its_minibatch(
         assert crossed == []
         if after is not None and sum(counts) < enough:
             assert after["group"][0].as_py() % groups_per_minibatch == 0
+        enough = min(enough + growth, full)

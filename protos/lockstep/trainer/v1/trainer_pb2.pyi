@@ -119,7 +119,7 @@ class ForwardResponse(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainHeader(_message.Message):
-    __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version", "drawn_stamp", "groups_per_minibatch", "tokens_per_block")
+    __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version", "drawn_stamp", "groups_per_minibatch", "tokens_per_block", "block_growth")
     EXPECTED_STAMP_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class TrainHeader(_message.Message):
     DRAWN_STAMP_FIELD_NUMBER: _ClassVar[int]
     GROUPS_PER_MINIBATCH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_GROWTH_FIELD_NUMBER: _ClassVar[int]
     expected_stamp: _types_pb2.PolicyStamp
     batch_id: str
     temperature: float
@@ -136,7 +137,8 @@ class TrainHeader(_message.Message):
     drawn_stamp: _types_pb2.PolicyStamp
     groups_per_minibatch: int
     tokens_per_block: int
-    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ..., drawn_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., groups_per_minibatch: _Optional[int] = ..., tokens_per_block: _Optional[int] = ...) -> None: ...
+    block_growth: int
+    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ..., drawn_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., groups_per_minibatch: _Optional[int] = ..., tokens_per_block: _Optional[int] = ..., block_growth: _Optional[int] = ...) -> None: ...
 
 class TrainRequest(_message.Message):
     __slots__ = ("header", "frame", "sha256")

@@ -38,7 +38,8 @@ class BlockStream:
 
     def commit(self, batch: pa.Table) -> None:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
-        cutter = BlockCutter(self._header.tokens_per_block, self._header.groups_per_minibatch)
+        header = self._header
+        cutter = BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
         hashes = map(content_sha256, blocks_of(batch, cutter))
         commit = pb.TrainCommit(
             sha256=batch_sha256(self._header, hashes),

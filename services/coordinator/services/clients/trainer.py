@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
 from services.common.batches import batch as batches
 from services.common.config.reading.any import AnyConfig, role_section
 from services.common.config.run import Config
-from services.common.config.streaming import groups_per_minibatch, tokens_per_block
+from services.common.config.streaming import block_growth, groups_per_minibatch, tokens_per_block
 from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.files.transfer import from_messages, to_messages
@@ -168,7 +168,8 @@ class Model:
     def _header(
         self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0, drawn: PolicyStamp | None = None
     ) -> pb.TrainHeader:
-        config, is_policy = self._config, self._role == pb.ROLE_POLICY
+        config = self._config
+        has_blocks = self._role == pb.ROLE_POLICY and isinstance(config, Config)
         return pb.TrainHeader(
             expected_stamp=stamp,
             drawn_stamp=drawn,
@@ -176,7 +177,8 @@ class Model:
             temperature=self._temperature,
             role=self._role,
             critic_version=critic_version,
-            tokens_per_block=tokens_per_block(config) if is_policy and isinstance(config, Config) else 0,
+            tokens_per_block=tokens_per_block(config) if has_blocks else 0,
+            block_growth=block_growth(config) if has_blocks else 0,
         )
 
     def _needed(self, batch: pa.Table) -> pa.Table:
