@@ -168,8 +168,7 @@ class Model:
     def _header(
         self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0, drawn: PolicyStamp | None = None
     ) -> pb.TrainHeader:
-        config = self._config
-        has_blocks = self._role == pb.ROLE_POLICY and isinstance(config, Config)
+        config = self._config if self._role == pb.ROLE_POLICY and isinstance(self._config, Config) else None
         return pb.TrainHeader(
             expected_stamp=stamp,
             drawn_stamp=drawn,
@@ -177,8 +176,8 @@ class Model:
             temperature=self._temperature,
             role=self._role,
             critic_version=critic_version,
-            tokens_per_block=tokens_per_block(config) if has_blocks else 0,
-            block_growth=block_growth(config) if has_blocks else 0,
+            tokens_per_block=tokens_per_block(config) if config else 0,
+            block_growth=block_growth(config) if config else 0,
         )
 
     def _needed(self, batch: pa.Table) -> pa.Table:
