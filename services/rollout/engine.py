@@ -36,6 +36,7 @@ from services.rollout.compat.vllm.kept import kept_of, refusal, returning_kept
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
 from services.rollout.compat.vllm.runner import suitable_model_runner
+from services.rollout.compat.vllm.scheduler import fewest_of
 from services.rollout.failures import cause_of_death, log_size, start_failure
 from services.rollout.sampling import engine_sampling
 from services.rollout.weights.adapter import adapter_request
@@ -92,7 +93,7 @@ class Engine:
         self._sentinels = [process.sentinel for process in multiprocessing.active_children()]
         for sentinel in self._sentinels:
             self._loop.add_reader(sentinel, self._note_death)
-        self.samples_in_flight = 0
+        self.samples_in_flight = self._fewest_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.routes: RouteShape | None = None
@@ -150,11 +151,11 @@ class Engine:
         return parallel.world_size * parallel.data_parallel_size
 
     def unfinished(self) -> dict[str, int]:
-        """Returns, by id of each prompt with unfinished samples, the tokens that the longest of them has so far."""
+        """Returns, by id of each prompt with unfinished samples, the tokens that the longest of them has at least."""
         lengths: dict[str, int] = {}
         for request_id, num_tokens in lengths_so_far(self._llm):
-            prompt_id = request_id.rpartition("/")[0]
-            lengths[prompt_id] = max(num_tokens, lengths.get(prompt_id, 0))
+            prompt_id, least = request_id.rpartition("/")[0], self._fewest_tokens if num_tokens else 0
+            lengths[prompt_id] = max(num_tokens, least, lengths.get(prompt_id, 0))
         return lengths
 
     async def sample(
@@ -187,6 +188,7 @@ class Engine:
             await self._load_tokenizer()
         output: RequestOutput | None = None
         self.samples_in_flight += 1
+        self._fewest_tokens = 0
         self._idle.clear()
         try:
             request_id = f"{prompt_id}/{uuid.uuid4().hex}"
@@ -204,6 +206,8 @@ class Engine:
             if not self.samples_in_flight:
                 self._idle.set()
         assert output is not None, "vLLM ends every request with an output"
+        if self._llm.vllm_config.parallel_config.data_parallel_size == 1:  # other schedulers have other samples
+            self._fewest_tokens = fewest_of(output)
         result = output.outputs[0]
         if result.finish_reason not in _FINISH:
             raise PreconditionFailed(

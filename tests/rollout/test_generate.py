@@ -107,9 +107,9 @@ async def test_an_answer_says_how_long_the_unfinished_samples_of_others_are(play
     assert [answer.prompt_id for answer in answers] == ["a/400", "a/200", "a/8"]
     first, second, last = (dict(answer.unfinished) for answer in answers)
     assert last == {} and [*second] == ["a/8"] and sorted(first) == ["a/200", "a/8"]
-    # vLLM sends 32 tokens at a time, and may be a few steps further with other samples than with the finished one.
-    assert all(ends[0] - 32 <= length <= ends[1] for length in first.values())
-    assert ends[1] - 32 <= second["a/8"] < ends[2]
+    # The engine may have begun with others some steps later or earlier.
+    assert all(ends[0] - 4 <= length <= ends[1] for length in first.values())
+    assert ends[1] - 4 <= second["a/8"] < ends[2]
 
 
 async def test_canceling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):

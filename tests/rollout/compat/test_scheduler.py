@@ -15,7 +15,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from services.common.config.rollout.section import RolloutConfig
 from services.rollout.arguments import engine_arguments
 from services.rollout.compat.vllm.routes import ReturnsRoutes, returning_routes
-from services.rollout.compat.vllm.scheduler import InChunks
+from services.rollout.compat.vllm.scheduler import InChunks, fewest_of
 
 QUEUED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED
 LENGTH = {"finish_reason": FinishReason.LENGTH}
@@ -27,6 +27,7 @@ class PlayedScheduler:
 
     def __init__(self) -> None:
         self.failing: set[str] = set()
+        self.requests: dict[str, SimpleNamespace] = {}
 
     def update_from_output(self, said: dict[int, EngineCoreOutputs], step: Any) -> dict[int, EngineCoreOutputs]:
         for index, output in enumerate(outputs_of(said)):
@@ -149,6 +150,18 @@ def test_routes_of_every_step_are_sent() -> None:
             received += answer.outputs
     assert [len(output.new_token_ids) for output in received] == [1, 32, 7]
     assert np.array_equal(np.concatenate([output.routed_experts for output in received]), rows)
+
+
+def test_an_end_says_how_many_tokens_all_others_have() -> None:
+    played = PlayedInChunks()
+    played.requests = {name: SimpleNamespace(num_output_tokens=number) for name, number in (("a", 7), ("b", 5))}
+    (going, ended) = outputs_of(played.say({0: step(token("a", 1), token("c", 2, finish_reason=FinishReason.LENGTH))}))
+    assert going.kv_transfer_params is None
+    assert fewest_of(SimpleNamespace(kv_transfer_params=ended.kv_transfer_params)) == 5  # type: ignore[arg-type]
+    played.requests = {}
+    (last,) = outputs_of(played.say({0: step(token("a", 3, finish_reason=FinishReason.LENGTH))}))
+    assert fewest_of(SimpleNamespace(kv_transfer_params=last.kv_transfer_params)) == 0  # type: ignore[arg-type]
+    assert fewest_of(SimpleNamespace(kv_transfer_params=None)) == 0  # type: ignore[arg-type]
 
 
 def test_what_vllm_counts_is_sent_at_once() -> None:

@@ -2,8 +2,7 @@
 
 Reason: vLLM counts drafted and accepted tokens for the whole engine, only together with all its other statistics, which
 cost work in every step, and does not say for which samples. (0.32 can count for each request, 0.26 cannot.) It does not
-measure how long drafting takes. The counts of a sample travel in its last output, in a field that only KV connectors
-use, which Lockstep has none of. Seen with vLLM 0.32.0; 0.26.0 was not run.
+measure how long drafting takes. Seen with vLLM 0.32.0; 0.26.0 was not run.
 """
 
 import functools
@@ -18,6 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from services.rollout.compat.vllm.last_output import attach, attached
 
 _KEY = "lockstep_drafts"
 
@@ -104,7 +105,7 @@ class CountsDrafts(_Base):
                 if output.finish_reason is not None:
                     drafts = self._drafts.pop(output.request_id, None) or Drafts()
                     drafts.seconds = _drafting.take()
-                    output.kv_transfer_params = {_KEY: asdict(drafts)}
+                    attach(output, _KEY, asdict(drafts))
         return answers
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
@@ -117,4 +118,4 @@ class CountsDrafts(_Base):
 
 def drafts_of(output: RequestOutput) -> Drafts:
     """Returns the counts of the sample that `output` has finished; zeros without speculative decoding."""
-    return Drafts(**(output.kv_transfer_params or {}).get(_KEY, {}))
+    return Drafts(**attached(output, _KEY, {}))

@@ -5,8 +5,7 @@ an engine refuses greedy requests. On CPU, and with vLLM 0.26 to 0.30 on GPU, th
 hooked instead; runner.py chooses that runner. Seen with vLLM 0.32.0 on CPU; GPUs were not run yet.
 
 The hook reads the log-probabilities that the sampler returns, which are -inf where a token was not kept. They reach the
-scheduler with the tokens of their step, and the service in the last output of the sample, in a field that only KV
-connectors use, which Lockstep has none of.
+scheduler with the tokens of their step, and the service with the last output of the sample.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from services.common.batches.kept import decode_kept, encode_kept, keeps_sampled
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
+from services.rollout.compat.vllm.last_output import attach, attached
 from services.rollout.compat.vllm.worker import WorkerExtension
 
 _NATIVE, _ON_CPU, _ON_GPU = SpecifierSet(">=0.32,<0.33"), SpecifierSet(">=0.32,<0.33"), SpecifierSet(">=0.26,<0.31")
@@ -153,7 +153,7 @@ class ReturnsKept(_Base):
         elif output.new_token_ids and output.request_id in sets:
             self._kept.setdefault(output.request_id, []).append(sets[output.request_id])
         if output.finish_reason is not None and (kept := self._kept.pop(output.request_id, None)):
-            output.kv_transfer_params = {KEY: encode_kept(kept)}
+            attach(output, KEY, encode_kept(kept))
 
 
 def kept_of(output: RequestOutput) -> bytes:
@@ -163,7 +163,7 @@ def kept_of(output: RequestOutput) -> bytes:
         InternalError: vLLM returned none, those of another number of tokens, or sets without the sampled tokens.
     """
     tokens = np.array(output.outputs[0].token_ids)
-    data = (output.kv_transfer_params or {}).get(KEY, b"")
+    data = attached(output, KEY, b"")
     try:
         counts, kept = decode_kept(data, len(tokens))
     except ValueError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -21,11 +22,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from services.rollout.compat.vllm.drafts import CountsDrafts, time_drafts
 from services.rollout.compat.vllm.kept import ReturnsKept, returns_kept
+from services.rollout.compat.vllm.last_output import attach, attached
 from services.rollout.compat.vllm.routes import ReturnsRoutes, are_hooked
 
 # The last step of a chunk may add several tokens. A chunk must stay below 64, because vLLM sends an array of 64 numbers
 # as a frame of its own, and vLLM 0.26 then overwrites the memory of a long message that ZeroMQ has not sent yet.
 _CHUNK_TOKENS = 32
+_FEWEST = "lockstep_fewest"
 
 
 class _StepLogprobs:
@@ -103,6 +106,7 @@ class InChunks(_Base):
         answers = super().update_from_output(scheduler_output, model_runner_output)
         for answer in answers.values():
             answer.outputs = [output for output in answer.outputs if self._is_due(output, step)]
+            self._report_fewest(answer.outputs)
         return {
             client: answer
             for client, answer in answers.items()
@@ -115,6 +119,15 @@ class InChunks(_Base):
         for request in aborted:
             self._unsent.pop(request.request_id, None)
         return aborted
+
+    def _report_fewest(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Adds to each last output how many tokens the sample with the fewest has by now. The service knows only of
+        tokens that were sent."""
+        ended = [output for output in outputs if output.finish_reason is not None]
+        if ended:
+            fewest = min((request.num_output_tokens for request in self.requests.values()), default=0)
+            for output in ended:
+                attach(output, _FEWEST, fewest)
 
     def _is_due(self, output: EngineCoreOutput, step: _StepLogprobs | None) -> bool:
         """Returns whether `output` is to be sent now; if so, adds the unsent tokens to it."""
@@ -132,6 +145,12 @@ class InChunks(_Base):
         else:
             self._unsent[output.request_id] = _Unsent()
         return True
+
+
+def fewest_of(output: RequestOutput) -> int:
+    """Returns a number of tokens that all samples had, or had exceeded, when the engine ended the sample of `output`;
+    without those that the engine had not seen yet."""
+    return attached(output, _FEWEST, 0)
 
 
 def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
