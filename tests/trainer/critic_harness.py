@@ -25,20 +25,8 @@ from services.trainer.fsdp.weights import WeightStream
 from services.trainer.offload import PARAMS
 from tests.trainer.fsdp_harness import samples, write
 from tests.trainer.megatron_checkpoint_harness import refusal
-from tests.trainer.megatron_harness import (
-    CP,
-    EP,
-    PP,
-    SMALL,
-    TP,
-    UNPACKED,
-    VPP,
-    Layout,
-    MegatronHarness,
-    config,
-    run_all,
-    run_ranks,
-)
+from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
+from tests.trainer.megatron_layouts import CP, EP, PP, SMALL, TP, UNPACKED, VPP, Layout
 
 HEAD = "value_head.weight"
 VALUE_LOSS = {"value_clip": 0.2, "aggregation": "seq_mean_token_mean"}

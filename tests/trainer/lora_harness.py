@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from services.trainer.checkpoint.manifest import begin
 from tests.trainer.fsdp_harness import samples, write
-from tests.trainer.megatron_harness import CP, OVERLAP, PP, TP, VPP, Layout, MegatronHarness, run_all, run_ranks
+from tests.trainer.megatron_harness import MegatronHarness, run_all, run_ranks
+from tests.trainer.megatron_layouts import CP, OVERLAP, PP, TP, VPP, Layout
 
 NUM_UPDATES = 3
 RANK, ALPHA = 4, 8.0

@@ -23,7 +23,8 @@ from services.trainer.losses.terms import Tokens
 from tests.support import with_kept
 from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
-from tests.trainer.megatron_harness import CP, PP, TP, Layout, MegatronHarness, config, run_all, run_ranks
+from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
+from tests.trainer.megatron_layouts import CP, PP, TP, Layout
 
 # Every kind of loss, with bounds that many of the tokens or sequences meet.
 LOSSES: dict[str, dict[str, Any]] = {

@@ -21,21 +21,8 @@ from services.common.batches.blocks import BlockCutter, blocks_of, trained_token
 from services.trainer.ranks.shards import block_parts, groups_per_minibatch
 from tests.support import with_routes
 from tests.trainer.fsdp_harness import FULL_LOSS, OPTIM, TEMPERATURE, samples, write
-from tests.trainer.megatron_harness import (
-    CP,
-    EP,
-    GATHERED,
-    LOSS,
-    OVERLAP,
-    PP,
-    SMALL,
-    TP,
-    VPP,
-    Layout,
-    MegatronHarness,
-    run_all,
-    run_ranks,
-)
+from tests.trainer.megatron_harness import MegatronHarness, run_all, run_ranks
+from tests.trainer.megatron_layouts import CP, EP, GATHERED, LOSS, OVERLAP, PP, SMALL, TP, VPP, Layout
 
 NUM_UPDATES = 2
 MODES = ("whole", "off", "on")

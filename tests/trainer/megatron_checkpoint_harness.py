@@ -25,7 +25,8 @@ from services.trainer.megatron.checkpoint import save as megatron_checkpoint
 from services.trainer.megatron.checkpoint import shard_state, torch_dist
 from tests.support import PATIENCE_S, descendants
 from tests.trainer.fsdp_harness import SMALL, samples, write
-from tests.trainer.megatron_harness import CP, EP, PP, TP, VPP, Layout, MegatronHarness, run_ranks
+from tests.trainer.megatron_harness import MegatronHarness, run_ranks
+from tests.trainer.megatron_layouts import CP, EP, PP, TP, VPP, Layout
 
 BUCKETS = {"fully_reshardable": False}
 PLAIN = {"use_distributed_optimizer": False}

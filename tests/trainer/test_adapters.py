@@ -22,7 +22,8 @@ from tests.trainer.fsdp_harness import TEMPERATURE, read, samples
 from tests.trainer.harness_processes import run_harness
 from tests.trainer.lora_engine import PROMPTS
 from tests.trainer.lora_harness import ALPHA, LAYOUTS, LOADS, RANK
-from tests.trainer.megatron_harness import Layout, MegatronHarness
+from tests.trainer.megatron_harness import MegatronHarness
+from tests.trainer.megatron_layouts import Layout
 
 # Each is a float32 sum over some 100 tokens in another order, which is off by 2^-24 = 6e-8 of its largest term, and
 # there are three updates.

@@ -17,7 +17,7 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
 from services.common.megatron import layout as layout_module
-from services.common.megatron.layout import Layout, check_layout, data_parallel_size, gathers_tokens, rank_map
+from services.common.megatron.layout import Layout, check_layout, data_parallel_size, rank_map
 
 DENSE = Architecture(
     model_type="qwen3",
@@ -43,7 +43,6 @@ def checked(num_ranks: int, megatron: Mapping[str, Any], **given: Any) -> None:
 
 
 # For each rule: a legal layout, illegal ones next to it, each as (ranks, sizes, model, tokens), and the error's words.
-GATHERED = {"token_dispatcher_type": "allgather"}
 MODEL, TOKENS = "architecture", "max_tokens"
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 HYBRID = {
@@ -150,20 +149,6 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         (2, {EP: 2, "moe": {"token_dispatcher_type": "flex"}}, {MODEL: MOE}),
         [(2, {"moe": {"token_dispatcher_type": "flex"}}, {MODEL: MOE})],
         ["moe.token_dispatcher_type flex", "EP x ETP", "alltoall, or EP 2"],
-    ),
-    "ranks that gather tokens compute whole experts together": (
-        (2, {EP: 2, "moe": GATHERED}, {MODEL: MOE}),
-        [
-            (2, {EP: 2, "moe": GATHERED | {"grouped_gemm": False}}, {MODEL: MOE}),
-            (4, {TP: 2, EP: 2, "moe": GATHERED}, {MODEL: MOE}),
-            (2, {EP: 2, "moe": GATHERED | {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1}}, {MODEL: MOE}),
-            (
-                2,
-                {EP: 2, "moe": GATHERED, "transformer_config_kwargs": {"moe_expert_capacity_factor": 1.0}},
-                {MODEL: MOE},
-            ),
-        ],
-        ["moe.token_dispatcher_type allgather", "nearest legal: alltoall"],
     ),
     "micro-batches divide by TP": (
         (4, {TP: 4}, {TOKENS: 1004}),
@@ -413,25 +398,3 @@ def test_share_of_a_rank() -> None:
     assert replace(llama, model_type="qwen3").layer_parameters(4) == llama.layer_parameters(4) + 2 * 8
     biased = replace(llama, flags=frozenset(["attention_bias"]))
     assert biased.layer_parameters(4) == llama.layer_parameters(4) + 160 // 4 + 96
-
-
-@pytest.mark.parametrize(
-    ("megatron", "num_experts_per_tok", "gathers"),
-    [
-        ({EP: 2}, 8, True),
-        ({EP: 4}, 8, True),
-        ({EP: 8}, 8, False),  # sends as much as all-to-all
-        ({EP: 2}, 2, False),
-        ({}, 8, False),
-        ({TP: 2, EP: 2}, 8, False),
-        ({TP: 2, EP: 2, ETP: 1}, 8, True),
-        ({EP: 2, "moe": {"grouped_gemm": False}}, 8, False),
-        ({EP: 2, "moe": {"token_dispatcher_type": "alltoall"}}, 8, False),
-        ({EP: 2, "moe": GATHERED}, 2, True),
-        ({"moe": GATHERED}, 2, False),
-    ],
-)
-def test_tokens_are_gathered_where_that_sends_less(
-    megatron: dict[str, Any], num_experts_per_tok: int, gathers: bool
-) -> None:
-    assert gathers_tokens(MegatronConfig.model_validate(megatron), num_experts_per_tok) == gathers

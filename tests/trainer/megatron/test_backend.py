@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import make_model, with_routes
 from tests.trainer import plain_grpo
-from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
+from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, Harness, samples
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.megatron_harness import FULL_LOSS, LAYOUTS, LOSS, content
+from tests.trainer.megatron_harness import content
+from tests.trainer.megatron_layouts import LAYOUTS, LOSS
 
 WORLDS = (1, 2, 4)
 # Log-probabilities are float32 logits of size 5 less their normalizer, which are a few roundings of 5 x 2^-24 = 3e-7. A

@@ -14,7 +14,7 @@ from tests.support import VOCAB
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, read, samples
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.megatron_harness import FAMILIES, FAMILY_LAYOUTS, LOSS
+from tests.trainer.megatron_layouts import FAMILIES, FAMILY_LAYOUTS, LOSS
 
 SHAPE = {
     "vocab_size": VOCAB,

@@ -35,7 +35,8 @@ from tests.trainer.critic_harness import (
 )
 from tests.trainer.fsdp_harness import SMALL, read
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.megatron_harness import Layout, MegatronHarness
+from tests.trainer.megatron_harness import MegatronHarness
+from tests.trainer.megatron_layouts import Layout
 
 # A value is a float32 sum of 64 products of size up to 1e-1 over a hidden state of size 1 to 4, and off by up to 8e-7
 # here.
