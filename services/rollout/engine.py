@@ -151,11 +151,11 @@ class Engine:
         return parallel.world_size * parallel.data_parallel_size
 
     def unfinished(self) -> dict[str, int]:
-        """Returns, by id of each prompt with unfinished samples, the tokens that the longest of them has at least."""
+        """Returns, by id of each prompt with unfinished samples, tokens that the longest of them will have at least."""
         lengths: dict[str, int] = {}
         for request_id, num_tokens in lengths_so_far(self._llm):
             prompt_id, least = request_id.rpartition("/")[0], self._fewest_tokens if num_tokens else 0
-            lengths[prompt_id] = max(num_tokens, least, lengths.get(prompt_id, 0))
+            lengths[prompt_id] = max(num_tokens + 1, least + 1, lengths.get(prompt_id, 0))  # none ends without another
         return lengths
 
     async def sample(
@@ -206,8 +206,9 @@ class Engine:
             if not self.samples_in_flight:
                 self._idle.set()
         assert output is not None, "vLLM ends every request with an output"
-        if self._llm.vllm_config.parallel_config.data_parallel_size == 1:  # other schedulers have other samples
-            self._fewest_tokens = fewest_of(output)
+        # Other schedulers have other samples, and one with stop strings ends with fewer tokens than its scheduler has.
+        is_known = self._llm.vllm_config.parallel_config.data_parallel_size == 1 and not sampling.stop
+        self._fewest_tokens = fewest_of(output) if is_known else 0
         result = output.outputs[0]
         if result.finish_reason not in _FINISH:
             raise PreconditionFailed(

@@ -10,7 +10,13 @@ from rich.table import Table
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.config.streaming import block_growth, most_tokens_per_minibatch, streams, tokens_per_block
+from services.common.config.streaming import (
+    block_cutter,
+    block_growth,
+    most_tokens_per_minibatch,
+    streams,
+    tokens_per_block,
+)
 from services.common.config.trainer.section import TrainerConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
@@ -223,8 +229,8 @@ def _blocks(config: Config) -> Iterator[str]:
     num_minibatches, rest = trainer.num_minibatches, ""
     if num_minibatches > 1:
         rest = f"; they are the first of {num_minibatches} mini-batches, and each of the others is trained on at once"
-    growth = block_growth(config)
-    first = f", the first of {size % growth} and each {growth} more" if growth else ""
+    growth, cutter = block_growth(config), block_cutter(config)
+    first = f", the first of {cutter.least_tokens} and each of {growth} more" if growth and cutter else ""
     yield f"blocks: groups of at least {size} tokens together{first}, trained on {when}{idle}{rest}"
 
 
