@@ -37,7 +37,8 @@ class Exchanges:
 
     def __init__(self, world_size: int):
         self.own = threading.local()
-        self._sent: dict[tuple[int, int], Queue] = defaultdict(Queue)
+        # Made beforehand: two threads that miss a key of a defaultdict at once get different values.
+        self._sent = {pair: Queue[Any]() for pair in itertools.product(range(world_size), repeat=2)}
         self._told: list[Any] = [None] * world_size
         self._all = threading.Barrier(world_size)
 
@@ -80,15 +81,18 @@ class Wire:
         self._num_members, self._num_senders = num_members, num_senders
         self._begun: dict[int, dict[int, torch.Tensor | None]] = defaultdict(dict)
         self._done: dict[int, threading.Event] = defaultdict(threading.Event)
+        """Of each broadcast; read and made only with the lock."""
         self._lock = threading.Lock()
-        self._digests: dict[int, Queue] = defaultdict(Queue)
+        self._digests = [Queue[str]() for _ in range(num_members)]
         self.most_in_flight = 0
 
     def member(self, rank: int) -> SimpleNamespace:
         count, in_flight = itertools.count(), set[int]()
 
         def wait(number: int) -> None:
-            assert self._done[number].wait(TIMEOUT_S), "a broadcast that not all begin"
+            with self._lock:
+                done = self._done[number]
+            assert done.wait(TIMEOUT_S), "a broadcast that not all begin"
             in_flight.discard(number)
 
         def begin(flat: torch.Tensor | None, sender: int) -> int:
@@ -103,8 +107,8 @@ class Wire:
                         if member >= self._num_senders:
                             other.copy_(flats[sender])
                     self._done[number].set()
-            if rank < self._num_senders:
-                self._exchanges.own.broadcasts.append(self._done[number])
+                if rank < self._num_senders:
+                    self._exchanges.own.broadcasts.append(self._done[number])
             return number
 
         return SimpleNamespace(
