@@ -170,20 +170,7 @@ class Engine:
             InternalError: A log-probability is not finite, or kept sets are missing.
             Unavailable: The engine died.
         """
-        limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
-        if not 0 < len(prompt_tokens) < limit:
-            raise InvalidInput(
-                f"prompts: a prompt of {len(prompt_tokens)} tokens does not fit max_model_len {limit}", field="prompts"
-            )
-        if max(prompt_tokens) >= vocab_size:  # without a tokenizer vLLM does not check this, and its engine would crash
-            raise InvalidInput(
-                f"prompts: token {max(prompt_tokens)} is outside the vocabulary of {vocab_size}", field="prompts"
-            )
-        prompt: TokensInput = {
-            "type": "token",
-            "prompt_token_ids": list(prompt_tokens),
-            "cache_salt": self._cache_salt,
-        }
+        prompt = self._prompt(prompt_tokens)
         if sampling.stop:
             await self._load_tokenizer()
         output: RequestOutput | None = None
@@ -290,6 +277,23 @@ class Engine:
         await stop_reading(self._llm)
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
+
+    def _prompt(self, tokens: Sequence[int]) -> TokensInput:
+        """Returns a prompt for vLLM.
+
+        Raises:
+            InvalidInput: It exceeds the engine's context or vocabulary.
+        """
+        limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
+        if not 0 < len(tokens) < limit:
+            raise InvalidInput(
+                f"prompts: a prompt of {len(tokens)} tokens does not fit max_model_len {limit}", field="prompts"
+            )
+        if max(tokens) >= vocab_size:  # without a tokenizer vLLM does not check this, and its engine would crash
+            raise InvalidInput(
+                f"prompts: token {max(tokens)} is outside the vocabulary of {vocab_size}", field="prompts"
+            )
+        return {"type": "token", "prompt_token_ids": list(tokens), "cache_salt": self._cache_salt}
 
     def _routes(self, output: RequestOutput) -> bytes:
         """Returns the routes of a sample; none if the engine returns none.
