@@ -278,7 +278,7 @@ class Engine:
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 
-    def _prompt(self, tokens: Sequence[int]) -> TokensInput:
+    def _prompt(self, tokens: Sequence[int]) -> "TokensInput":
         """Returns a prompt for vLLM.
 
         Raises:
