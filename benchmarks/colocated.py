@@ -3,9 +3,9 @@
 Run `python -m benchmarks.colocated NAME SHAPE [key=value ...]`, where SHAPE is one of
 benchmarks.megatron_layouts.MODELS. Weights are random, and the config is that of the step benchmark with one trainer
 rank and one engine, changed by the overrides, such as trainer.strategy=megatron or trainer.lora.rank=32. The first
-publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples. Give it
-at least ten minutes: before the first step, the model is made and vLLM compiles it, which alone takes minutes where it
-never ran before.
+publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples. The
+timeline of all services is saved as results/NAME.trace.json.gz. Give it at least ten minutes: before the first step,
+the model is made and vLLM compiles it, which alone takes minutes where it never ran before.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks.loop import kept
 from benchmarks.random_model import add_options, make_random_model
-from benchmarks.report import keep
+from benchmarks.report import keep, keep_trace
 from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
 from services.common.config.reading.load import load
 from services.common.config.run import Config
@@ -90,6 +90,7 @@ def main() -> None:
             for path in (config.run_dir / "logs").glob("*.log"):
                 Console().print(path.name, path.read_text(errors="replace")[-3000:], markup=False)
             raise
+        keep_trace(options.name, config.run_dir)
     libraries = ("torch", "vllm", "transformers")
     keep(options.name, samples, libraries=libraries, shape=options.shape, weights="random", overrides=overrides)
 

@@ -1,6 +1,7 @@
 """Saves the result of a benchmark: date, machine, versions, command, raw samples and medians."""
 
 import datetime
+import gzip
 import json
 import os
 import platform
@@ -47,6 +48,12 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
     for quantity, median in medians.items():
         table.add_row(escape(quantity), f"{median:.4g}", str(len(samples[quantity])))
     Console().print(table)
+
+
+def keep_trace(name: str, run_dir: Path) -> None:
+    """Saves the timeline of a run with `trace: true` as `results/<name>.trace.json.gz`."""
+    with (run_dir / "trace.json").open("rb") as trace, gzip.open(RESULTS / f"{name}.trace.json.gz", "wb") as kept:
+        shutil.copyfileobj(trace, kept)
 
 
 def version_of(library: str) -> str:

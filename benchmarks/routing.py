@@ -29,6 +29,7 @@ from services.trainer.ranks.shards import forward_parts
 from services.trainer.ranks.worker import Worker
 
 _SEED = 0
+_UNCOMPILED = {"fsdp": {"torch_compile": False}}  # as the engine's, below: it would take minutes
 
 
 def main() -> None:
@@ -122,7 +123,7 @@ def _compare(model: Path, samples: pa.Table) -> dict[str, list[float]]:
     measured: dict[str, list[float]] = {}
     for mode in ("on", "off"):
         moe = {"replay_routes": mode}
-        content = {"compute_dtype": "bfloat16", "max_tokens_per_microbatch": longest, "moe": moe}
+        content = {"compute_dtype": "bfloat16", "max_tokens_per_microbatch": longest, "moe": moe} | _UNCOMPILED
         config = TrainerConfig.model_validate(content)
         worker.open(
             role=Role.POLICY,

@@ -9,7 +9,6 @@ result has both, and the ratios of their medians. There is no timeline then.
 """
 
 import argparse
-import gzip
 import shutil
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
 from benchmarks.loop import measure, run, save
 from benchmarks.random_model import add_options, make_random_model
-from benchmarks.report import RESULTS
+from benchmarks.report import keep_trace
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 TINY = {"prompts_per_step": 4, "max_tokens": 64, "shorter_by": 32}
@@ -79,12 +78,7 @@ def main() -> None:
         if options.compare_streaming:
             compare(options.name, overrides, directory, shape=options.shape)
             return
-        run_dir = measure(options.name, overrides, directory, shape=options.shape)
-        with (
-            (run_dir / "trace.json").open("rb") as trace,
-            gzip.open(RESULTS / f"{options.name}.trace.json.gz", "wb") as kept,
-        ):
-            shutil.copyfileobj(trace, kept)
+        keep_trace(options.name, measure(options.name, overrides, directory, shape=options.shape))
 
 
 if __name__ == "__main__":
