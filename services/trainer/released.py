@@ -1,4 +1,4 @@
-"""Tracks which parts of the open models are in host memory, and refuses calls that need them."""
+"""Tracks which parts of the open models are released, and refuses calls that need them."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -25,12 +25,13 @@ class Released:
         self._ranks = ranks
         self._parts: set[tuple[Role, Part]] = set()
 
-    async def release(self, request: Request, opened: Collection[Role]) -> list[DeviceMemory]:
-        """Moves parts to host memory. Returns the memory of each rank."""
+    async def release(self, request: pb.ReleaseMemoryRequest, opened: Collection[Role]) -> list[DeviceMemory]:
+        """Moves parts to host memory, unless they can stay. Returns the memory of each rank."""
         roles, parts = _roles(request, opened), _parts(request)
         # First: a call that asks from now on would run after this one.
         self._parts |= {(role, part) for role in roles for part in parts}
-        answers = await self._ranks.call(Worker.release_memory, roles=roles, model_parts=parts)
+        least = request.least_free_bytes
+        answers = await self._ranks.call(Worker.release_memory, roles=roles, model_parts=parts, least_free_bytes=least)
         return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
 
     async def acquire(self, request: Request, opened: Collection[Role]) -> list[DeviceMemory]:
@@ -53,12 +54,12 @@ class Released:
         """Checks that parts of a model are on the devices.
 
         Raises:
-            PreconditionFailed: MEMORY_RELEASED, a part is in host memory.
+            PreconditionFailed: MEMORY_RELEASED, a part is released.
         """
         for part in parts:
             if (role, part) in self._parts:
                 raise PreconditionFailed(
-                    f"part {part} of the {role} is in host memory; call AcquireMemory", reason=Reason.MEMORY_RELEASED
+                    f"part {part} of the {role} is released; call AcquireMemory", reason=Reason.MEMORY_RELEASED
                 )
 
 

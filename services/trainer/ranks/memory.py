@@ -1,5 +1,6 @@
 """Moves parts of a rank's models between its device and host memory, for an engine that shares the device."""
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -18,12 +19,14 @@ class MemoryCommands:
     _backends: dict[Role, Backend]
 
     @rank_command
-    def release_memory(self, *, model_parts: Sequence[str], roles: Sequence[str]) -> Message:
-        """Moves parts of roles to host memory."""
+    def release_memory(self, *, model_parts: Sequence[str], roles: Sequence[str], least_free_bytes: int = 0) -> Message:
+        """Moves parts of roles to host memory, one after another until the device has `least_free_bytes` free; 0 moves
+        all."""
         begin, before = time.perf_counter(), self._device_state()
         self._synchronize()  # no kernel or collective in the background may use what leaves
-        for backend in self._offloading(roles):
-            backend.release([Part(part) for part in model_parts])
+        for part, backend in itertools.product(model_parts, self._offloading(roles)):
+            if not 0 < least_free_bytes <= self._device_state()["device_free_bytes"]:
+                backend.release([Part(part)])
         return self._answer(before, begin)
 
     @rank_command

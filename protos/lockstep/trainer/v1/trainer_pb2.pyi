@@ -275,12 +275,14 @@ class ExportHuggingFaceResponse(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class ReleaseMemoryRequest(_message.Message):
-    __slots__ = ("parts", "roles")
+    __slots__ = ("parts", "roles", "least_free_bytes")
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedScalarFieldContainer[ModelPart]
     roles: _containers.RepeatedScalarFieldContainer[Role]
-    def __init__(self, parts: _Optional[_Iterable[_Union[ModelPart, str]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ...) -> None: ...
+    least_free_bytes: int
+    def __init__(self, parts: _Optional[_Iterable[_Union[ModelPart, str]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., least_free_bytes: _Optional[int] = ...) -> None: ...
 
 class ReleaseMemoryResponse(_message.Message):
     __slots__ = ("ranks",)

@@ -181,7 +181,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+        """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
         and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
         nothing.
         """

@@ -61,7 +61,7 @@ class TrainerServiceStub:
     ExportHuggingFace: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]
     """Writes the policy as a Hugging Face model directory."""
     ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseMemoryRequest, _trainer_pb2.ReleaseMemoryResponse]
-    """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+    """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
     and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
     nothing.
     """
@@ -107,7 +107,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ExportHuggingFace: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]  # type: ignore[assignment]
     """Writes the policy as a Hugging Face model directory."""
     ReleaseMemory: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseMemoryRequest, _trainer_pb2.ReleaseMemoryResponse]  # type: ignore[assignment]
-    """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+    """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
     and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
     nothing.
     """
@@ -216,7 +216,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ReleaseMemoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ReleaseMemoryResponse, _abc.Awaitable[_trainer_pb2.ReleaseMemoryResponse]]:
-        """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+        """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
         and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
         nothing.
         """

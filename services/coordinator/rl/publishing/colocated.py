@@ -2,8 +2,9 @@
 
 The trainer gets the GPUs when the engines sleep, which drops their weights. A publication hands the GPUs back: the
 trainer frees the memory that only updates need, the engines take memory for weights and receive them, the trainer frees
-the rest, and the engines take memory for their KV cache. If the trainer changed no weights meanwhile, for example
-because it only saved a checkpoint, the same weights are published again.
+the rest, and the engines take memory for their KV cache. Memory of the trainer that fits beside an engine that is awake
+stays on the GPU: moving it to the host and back would take most of a switch. If the trainer changed no weights
+meanwhile, for example because it only saved a checkpoint, the same weights are published again.
 """
 
 import asyncio
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 
 # Number of attempts to put an engine to sleep while its last samples are ending: about half a minute.
 _MAX_RETRIES = 8
+# Share of a GPU that is left free where the trainer's memory stays: for the engine's activations, the buffers of a
+# publication, and what the processes allocate outside torch.
+_SPARE_SHARE = 0.05
 # Roles of the models beside the policy, by config section.
 _ROLES = {"reference": ROLE_REFERENCE, "critic": ROLE_CRITIC}
 
@@ -52,6 +56,8 @@ class ColocatedPublisher(Publisher):
         super().__init__(services.trainer, services.rollout, run)
         self._gpus, self._version = gpus, 0
         self._prepared = 0.0  # when the weights could be sent
+        self._needed_bytes = 0  # free memory of a GPU with which its engine can wake
+        self._weights_bytes = 0  # the part of it that an engine takes for its weights
         self._other_roles = [_ROLES[name] for name in run.config.models if name in _ROLES]
         gpus.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
 
@@ -75,27 +81,41 @@ class ColocatedPublisher(Publisher):
         """Puts the engines to sleep. A replica that is lost has no memory, and is dropped."""
         begin = time.perf_counter()
         try:
-            _log("the engines sleep", begin, *await gather(_asleep(replica) for replica in self._living()))
+            memory = await gather(_asleep(replica) for replica in self._living())
         except (Unavailable, DeadlineExceeded):
             if not await self._rollout.drop_unreachable():
                 raise
-            await gather(_asleep(replica) for replica in self._living())
+            memory = await gather(_asleep(replica) for replica in self._living())
+        _log("the engines sleep", begin, *memory)
+        # An engine that was asleep already frees nothing.
+        needed = (
+            worker.freed_bytes + int(_SPARE_SHARE * worker.device_total_bytes) for of_one in memory for worker in of_one
+        )
+        self._needed_bytes = max(self._needed_bytes, *needed, 0)
 
     async def _prepare(self, replicas: Sequence[Replica]) -> None:
         begin = time.perf_counter()
-        await self._trainer.release_memory(MODEL_PART_OPTIMIZER)
+        await self._trainer.release_memory(MODEL_PART_OPTIMIZER, least_free_bytes=self._needed_bytes)
         if self._other_roles:
-            await self._trainer.release_memory(MODEL_PART_PARAMETERS, roles=self._other_roles)
+            await self._trainer.release_memory(
+                MODEL_PART_PARAMETERS, roles=self._other_roles, least_free_bytes=self._needed_bytes
+            )
         memory = await self._trainer.acquire_memory(MODEL_PART_PARAMETERS, roles=[ROLE_POLICY])
         _log("the trainer keeps the weights", begin, memory)
         begin = time.perf_counter()
-        _log("the engines take memory for weights", begin, *await gather(r.wake(ENGINE_PART_WEIGHTS) for r in replicas))
+        woken = await gather(r.wake(ENGINE_PART_WEIGHTS) for r in replicas)
+        _log("the engines take memory for weights", begin, *woken)
+        self._weights_bytes = min((worker.taken_bytes for of_one in woken for worker in of_one), default=0)
         self._prepared = time.perf_counter()
 
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
         _log("the engines receive the weights", self._prepared)
         begin = time.perf_counter()
-        memory = await self._trainer.release_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
+        memory = await self._trainer.release_memory(
+            MODEL_PART_PARAMETERS,
+            MODEL_PART_OPTIMIZER,
+            least_free_bytes=max(0, self._needed_bytes - self._weights_bytes),
+        )
         _log("the trainer frees its memory", begin, memory)
         begin = time.perf_counter()
         _log("the engines take the KV cache", begin, *await gather(r.wake(ENGINE_PART_KV_CACHE) for r in replicas))

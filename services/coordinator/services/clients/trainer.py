@@ -140,9 +140,14 @@ class Model:
             )
         return answer.manifest_digest
 
-    async def release_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
-        """Moves parts of models to host memory and returns the memory of each rank; no role is every role there."""
-        request = pb.ReleaseMemoryRequest(parts=parts, roles=roles)
+    async def release_memory(
+        self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = (), least_free_bytes: int = 0
+    ) -> Sequence[DeviceMemory]:
+        """Releases parts of models and returns the memory of each rank; no role is every role there.
+
+        They move to host memory, except from a device that has `least_free_bytes` free without that.
+        """
+        request = pb.ReleaseMemoryRequest(parts=parts, roles=roles, least_free_bytes=least_free_bytes)
         answer = await self._client.call(
             TrainerService.ReleaseMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
         )

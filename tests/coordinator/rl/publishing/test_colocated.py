@@ -46,8 +46,10 @@ class FakeTrainer:
         default_factory=lambda: OpenRunResponse(num_ranks=1, weight_backend="gloo", plan=WeightPlan(num_senders=1))
     )
     fails: list[Exception] = field(default_factory=list)
+    least_free_bytes: list[int] = field(default_factory=list)
 
-    async def release_memory(self, *parts: int, roles: Any = ()) -> list[DeviceMemory]:
+    async def release_memory(self, *parts: int, roles: Any = (), least_free_bytes: int = 0) -> list[DeviceMemory]:
+        self.least_free_bytes.append(least_free_bytes)
         self.events.append(f"release {self._names(parts)}")
         return [DeviceMemory(freed_bytes=1)]
 
@@ -74,16 +76,18 @@ class Sleeper(FakeReplica):
     """A replica that notes what it is asked."""
 
     events: list[str]
+    frees = 800
 
     async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
         self._fail("Sleep")
         self.events.append("sleep")
-        return pb.SleepResponse(workers=[DeviceMemory(freed_bytes=1)])
+        frees, self.frees = self.frees, 0  # an engine that is asleep frees nothing
+        return pb.SleepResponse(workers=[DeviceMemory(freed_bytes=frees, device_total_bytes=1000)])
 
     async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
         self._fail("Wake")
         self.events.append(f"wake {pb.EnginePart.Name(request.part).removeprefix('ENGINE_PART_').lower()}")
-        return pb.WakeResponse(workers=[DeviceMemory(taken_bytes=1)])
+        return pb.WakeResponse(workers=[DeviceMemory(taken_bytes=300)])
 
     async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Any) -> pb.ReceiveWeightsResponse:
         answer = await super().ReceiveWeights(request, context)
@@ -162,6 +166,16 @@ async def test_the_phases_of_a_step(parts: Parts) -> None:
     await parts.generate()
     published = [event for event in PUBLISHED if event != "join"]  # the epoch stays
     assert parts.taken() == ["generate", "generate", *TRAINED, "train", *published, "generate"]
+
+
+async def test_the_trainer_is_told_what_the_engine_needs_free(parts: Parts) -> None:
+    await parts.publisher.publish(1)
+    before_wake, with_weights = 800 + 50, 800 + 50 - 300  # what the engine freed, and a twentieth of the GPU
+    assert parts.trainer.least_free_bytes == [before_wake, with_weights]
+    await parts.train()
+    parts.replica.frees = 700  # it needs as much as it ever had
+    await parts.publisher.publish(1)
+    assert parts.trainer.least_free_bytes[2:] == [before_wake, with_weights]
 
 
 async def test_the_same_weights_are_published_again_if_the_trainer_only_saved(parts: Parts) -> None:
