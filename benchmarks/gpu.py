@@ -42,8 +42,7 @@ def commands() -> Iterator[tuple[int, str]]:
     for world in (1, 2, 4, 8):
         dense = ",".join(f"qwen2.5-?b {strategy} {world} GPUs*" for strategy in ("megatron", "fsdp"))
         yield world, f"train train-dense-{world} --only '{dense}'"
-        if world > 1:
-            yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
+        yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
     yield 1, "routing routing-qwen3-a3b-8-layers qwen3-a3b-8-layers"
     yield 1, "speculation speculation-qwen3-0.6b qwen3-0.6b"
     yield from _publications()

@@ -38,11 +38,11 @@ def tokens_per_block(config: Config) -> int:
 def block_growth(config: Config) -> int:
     """Returns the number of tokens by which each block is larger than the one before, until they are full.
 
-    So the first block is small, and the trainer starts early: passes that are not full cost nothing while it would
-    otherwise wait. 0 if a block is one pass of the model at most.
+    So the first block is the smallest that fills a pass of the model, and the trainer starts early. Still smaller ones
+    would make more passes, each of which costs time of its own. 0 if a block is one pass at most.
     """
     fewest = _fewest_tokens(config)
-    return fewest // 2 if tokens_per_block(config) > fewest else 0
+    return fewest if tokens_per_block(config) > fewest else 0
 
 
 def most_tokens_per_minibatch(config: Config) -> int:

@@ -68,7 +68,7 @@ def test_blocks_and_how_long_a_pipeline_idles_in_each(dense: Path) -> None:
 def test_blocks_of_several_microbatches_grow(dense: Path) -> None:
     config, _ = make(dense, num_ranks=1, max_tokens_per_microbatch=2048)
     text = " ".join(shown(config).split())
-    assert "blocks: groups of at least 3072 tokens together, the first of 1024 and each of 1024 more, trained" in text
+    assert "blocks: groups of at least 3072 tokens together, the first of 1024 and each of 2048 more, trained" in text
 
 
 def test_blocks_of_several_minibatches(dense: Path) -> None:
