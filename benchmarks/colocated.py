@@ -90,9 +90,9 @@ def main() -> None:
             for path in (config.run_dir / "logs").glob("*.log"):
                 Console().print(path.name, path.read_text(errors="replace")[-3000:], markup=False)
             raise
+        libraries = ("torch", "vllm", "transformers")
+        keep(options.name, samples, libraries=libraries, shape=options.shape, weights="random", overrides=overrides)
         keep_trace(options.name, config.run_dir)
-    libraries = ("torch", "vllm", "transformers")
-    keep(options.name, samples, libraries=libraries, shape=options.shape, weights="random", overrides=overrides)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests which parts a rank moves to host memory if its device may already have enough free. The device is played."""
+"""Tests which parts a rank moves to host memory if its device may already have enough free. The device is faked."""
 
 from collections.abc import Collection
 from typing import Any

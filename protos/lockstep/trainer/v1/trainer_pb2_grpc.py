@@ -181,9 +181,9 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
-        and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
-        nothing.
+        """Releases parts of models. They move to host memory, except from a device that has enough memory free. Calls that
+        need a part are refused until it is acquired: Forward, SendWeights and ExportHuggingFace need the model's
+        parameters, Train and SaveCheckpoint both parts. Repeating the call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

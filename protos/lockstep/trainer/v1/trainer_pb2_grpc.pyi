@@ -61,9 +61,9 @@ class TrainerServiceStub:
     ExportHuggingFace: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]
     """Writes the policy as a Hugging Face model directory."""
     ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseMemoryRequest, _trainer_pb2.ReleaseMemoryResponse]
-    """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
-    and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
-    nothing.
+    """Releases parts of models. They move to host memory, except from a device that has enough memory free. Calls that
+    need a part are refused until it is acquired: Forward, SendWeights and ExportHuggingFace need the model's
+    parameters, Train and SaveCheckpoint both parts. Repeating the call changes nothing.
     """
     AcquireMemory: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.AcquireMemoryRequest, _trainer_pb2.AcquireMemoryResponse]
     """Moves released parts of models back to the devices. Refused if a device has too little memory. Repeating the call
@@ -107,9 +107,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ExportHuggingFace: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]  # type: ignore[assignment]
     """Writes the policy as a Hugging Face model directory."""
     ReleaseMemory: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseMemoryRequest, _trainer_pb2.ReleaseMemoryResponse]  # type: ignore[assignment]
-    """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
-    and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
-    nothing.
+    """Releases parts of models. They move to host memory, except from a device that has enough memory free. Calls that
+    need a part are refused until it is acquired: Forward, SendWeights and ExportHuggingFace need the model's
+    parameters, Train and SaveCheckpoint both parts. Repeating the call changes nothing.
     """
     AcquireMemory: _aio.UnaryUnaryMultiCallable[_trainer_pb2.AcquireMemoryRequest, _trainer_pb2.AcquireMemoryResponse]  # type: ignore[assignment]
     """Moves released parts of models back to the devices. Refused if a device has too little memory. Repeating the call
@@ -216,9 +216,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ReleaseMemoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ReleaseMemoryResponse, _abc.Awaitable[_trainer_pb2.ReleaseMemoryResponse]]:
-        """Releases parts of models, which moves them to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
-        and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
-        nothing.
+        """Releases parts of models. They move to host memory, except from a device that has enough memory free. Calls that
+        need a part are refused until it is acquired: Forward, SendWeights and ExportHuggingFace need the model's
+        parameters, Train and SaveCheckpoint both parts. Repeating the call changes nothing.
         """
 
     @_abc_1.abstractmethod

@@ -56,8 +56,8 @@ class ColocatedPublisher(Publisher):
         super().__init__(services.trainer, services.rollout, run)
         self._gpus, self._version = gpus, 0
         self._prepared = 0.0  # when the weights could be sent
-        self._needed_bytes = 0  # free memory of a GPU with which its engine can wake
-        self._weights_bytes = 0  # the part of it that an engine takes for its weights
+        self._needed_bytes = 0  # free bytes that a GPU needs so that its engine can wake; 0 if unknown
+        self._weights_bytes = 0  # the part of it that all engines have taken for their weights
         self._other_roles = [_ROLES[name] for name in run.config.models if name in _ROLES]
         gpus.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
 
@@ -87,11 +87,13 @@ class ColocatedPublisher(Publisher):
                 raise
             memory = await gather(_asleep(replica) for replica in self._living())
         _log("the engines sleep", begin, *memory)
-        # An engine that was asleep already frees nothing.
         needed = (
-            worker.freed_bytes + int(_SPARE_SHARE * worker.device_total_bytes) for of_one in memory for worker in of_one
+            worker.freed_bytes + int(_SPARE_SHARE * worker.device_total_bytes)
+            for of_one in memory
+            for worker in of_one
+            if worker.freed_bytes  # otherwise it was asleep already
         )
-        self._needed_bytes = max(self._needed_bytes, *needed, 0)
+        self._needed_bytes = max([self._needed_bytes, *needed])
 
     async def _prepare(self, replicas: Sequence[Replica]) -> None:
         begin = time.perf_counter()
@@ -105,7 +107,9 @@ class ColocatedPublisher(Publisher):
         begin = time.perf_counter()
         woken = await gather(r.wake(ENGINE_PART_WEIGHTS) for r in replicas)
         _log("the engines take memory for weights", begin, *woken)
-        self._weights_bytes = min((worker.taken_bytes for of_one in woken for worker in of_one), default=0)
+        taken = [worker.taken_bytes for of_one in woken for worker in of_one]
+        # On the GPU of a lost replica, none of what its engine will need when it starts again is taken yet.
+        self._weights_bytes = min(taken) if len(replicas) == len(self._rollout.replicas) else 0
         self._prepared = time.perf_counter()
 
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:

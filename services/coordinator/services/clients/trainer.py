@@ -145,7 +145,7 @@ class Model:
     ) -> Sequence[DeviceMemory]:
         """Releases parts of models and returns the memory of each rank; no role is every role there.
 
-        They move to host memory, except from a device that has `least_free_bytes` free without that.
+        They move to host memory, except from a device that already has at least `least_free_bytes` free; 0 moves all.
         """
         request = pb.ReleaseMemoryRequest(parts=parts, roles=roles, least_free_bytes=least_free_bytes)
         answer = await self._client.call(

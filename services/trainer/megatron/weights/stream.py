@@ -23,7 +23,6 @@ from services.trainer.checkpoint.model_files import (
     require_tensors,
     stored_tensors,
 )
-from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.experts import GroupedExperts
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
@@ -166,8 +165,6 @@ class WeightStream:
         self._device = device
         self._entries = self._find_holders(parallelism)
         self._parts = {entry.name: names.part(entry.name) for entry in self._entries}
-        # Tensors of the stream that are views of this rank's parameters, which making takes as long as their copy.
-        self._views: dict[str, list[tuple[str, torch.Tensor]]] = {}
         self._runs = list(_runs(self._entries))
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
 
@@ -234,23 +231,9 @@ class WeightStream:
     def _whole(self, run: Sequence[Entry], received: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the joined shards of all holders; this rank's own shards are not copied first."""
         holders = run[0].holders
-        if holders == (self._rank,):
-            for entry in run:
-                yield from self._alone(entry)
-            return
         per_holder = [_shards(received[h], run) if h in received else self._own(run) for h in holders]
         for entry, *shards in zip(run, *per_holder, strict=True):
             yield from self._joined(entry, shards)
-
-    def _alone(self, entry: Entry) -> list[tuple[str, torch.Tensor]]:
-        """Returns the tensors of a parameter that only this rank holds."""
-        storage = storage_id(self._local[entry.name].tensor)
-        found = self._views.get(entry.name)
-        if found is None or storage_id(found[0][1]) != storage:
-            found = list(self._joined(entry, self._own([entry])))
-            if all(storage_id(tensor) == storage for _, tensor in found):
-                self._views[entry.name] = found
-        return found
 
     def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
         return [self._value(self._local[entry.name]).detach().to(self._device) for entry in run]

@@ -1,6 +1,7 @@
 """Tests the phases of a colocated run: the order in which engines and trainer take and free memory."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -141,16 +142,23 @@ class FakeRun(SimpleNamespace):
 
 @pytest_asyncio.fixture
 async def parts() -> AsyncIterator[Parts]:
+    async with parts_with(1) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def parts_with(num_replicas: int) -> AsyncIterator[Parts]:
     config, gpus, events = make_config(placement="colocated"), SharedGpus(), []
-    async with replicas(1, Sleeper) as (replica,):
-        replica.events = events
-        rollout = Rollout([replica.address], config, gpus=gpus)
+    async with replicas(num_replicas, Sleeper) as sleepers:
+        for replica in sleepers:
+            replica.events = events
+        rollout = Rollout([replica.address for replica in sleepers], config, gpus=gpus)
         await rollout.open("run", ModelCard())
         trainer, run = FakeTrainer(events), FakeRun(config=config, run_id="run", epochs=0)
         services = SimpleNamespace(trainer=trainer, rollout=rollout, gpus=gpus)
         publisher = make_publisher(services, run)
         assert isinstance(publisher, ColocatedPublisher)
-        yield Parts(replica, rollout, trainer, gpus, publisher, events)
+        yield Parts(sleepers[0], rollout, trainer, gpus, publisher, events)
         await rollout.close()
 
 
@@ -176,6 +184,22 @@ async def test_the_trainer_is_told_what_the_engine_needs_free(parts: Parts) -> N
     parts.replica.frees = 700  # it needs as much as it ever had
     await parts.publisher.publish(1)
     assert parts.trainer.least_free_bytes[2:] == [before_wake, with_weights]
+
+
+async def test_the_gpu_of_a_lost_replica_keeps_free_what_its_engine_will_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff_s", lambda _: retry.MAX_RETRY_S)  # it is not called again until that has passed
+    async with parts_with(2) as parts:
+        await parts.publisher.publish(1)
+        await parts.train()
+        await parts.replica.die()
+        await parts.publisher.publish(1)
+        assert parts.trainer.least_free_bytes[-2:] == [800 + 50, 800 + 50]
+
+
+async def test_the_trainer_moves_all_if_the_engine_was_asleep_before(parts: Parts) -> None:
+    parts.replica.frees = 0
+    await parts.publisher.publish(1)
+    assert parts.trainer.least_free_bytes == [0, 0]
 
 
 async def test_the_same_weights_are_published_again_if_the_trainer_only_saved(parts: Parts) -> None:
