@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from services.common.config.trainer.section import TrainerConfig
+from services.common.weights.span import Item
 from services.trainer.updates.packing import Pack
 
 
@@ -132,8 +133,17 @@ class SeveralSenders(Protocol):
         """
         ...
 
-    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
         """Yields for each round of `sender_slots` an iterator over the `weights` that this rank sends in it."""
+        ...
+
+
+@runtime_checkable
+class Spans(Protocol):
+    """Describes a backend that keeps many weights, such as experts, in few tensors."""
+
+    def spans(self) -> Iterator[Item]:
+        """Yields what `weights` yields, with weights that are neighbors in memory together."""
         ...
 
 

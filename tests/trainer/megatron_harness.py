@@ -8,11 +8,12 @@ import functools
 import gc
 import hashlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from services.common.batches import batch as batches
 from services.common.config.trainer.roles import ReferenceConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size
+from services.common.weights.span import Items, Span
 from services.trainer.backend import Role
 from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
@@ -54,6 +56,16 @@ def reference_config(layout: Layout) -> TrainerConfig | None:
 def content(tensor: torch.Tensor) -> str:
     # A copy is hashed, as numpy would keep hold of memory that is offloaded next.
     return hashlib.sha256(tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()).hexdigest()
+
+
+def one_by_one(items: Items, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor of spans by itself."""
+    for item in items:
+        if isinstance(item, Span):
+            parts = item.flat.split([shapes[name].numel() for name in item.names])
+            yield from ((name, part.view(shapes[name])) for name, part in zip(item.names, parts, strict=True))
+        else:
+            yield item
 
 
 class MegatronHarness:
@@ -93,11 +105,12 @@ class MegatronHarness:
 
     def published(self) -> list[tuple[int, str, str]]:
         """Returns the rank, name and content (SHA-256) of every tensor that any rank has to send."""
+        shapes = {name: spec.shape for name, spec in self.backend.weight_specs()}
         if not self.backend.sender_slots(_SLOT_BYTES):
-            sent = [(0, name, content(tensor)) for name, tensor in self.backend.weights()]
+            sent = [(0, name, content(tensor)) for name, tensor in one_by_one(self.backend.spans(), shapes)]
             return sent if self.rank == 0 else []
         rounds = self.backend.sent_weights(_SLOT_BYTES)
-        own = [(name, content(tensor)) for tensors in rounds for name, tensor in tensors]
+        own = [(name, content(tensor)) for items in rounds for name, tensor in one_by_one(items, shapes)]
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, own)
         return [(rank, *named) for rank, theirs in enumerate(gathered) for named in theirs]
@@ -163,6 +176,8 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
     reference = harness.logprobs(batch(0), role="reference") if harness.config.loss.kl_coef else []
     if harness.rank == 0:
         answers = {"logprobs": _lists(logprobs), "reference": _lists(reference), "published": published}
+        neighbors = itertools.chain(*harness.backend._stream._neighbors)
+        answers["most_sent_together"] = max(map(len, neighbors))
         write(directory, f"{name}-before", before, answers)
         answers = {"logprobs": _lists(after_logprobs), "updates": metrics, "bytes_here": here}
         answers |= {"num_threads": num_threads, "num_files": num_files}

@@ -12,7 +12,8 @@ import torch
 from lockstep.types.v1 import types_pb2
 
 from services.common.compat.torch import copy_all
-from services.common.errors import InternalError, InvalidInput
+from services.common.errors import InvalidInput
+from services.common.weights.span import Items, Source
 
 # Every tensor starts at a multiple of this in its bucket, so that views of any dtype are aligned.
 ALIGN_BYTES = 16
@@ -22,7 +23,6 @@ _COPY_BYTES = 64 << 20
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-_NOTHING = ("nothing", torch.empty(0))
 # Returns memory for a bucket of so many bytes, or None if any will do.
 Buffer = Callable[[int], torch.Tensor | None]
 
@@ -137,7 +137,7 @@ def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
 
 
 def pack(
-    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False, buffer: Buffer = _any_memory
+    plan: Plan, tensors: Items, device: torch.device, *, skips_base: bool = False, buffer: Buffer = _any_memory
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """Yields each bucket with its bytes (uint8 [num_bytes]), filled from `tensors`, which must be in plan order.
 
@@ -148,10 +148,10 @@ def pack(
     Raises:
         InternalError: A tensor differs from the plan's tensor at its place, or comes after the end of the plan.
     """
-    source = iter(tensors)
+    source = Source(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
         yield bucket, _filled(bucket, source, device, buffer)
-    _end(source)
+    source.end()
 
 
 def follow(plan: Plan, tensors: NamedTensors, *, skips_base: bool = False) -> Iterator[tuple[Bucket, None]]:
@@ -168,7 +168,7 @@ def follow(plan: Plan, tensors: NamedTensors, *, skips_base: bool = False) -> It
 
 
 def pack_rounds(
-    plan: Plan, rounds: Iterable[NamedTensors], device: torch.device, *, sender: int
+    plan: Plan, rounds: Iterable[Items], device: torch.device, *, sender: int
 ) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
     """Packs like `pack` for one of several senders; `rounds` has its tensors of each round.
 
@@ -180,47 +180,58 @@ def pack_rounds(
         InternalError: As in `pack`.
     """
     for buckets, tensors in zip(plan.rounds, rounds, strict=True):
-        source = iter(tensors)
+        source = Source(tensors)
         flats = [_filled(bucket, source, device) if bucket.sender == sender else None for bucket in buckets]
-        _end(source)
+        source.end()
         for bucket in buckets:
             yield bucket, flats.pop(0)
 
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a view of `flat` (uint8 [num_bytes]) for each tensor of the bucket, with its name."""
-    typed = {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
-    begin = int(flat.storage_offset())
+    typed, begin = _typed(bucket, flat), int(flat.storage_offset())
     for place in bucket.places:
         # One call instead of three (a slice and two views), because a large mixture of experts has 20,000 tensors.
         start = (begin + place.offset) // place.dtype.itemsize
         yield place.name, typed[place.dtype].as_strided(place.shape, place.stride, start)
 
 
-def _filled(
-    bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: torch.device, buffer: Buffer = _any_memory
-) -> torch.Tensor:
-    if len(bucket.places) == 1:
-        tensor = _checked(bucket.places[0], *next(source, _NOTHING))
-        if tensor.device == device and _is_flat(tensor):
-            return tensor.detach().view(-1).view(torch.uint8)
-        source = iter([(bucket.places[0].name, tensor)])
+def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer = _any_memory) -> torch.Tensor:
+    places = bucket.places
+    num, tensor = source.take(places, 0)
+    if len(places) == 1 and tensor.device == device and _is_flat(tensor):
+        return tensor.detach().view(-1).view(torch.uint8)
     flat = buffer(bucket.num_bytes)
     if flat is None:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
     _clear_gaps(bucket, flat)
-    views: list[torch.Tensor] = []
+    typed = _typed(bucket, flat)
+    targets: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
-    num_bytes = 0
-    for place, (_, view) in zip(bucket.places, unpack(bucket, flat), strict=True):
-        views.append(view)
-        tensors.append(_checked(place, *next(source, _NOTHING)))
-        num_bytes += place.num_bytes
-        if num_bytes > _COPY_BYTES or place is bucket.places[-1]:
+    begin = num_bytes = 0
+    while True:
+        targets.append(_target(typed, int(flat.storage_offset()), places[begin], tensor))
+        tensors.append(tensor)
+        begin, num_bytes = begin + num, num_bytes + tensor.nbytes
+        if num_bytes > _COPY_BYTES or begin == len(places):
             with torch.no_grad():
-                copy_all(views, tensors)
-            views, tensors, num_bytes = [], [], 0
-    return flat
+                copy_all(targets, tensors)
+            targets, tensors, num_bytes = [], [], 0
+        if begin == len(places):
+            return flat
+        num, tensor = source.take(places, begin)
+
+
+def _typed(bucket: Bucket, flat: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
+    return {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
+
+
+def _target(typed: dict[torch.dtype, torch.Tensor], begin: int, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of the bucket, whose memory begins at byte `begin` of its storage, that has the tensor's shape."""
+    shape, stride = place.shape, place.stride
+    if tensor.shape != shape:  # the numbers of several tensors
+        shape, stride = tuple(tensor.shape), (1,)
+    return typed[place.dtype].as_strided(shape, stride, (begin + place.offset) // place.dtype.itemsize)
 
 
 def _clear_gaps(bucket: Bucket, flat: torch.Tensor) -> None:
@@ -235,21 +246,6 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     """Returns whether the tensor's bytes can be a bucket without a copy: contiguous and in whole aligned words."""
     sizes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
-
-
-def _checked(place: Place, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` if it matches the plan at this place; raises InternalError otherwise."""
-    if (name, tensor.dtype, tuple(tensor.shape)) != (place.name, place.dtype, place.shape):
-        raise InternalError(
-            f"export order changed: the plan has {place.name} {place.dtype} {place.shape}, "
-            f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
-        )
-    return tensor
-
-
-def _end(source: Iterator[tuple[str, torch.Tensor]]) -> None:
-    for name, _ in source:
-        raise InternalError(f"export order changed: the plan ends before {name}")
 
 
 def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:

@@ -7,7 +7,9 @@ is compared with the recorded copies byte by byte. From the third publication on
 using the reload.
 """
 
+import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -163,7 +165,7 @@ class DirectMap:
         # Of each bucket: the address of its bytes when it was loaded last, and the views of them that are copied from.
         # They are kept because a large mixture of experts has 20,000, and buckets arrive in the same few buffers.
         self._sources: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        for copy in copies:
+        for copy in _joined(copies):
             self._pieces[copy.piece.bucket].append(copy.piece)
             self._targets[copy.piece.bucket].append(copy.target())
 
@@ -195,6 +197,39 @@ class DirectMap:
     def digest_loaded(self, digest: WeightDigest, index: int, start: int) -> None:
         """Adds the contents of the engine's memory that the map would copy a bucket to."""
         _add(digest, self._targets[index], start)
+
+
+def _joined(copies: Sequence[Copy]) -> list[Copy]:
+    """Joins copies of whole neighbors to whole neighbors, such as the experts of a layer."""
+    joined: list[Copy] = []
+    for copy in copies:
+        if joined and (both := _as_one(joined[-1], copy)):
+            joined[-1] = both
+        else:
+            joined.append(copy)
+    return joined
+
+
+def _as_one(first: Copy, second: Copy) -> Copy | None:
+    """Returns the copy that does both; None if they are not neighbors in the bucket and in the engine's memory."""
+    pieces = first.piece, second.piece
+    sizes = [math.prod(piece.place.size) for piece in pieces]
+    if (
+        (pieces[0].bucket, pieces[0].dtype, first.storage.data_ptr())
+        != (pieces[1].bucket, pieces[1].dtype, second.storage.data_ptr())
+        or not all(_is_whole(copy) for copy in (first, second))
+        or pieces[0].place.offset + sizes[0] != pieces[1].place.offset
+        or first.offset + sizes[0] != second.offset
+    ):
+        return None
+    place = Place(pieces[0].place.offset, (sum(sizes),), (1,))
+    return Copy(Piece(pieces[0].bucket, pieces[0].dtype, place), first.storage, first.offset, (1,))
+
+
+def _is_whole(copy: Copy) -> bool:
+    """Returns whether the numbers of a copy follow one another in the bucket and in the engine's memory."""
+    strides = tuple(itertools.accumulate(copy.piece.place.size[:0:-1], operator.mul, initial=1))[::-1]
+    return copy.piece.place.stride == copy.stride == strides
 
 
 def _add(digest: WeightDigest, tensors: Sequence[torch.Tensor], start: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture
 from services.common.megatron.layout import check_layout
+from services.common.weights.span import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
     Adapters,
@@ -161,7 +162,10 @@ class MegatronBackend(
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._stream.to_first())
 
-    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    def spans(self) -> Iterator[Item]:
+        yield from self._streamed(self._stream.spans_to_first())
+
+    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
         yield from self._streamed(self._stream.to_senders(bucket_bytes))
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -259,8 +263,10 @@ class MegatronBackend(
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
         chunks, parallelism = self._model.bare_chunks(), self._model.parallelism
         parameters = local_parameters(chunks, parallelism)
-        self._stream = WeightStream(parameters, self._map, parallelism, self.device, merged_values(chunks))
-        if self._config.lora.rank:
+        has_adapters = self._config.lora.rank > 0
+        merged = merged_values(chunks) if has_adapters else None
+        self._stream = WeightStream(parameters, self._map, parallelism, self.device, merged)
+        if has_adapters:
             adapters = local_parameters(chunks, parallelism, adapters=True)
             self._base = WeightStream(parameters, self._map, parallelism, self.device)
             self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)

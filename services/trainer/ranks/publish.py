@@ -19,6 +19,7 @@ from services.common.weights.digest import Sums, WeightDigest
 from services.common.weights.group import Transfer, WeightGroup
 from services.common.weights.pairs.sender import PairSender
 from services.common.weights.plan import Bucket, NamedTensors, Plan, follow, pack, pack_rounds
+from services.common.weights.span import Items
 
 SendingMember = WeightGroup | PairSender
 
@@ -39,7 +40,7 @@ class Publication:
 def send(
     group: SendingMember,
     plan: Plan,
-    weights: NamedTensors | Iterable[NamedTensors],
+    weights: Items | Iterable[Items],
     *,
     version: int,
     base_sums: Sums | None = None,
@@ -92,16 +93,15 @@ def highest_cost(costs: Sequence[dict[str, Any]]) -> PublicationCost:
 
 
 def _packed(
-    group: SendingMember, plan: Plan, weights: NamedTensors | Iterable[NamedTensors], *, skips_base: bool
+    group: SendingMember, plan: Plan, weights: Items | Iterable[Items], *, skips_base: bool
 ) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
     """Yields every bucket, with its bytes if this member sends it."""
     if plan.num_senders > 1:
-        rounds = cast(Iterable[NamedTensors], weights)
+        rounds = cast(Iterable[Items], weights)
         return pack_rounds(plan, rounds, group.device, sender=group.sender)
-    tensors = cast(NamedTensors, weights)
     if group.sender != 0:
-        return follow(plan, tensors, skips_base=skips_base)
-    return pack(plan, tensors, group.device, skips_base=skips_base, buffer=group.buffer)
+        return follow(plan, cast(NamedTensors, weights), skips_base=skips_base)
+    return pack(plan, cast(Items, weights), group.device, skips_base=skips_base, buffer=group.buffer)
 
 
 def _conclude(group: SendingMember, plan: Plan, digest: WeightDigest, version: int) -> str:

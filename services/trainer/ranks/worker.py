@@ -25,8 +25,9 @@ from services.common.errors import PreconditionFailed, Reason
 from services.common.files.model_card import read_model_card
 from services.common.files.storage import storage_error, writing
 from services.common.weights.digest import Sums
-from services.common.weights.plan import NamedTensors, Plan
-from services.trainer.backend import Adapters, Backend, BackgroundSaves, Role, SeveralSenders
+from services.common.weights.plan import Plan
+from services.common.weights.span import Items
+from services.trainer.backend import Adapters, Backend, BackgroundSaves, Role, SeveralSenders, Spans
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.background import in_background
 from services.trainer.checkpoint.export import adapter_config, export_adapter, export_hugging_face
@@ -325,13 +326,13 @@ class Worker(MemoryCommands):
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
-    def _published(self, plan: Plan, *, skips_base: bool) -> NamedTensors | Iterator[NamedTensors]:
+    def _published(self, plan: Plan, *, skips_base: bool) -> Items | Iterator[Items]:
         backend = self._open()
         if plan.num_senders > 1:
             assert isinstance(backend, SeveralSenders), "only such a backend makes plans of several senders"
             return backend.sent_weights(plan.message.bucket_bytes)
         if not plan.has_adapter:
-            return backend.weights()
+            return backend.spans() if isinstance(backend, Spans) else backend.weights()
         adapters = self._adapters()
         return itertools.chain(() if skips_base else adapters.base(), adapters.adapter())
 

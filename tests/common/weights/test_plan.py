@@ -5,6 +5,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lockstep.types.v1.types_pb2 import TensorSpec, WeightPlan
 from services.common.errors import InternalError, InvalidInput
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, Plan, pack, pack_rounds, unpack
+from services.common.weights.span import Span
 from tests.common.weights.group_harness import CPU, NamedTensor, digest_of, some_weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float8_e4m3fn]
@@ -68,6 +70,44 @@ def test_unpacked_weights_are_the_packed_ones(weights, bucket_bytes: int) -> Non
     for (name, tensor), (want_name, want) in zip(got, weights, strict=True):
         assert (name, tensor.dtype, tensor.shape) == (want_name, want.dtype, want.shape)
         assert as_bytes(tensor) == as_bytes(want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=9), bucket_bytes=st.integers(1, 600), data=st.data())
+def test_neighbors_in_memory_are_packed_as_one_by_one(lengths: list[int], bucket_bytes: int, data: st.DataObject):
+    rows = random_bytes(torch.bfloat16, (sum(lengths), ALIGN_BYTES), 0)
+    weights = [(f"w{i}", part) for i, part in enumerate(rows.split(lengths))]
+    items: list[Any] = []
+    begin = 0
+    while begin < len(weights):
+        num = data.draw(st.integers(1, len(weights) - begin))
+        flat = torch.cat([part for _, part in weights[begin : begin + num]]).view(-1)
+        is_span = num > 1 or data.draw(st.booleans())
+        items.append(Span([name for name, _ in weights[begin : begin + num]], flat) if is_span else weights[begin])
+        begin += num
+    plan = Plan.of(weights, bucket_bytes=bucket_bytes)
+    got = [(bucket.start, as_bytes(flat)) for bucket, flat in pack(plan, items, CPU)]
+    assert got == [(bucket.start, as_bytes(flat)) for bucket, flat in pack(plan, weights, CPU)]
+
+
+@pytest.mark.parametrize(
+    ("names", "numel", "problem"),
+    [
+        (["a", "c"], 32, "the plan has a and so on, got a and so on"),
+        (["a", "b"], 31, "do not fill 64 bytes"),
+        (["a", "b", "c"], 48, "the plan ends before c"),
+    ],
+)
+def test_neighbors_that_are_not_the_plans_are_an_error(names: list[str], numel: int, problem: str) -> None:
+    plan = Plan.of([(name, torch.zeros(16, dtype=torch.bfloat16)) for name in "ab"], bucket_bytes=100)
+    with pytest.raises(InternalError, match=problem):
+        list(pack(plan, [Span(names, torch.zeros(numel, dtype=torch.bfloat16))], CPU))
+
+
+def test_neighbors_between_which_the_bucket_has_gaps_are_an_error() -> None:
+    plan = Plan.of([(name, torch.zeros(3)) for name in "ab"], bucket_bytes=100)
+    with pytest.raises(InternalError, match="do not fill"):
+        list(pack(plan, [Span(["a", "b"], torch.zeros(6))], CPU))
 
 
 @settings(max_examples=40, deadline=None)

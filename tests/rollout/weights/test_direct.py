@@ -10,7 +10,7 @@ from torch import nn
 from services.common.weights.digest import WeightDigest
 from services.rollout.compat.vllm.reload import reload_weights
 from services.rollout.weights import loading
-from services.rollout.weights.direct import DirectMap, Recorder
+from services.rollout.weights.direct import Copy, DirectMap, Piece, Place, Recorder
 from tests.rollout.toy_engine import CPU, Layer, Loader, Toy, Worker, adapter, checkpoint, method
 
 # One bucket for each tensor, buckets of several tensors, and one bucket for all.
@@ -54,6 +54,22 @@ def test_a_reload_is_watched_then_checked_then_replaced(bucket_bytes: int, monke
     assert len(digests) == 5
     # The addresses are the same as before, because captured CUDA graphs read there.
     assert {name: tensor.data_ptr() for name, tensor in worker.model.state_dict().items()} == addresses
+
+
+def test_copies_of_neighbors_to_neighbors_become_one():
+    engine, bucket = torch.zeros(4, 6), torch.arange(24.0)
+    storage = engine.untyped_storage()
+
+    def copy(begin: int, num: int, at: int, shape: tuple[int, ...] = (), stride: tuple[int, ...] = (1,)) -> Copy:
+        return Copy(Piece(0, torch.float32, Place(begin, shape or (num,), stride)), storage, at, stride)
+
+    # Two matrices of two rows, a gap in the engine, and a matrix that is transposed in both.
+    whole = [copy(0, 6, 0, (2, 3), (3, 1)), copy(6, 6, 6, (2, 3), (3, 1))]
+    direct = DirectMap([*whole, copy(12, 2, 14), copy(14, 6, 16, (2, 3), (1, 2))], 1)
+    assert [target.numel() for target in direct._targets[0]] == [12, 2, 6]
+    direct.load(0, bucket.view(torch.uint8))
+    expected = torch.cat([torch.arange(12.0), torch.zeros(2), torch.arange(12.0, 20.0), torch.zeros(2)])
+    assert torch.equal(engine.view(-1), expected)
 
 
 def test_a_new_plan_starts_anew():

@@ -48,6 +48,7 @@ class Result:
         self.before, answers = content("before")
         self.logprobs, self.reference = answers["logprobs"], answers["reference"]
         self.published: list[tuple[int, str, str]] = answers["published"]
+        self.most_sent_together: int = answers["most_sent_together"]
         self.after, answers = content("after")
         self.after_logprobs, self.updates = answers["logprobs"], answers["updates"]
         self.bytes_here: list[dict[str, int]] = answers["bytes_here"]
@@ -110,6 +111,11 @@ def test_every_weight_is_sent_by_one_rank_and_all_that_hold_weights_send(megatro
     kinds = ("tensor_model", "pipeline_model", "expert_model")
     num_parts = math.prod(sizes.get(f"{kind}_parallel_size", 1) for kind in kinds)
     assert (len({rank for rank, _, _ in result.published}) > 1) == (num_parts > 1)
+
+
+@pytest.mark.parametrize(("name", "num_experts"), [("moe-1", 4), ("moe-ep2", 2), ("untied-1", 1)])
+def test_experts_of_a_rank_are_sent_together(megatron: Path, name: str, num_experts: int) -> None:
+    assert Result(megatron, name).most_sent_together == num_experts
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from services.common.families.architecture import Architecture
 from services.common.weights.plan import ALIGN_BYTES, take_together
+from services.common.weights.span import Item, Span
 from services.trainer.checkpoint.model_files import (
     opened,
     require_finite,
@@ -23,6 +24,7 @@ from services.trainer.checkpoint.model_files import (
     require_tensors,
     stored_tensors,
 )
+from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.experts import GroupedExperts
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
@@ -157,7 +159,7 @@ class WeightStream:
         names: CheckpointNames,
         parallelism: Parallelism,
         device: torch.device,
-        value: Callable[[LocalTensor], torch.Tensor] = lambda parameter: parameter.tensor,
+        value: Callable[[LocalTensor], torch.Tensor] | None = None,
     ):
         self._map, self._value = names, value
         self._rank = dist.get_rank()
@@ -166,6 +168,7 @@ class WeightStream:
         self._entries = self._find_holders(parallelism)
         self._parts = {entry.name: names.part(entry.name) for entry in self._entries}
         self._runs = list(_runs(self._entries))
+        self._neighbors = [list(self._together(run)) for run in self._runs]
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
@@ -183,31 +186,38 @@ class WeightStream:
         slots = self._slots(bucket_bytes)
         return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in slots]
 
-    def to_senders(self, bucket_bytes: int) -> Iterator[Streamed]:
+    def to_senders(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
         """Yields this rank's whole tensors of each round of `slots`. All ranks must finish all rounds."""
         for together in take_together((slot[0], slot) for slot in self._slots(bucket_bytes)):
-            streamed = self._gather(together)
+            streamed = self._gather(together, spans=True)
             yield streamed
             for _ in streamed:
                 pass
 
     def to_first(self) -> Streamed:
         """Yields all whole tensors on rank 0, and as many empty ones, at the same times, on other ranks."""
+        return cast(Streamed, self.spans_to_first(spans=False))
+
+    def spans_to_first(self, *, spans: bool = True) -> Iterator[Item]:
+        """Does the same, but tensors that are neighbors in the memory of rank 0 come together."""
         for index in range(len(self._runs)):
-            yield from self._gather([(0, [index])])
+            yield from self._gather([(0, [index])], spans=spans)
             if self._rank != 0:
                 yield from ((name, _EMPTY) for name in self._names[index])
 
     def _slots(self, bucket_bytes: int) -> Iterator[Slot]:
         return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
 
-    def _gather(self, slots: Sequence[Slot]) -> Streamed:
+    def _gather(self, slots: Sequence[Slot], *, spans: bool) -> Iterator[Item]:
         """Yields this rank's slot, run by run. All slots advance together, so each rank sends and receives at once."""
         for column in itertools.zip_longest(*(indices for _, indices in slots)):
-            runs = [(sender, self._runs[i]) for (sender, _), i in zip(slots, column, strict=True) if i is not None]
+            indices = [(sender, i) for (sender, _), i in zip(slots, column, strict=True) if i is not None]
+            runs = [(sender, self._runs[i]) for sender, i in indices]
             own = next((run for sender, run in runs if sender == self._rank), None)
             received = self._exchange(own, [(sender, run) for sender, run in runs if sender != self._rank])
-            if own is not None:
+            if own is not None and spans and not received:
+                yield from self._spans(dict(indices)[self._rank])
+            elif own is not None:
                 yield from self._whole(own, received)
 
     def _exchange(
@@ -235,8 +245,46 @@ class WeightStream:
         for entry, *shards in zip(run, *per_holder, strict=True):
             yield from self._joined(entry, shards)
 
+    def _spans(self, index: int) -> Iterator[Item]:
+        """Yields the tensors of a run that only this rank holds, those that are neighbors in memory together."""
+        for entries in self._neighbors[index]:
+            if len(entries) == 1:
+                yield from self._joined(entries[0], self._own(entries))
+            else:
+                first, num_bytes = self._local[entries[0].name].tensor, sum(entry.num_bytes for entry in entries)
+                names = [name for entry in entries for name in self._parts[entry.name].names]
+                yield Span(names, first.detach().as_strided((num_bytes // first.element_size(),), (1,)))
+
+    def _together(self, run: Sequence[Entry]) -> Iterator[list[Entry]]:
+        """Divides a run into parameters that are neighbors in this rank's memory, if only this rank holds them."""
+        together: list[Entry] = []
+        for entry in run:
+            if together and not self._follows(together[-1], entry):
+                yield together
+                together = []
+            together.append(entry)
+        yield together
+
+    def _follows(self, before: Entry, entry: Entry) -> bool:
+        """Returns whether a parameter begins where the one before it ends, and so do their tensors in a bucket."""
+        if self._value is not None or entry.holders != (self._rank,):
+            return False
+        parts = self._parts[before.name], self._parts[entry.name]
+        shapes = [shape for part in parts for shape in part.shapes]
+        first, second = self._local[before.name].tensor, self._local[entry.name].tensor
+        return (
+            all(part.is_plain for part in parts)
+            and all(torch.Size(shape).numel() * entry.dtype.itemsize % ALIGN_BYTES == 0 for shape in shapes)
+            and first.is_contiguous()
+            and second.is_contiguous()
+            and second.device == self._device
+            and storage_id(first) == storage_id(second)
+            and first.storage_offset() + first.numel() == second.storage_offset()
+        )
+
     def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
-        return [self._value(self._local[entry.name]).detach().to(self._device) for entry in run]
+        value = self._value or (lambda parameter: parameter.tensor)
+        return [value(self._local[entry.name]).detach().to(self._device) for entry in run]
 
     def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
         flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]

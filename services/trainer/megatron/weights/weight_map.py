@@ -30,7 +30,7 @@ class Part:
 
     `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
     of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
-    one tensor.
+    one tensor. `is_plain` says that the numbers of a whole parameter are those of its tensors, one after another.
     """
 
     names: tuple[str, ...]
@@ -40,6 +40,7 @@ class Part:
     order: tuple[int, ...] = ()
     shapes: tuple[Shape, ...] = ()
     is_fused: bool = False
+    is_plain: bool = False
 
 
 class WeightMap:
@@ -76,7 +77,8 @@ class WeightMap:
         layer, place = int(match[1]), self._places[parameter]
         prefix = f"{self.model.family.layers}.{layer}."
         names = tuple(prefix + tensor.format(expert=expert) for tensor in weight.tensors)
-        order = (layer + 1, self._experts_place, expert, place) if weight.is_expert else (layer + 1, place)
+        # The experts of a layer are neighbors in memory, so they are also neighbors in a publication.
+        order = (layer + 1, self._experts_place, place, expert) if weight.is_expert else (layer + 1, place)
         return self._part(weight, names, order)
 
     def is_published(self, name: str) -> bool:
@@ -92,6 +94,7 @@ class WeightMap:
             order=order,
             shapes=tuple(self.model.tensor_shapes(weight)),
             is_fused=weight.is_fused,
+            is_plain=weight.cut != "groups",
         )
 
     def _cut(self, weight: Weight, tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
