@@ -139,8 +139,8 @@ class SeveralSenders(Protocol):
 
 
 @runtime_checkable
-class Spans(Protocol):
-    """Describes a backend that keeps many weights, such as experts, in few tensors."""
+class PublishesSpans(Protocol):
+    """Describes a backend that can publish many weights, such as experts, from few tensors."""
 
     def spans(self) -> Iterator[Item]:
         """Yields what `weights` yields, with weights that are neighbors in memory together."""

@@ -208,18 +208,19 @@ def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer
     typed = _typed(bucket, flat)
     targets: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
-    begin = num_bytes = 0
+    done = num_bytes = 0
     while True:
-        targets.append(_target(typed, int(flat.storage_offset()), places[begin], tensor))
+        targets.append(_target(typed, int(flat.storage_offset()), places[done], tensor))
         tensors.append(tensor)
-        begin, num_bytes = begin + num, num_bytes + tensor.nbytes
-        if num_bytes > _COPY_BYTES or begin == len(places):
+        done, num_bytes = done + num, num_bytes + tensor.nbytes
+        del tensor  # taking the next one may gather it, which needs memory
+        if num_bytes > _COPY_BYTES or done == len(places):
             with torch.no_grad():
                 copy_all(targets, tensors)
             targets, tensors, num_bytes = [], [], 0
-        if begin == len(places):
+        if done == len(places):
             return flat
-        num, tensor = source.take(places, begin)
+        num, tensor = source.take(places, done)
 
 
 def _typed(bucket: Bucket, flat: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:

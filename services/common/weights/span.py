@@ -45,12 +45,12 @@ class Source:
         if not isinstance(item, Span):
             return 1, _checked(places[begin], item)
         filled = places[begin : begin + len(item.names)]
-        num_bytes = sum(place.num_bytes for place in filled)
-        numel = num_bytes // item.flat.element_size()
         if len(filled) < len(item.names):
+            numel = sum(place.num_bytes for place in filled) // item.flat.element_size()
             self._rest = Span(item.names[len(filled) :], item.flat[numel:])
-        _check(filled, item.names, item.flat[:numel], num_bytes)
-        return len(filled), item.flat[:numel]
+            item = Span(item.names[: len(filled)], item.flat[:numel])
+        _check(filled, item)
+        return len(filled), item.flat
 
     def end(self) -> None:
         """Raises InternalError if anything is left."""
@@ -70,11 +70,16 @@ def _checked(place: "Place", item: tuple[str, torch.Tensor] | None) -> torch.Ten
     return tensor
 
 
-def _check(places: Sequence["Place"], names: Sequence[str], flat: torch.Tensor, num_bytes: int) -> None:
-    """Checks that the numbers of the weights with these names, or of the first of them, fill `places` without gaps."""
-    planned = [place.name for place in places]
-    if planned != list(names[: len(places)]) or {place.dtype for place in places} != {flat.dtype}:
-        raise InternalError(f"export order changed: the plan has {planned[0]} and so on, got {names[0]} and so on")
+def _check(places: Sequence["Place"], span: Span) -> None:
+    """Checks that the weights of a span fill `places`, between which there are no gaps."""
+    for place, name in zip(places, span.names, strict=True):
+        if (place.name, place.dtype) != (name, span.flat.dtype):
+            raise InternalError(
+                f"export order changed: the plan has {place.name} {place.dtype}, got {name} {span.flat.dtype}"
+            )
+    num_bytes = sum(place.num_bytes for place in places)
     covered = places[-1].offset + places[-1].num_bytes - places[0].offset
-    if not covered == num_bytes == flat.numel() * flat.element_size():
-        raise InternalError(f"{names[0]} and so on: {flat.numel()} numbers do not fill {covered} bytes of the plan")
+    if not covered == num_bytes == span.flat.nbytes:
+        raise InternalError(
+            f"{span.names[0]} to {span.names[-1]}: {span.flat.numel()} numbers do not fill {covered} bytes of the plan"
+        )

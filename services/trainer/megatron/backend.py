@@ -20,6 +20,7 @@ from services.trainer.backend import (
     BackgroundSaves,
     LossFunction,
     Offloads,
+    PublishesSpans,
     ReplaysRoutes,
     Role,
     SeveralSenders,
@@ -57,7 +58,15 @@ T = TypeVar("T")
 
 
 class MegatronBackend(
-    OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, SeveralSenders, Adapters, BackgroundSaves, Offloads
+    OffloadedParts,
+    Backend,
+    AddsBlocks,
+    ReplaysRoutes,
+    SeveralSenders,
+    PublishesSpans,
+    Adapters,
+    BackgroundSaves,
+    Offloads,
 ):
     """Implements a role on Megatron-Core."""
 

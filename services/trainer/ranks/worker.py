@@ -27,7 +27,7 @@ from services.common.files.storage import storage_error, writing
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
 from services.common.weights.span import Items
-from services.trainer.backend import Adapters, Backend, BackgroundSaves, Role, SeveralSenders, Spans
+from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.background import in_background
 from services.trainer.checkpoint.export import adapter_config, export_adapter, export_hugging_face
@@ -332,7 +332,7 @@ class Worker(MemoryCommands):
             assert isinstance(backend, SeveralSenders), "only such a backend makes plans of several senders"
             return backend.sent_weights(plan.message.bucket_bytes)
         if not plan.has_adapter:
-            return backend.spans() if isinstance(backend, Spans) else backend.weights()
+            return backend.spans() if isinstance(backend, PublishesSpans) else backend.weights()
         adapters = self._adapters()
         return itertools.chain(() if skips_base else adapters.base(), adapters.adapter())
 

@@ -93,8 +93,9 @@ def test_neighbors_in_memory_are_packed_as_one_by_one(lengths: list[int], bucket
 @pytest.mark.parametrize(
     ("names", "numel", "problem"),
     [
-        (["a", "c"], 32, "the plan has a and so on, got a and so on"),
+        (["a", "c"], 32, "the plan has b torch.bfloat16, got c"),
         (["a", "b"], 31, "do not fill 64 bytes"),
+        (["a", "b"], 33, "do not fill 64 bytes"),
         (["a", "b", "c"], 48, "the plan ends before c"),
     ],
 )

@@ -113,9 +113,10 @@ def test_every_weight_is_sent_by_one_rank_and_all_that_hold_weights_send(megatro
     assert (len({rank for rank, _, _ in result.published}) > 1) == (num_parts > 1)
 
 
-@pytest.mark.parametrize(("name", "num_experts"), [("moe-1", 4), ("moe-ep2", 2), ("untied-1", 1)])
-def test_experts_of_a_rank_are_sent_together(megatron: Path, name: str, num_experts: int) -> None:
-    assert Result(megatron, name).most_sent_together == num_experts
+@pytest.mark.parametrize(("name", "num_tensors"), [("moe-1", 4), ("moe-ep2", 4), ("untied-1", 1)])
+def test_experts_of_a_block_are_sent_together(megatron: Path, name: str, num_tensors: int) -> None:
+    """Tests that gate and up of two experts, which are a block, come at once."""
+    assert Result(megatron, name).most_sent_together == num_tensors
 
 
 @pytest.mark.parametrize("name", COMPARED)

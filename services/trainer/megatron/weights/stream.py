@@ -196,10 +196,13 @@ class WeightStream:
 
     def to_first(self) -> Streamed:
         """Yields all whole tensors on rank 0, and as many empty ones, at the same times, on other ranks."""
-        return cast(Streamed, self.spans_to_first(spans=False))
+        return cast(Streamed, self._to_first(spans=False))
 
-    def spans_to_first(self, *, spans: bool = True) -> Iterator[Item]:
+    def spans_to_first(self) -> Iterator[Item]:
         """Does the same, but tensors that are neighbors in the memory of rank 0 come together."""
+        return self._to_first(spans=True)
+
+    def _to_first(self, *, spans: bool) -> Iterator[Item]:
         for index in range(len(self._runs)):
             yield from self._gather([(0, [index])], spans=spans)
             if self._rank != 0:

@@ -17,6 +17,10 @@ from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.record import Weight
 
+EXPERT_BLOCKS = 16
+"""Number of blocks of experts in a layer. A publication has each matrix of all experts of a block together. So with up
+to this many expert-parallel ranks, all that a rank has of a layer is together too, and it sends it at once."""
+
 
 class Sliceable(Protocol):
     """Describes a tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
@@ -77,8 +81,10 @@ class WeightMap:
         layer, place = int(match[1]), self._places[parameter]
         prefix = f"{self.model.family.layers}.{layer}."
         names = tuple(prefix + tensor.format(expert=expert) for tensor in weight.tensors)
-        # The experts of a layer are neighbors in memory, so they are also neighbors in a publication.
-        order = (layer + 1, self._experts_place, place, expert) if weight.is_expert else (layer + 1, place)
+        order: tuple[int, ...] = (layer + 1, place)
+        if weight.is_expert:  # those of a block are neighbors in memory, so they are also neighbors in a publication
+            block = expert // max(1, self.model.num_experts // EXPERT_BLOCKS)
+            order = (layer + 1, self._experts_place, block, place, expert)
         return self._part(weight, names, order)
 
     def is_published(self, name: str) -> bool:
