@@ -17,8 +17,9 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from services.common.weights.buckets import pack
 from services.common.weights.digest import Sums
-from services.common.weights.plan import Bucket, NamedTensors, Plan, pack
+from services.common.weights.plan import Bucket, NamedTensors, Plan
 from services.rollout.weights.receiver import WeightReceiver
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -11,24 +11,13 @@ from typing import TypeVar
 import torch
 from lockstep.types.v1 import types_pb2
 
-from services.common.compat.torch import copy_all
 from services.common.errors import InvalidInput
-from services.common.weights.span import Items, Source
 
 # Every tensor starts at a multiple of this in its bucket, so that views of any dtype are aligned.
 ALIGN_BYTES = 16
-# Maximum bytes copied into a bucket by one call. A call per tensor would take longer than the copies themselves, but
-# the gathered tensors are kept in memory until the call.
-_COPY_BYTES = 64 << 20
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-# Returns memory for a bucket of so many bytes, or None if any will do.
-Buffer = Callable[[int], torch.Tensor | None]
-
-
-def _any_memory(num_bytes: int) -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -134,119 +123,6 @@ def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
         together.append(held)
     if together:
         yield together
-
-
-def pack(
-    plan: Plan, tensors: Items, device: torch.device, *, skips_base: bool = False, buffer: Buffer = _any_memory
-) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Yields each bucket with its bytes (uint8 [num_bytes]), filled from `tensors`, which must be in plan order.
-
-    They are packed into what `buffer` returns for their number, or into new memory if it returns None. A tensor that is
-    alone in its bucket is not copied if its bytes can be sent as they are. With `skips_base`, `tensors` and the buckets
-    are those of the adapter only.
-
-    Raises:
-        InternalError: A tensor differs from the plan's tensor at its place, or comes after the end of the plan.
-    """
-    source = Source(tensors)
-    for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
-        yield bucket, _filled(bucket, source, device, buffer)
-    source.end()
-
-
-def follow(plan: Plan, tensors: NamedTensors, *, skips_base: bool = False) -> Iterator[tuple[Bucket, None]]:
-    """Takes tensors at the same points as `pack` does on the sender, but packs nothing. Taking them runs collectives of
-    the ranks, which thus have the same order on all ranks relative to the caller's own collectives.
-    """
-    source = iter(tensors)
-    for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
-        for _ in bucket.places:
-            next(source, None)
-        yield bucket, None
-    for _ in source:
-        pass
-
-
-def pack_rounds(
-    plan: Plan, rounds: Iterable[Items], device: torch.device, *, sender: int
-) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
-    """Packs like `pack` for one of several senders; `rounds` has its tensors of each round.
-
-    The buckets of other senders come without a buffer. All tensors of a round are taken before its first bucket is
-    yielded, so that all members start gathers and broadcasts in the same order. Otherwise a broadcast could wait for
-    something that a member does only after that broadcast.
-
-    Raises:
-        InternalError: As in `pack`.
-    """
-    for buckets, tensors in zip(plan.rounds, rounds, strict=True):
-        source = Source(tensors)
-        flats = [_filled(bucket, source, device) if bucket.sender == sender else None for bucket in buckets]
-        source.end()
-        for bucket in buckets:
-            yield bucket, flats.pop(0)
-
-
-def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a view of `flat` (uint8 [num_bytes]) for each tensor of the bucket, with its name."""
-    typed, begin = _typed(bucket, flat), int(flat.storage_offset())
-    for place in bucket.places:
-        # One call instead of three (a slice and two views), because a large mixture of experts has 20,000 tensors.
-        start = (begin + place.offset) // place.dtype.itemsize
-        yield place.name, typed[place.dtype].as_strided(place.shape, place.stride, start)
-
-
-def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer = _any_memory) -> torch.Tensor:
-    places = bucket.places
-    num, tensor = source.take(places, 0)
-    if len(places) == 1 and tensor.device == device and _is_flat(tensor):
-        return tensor.detach().view(-1).view(torch.uint8)
-    flat = buffer(bucket.num_bytes)
-    if flat is None:
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
-    _clear_gaps(bucket, flat)
-    typed = _typed(bucket, flat)
-    targets: list[torch.Tensor] = []
-    tensors: list[torch.Tensor] = []
-    done = num_bytes = 0
-    while True:
-        targets.append(_target(typed, int(flat.storage_offset()), places[done], tensor))
-        tensors.append(tensor)
-        done, num_bytes = done + num, num_bytes + tensor.nbytes
-        del tensor  # taking the next one may gather it, which needs memory
-        if num_bytes > _COPY_BYTES or done == len(places):
-            with torch.no_grad():
-                copy_all(targets, tensors)
-            targets, tensors, num_bytes = [], [], 0
-        if done == len(places):
-            return flat
-        num, tensor = source.take(places, done)
-
-
-def _typed(bucket: Bucket, flat: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
-    return {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
-
-
-def _target(typed: dict[torch.dtype, torch.Tensor], begin: int, place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the bucket, whose memory begins at byte `begin` of its storage, that has the tensor's shape."""
-    shape, stride = place.shape, place.stride
-    if tensor.shape != shape:  # the numbers of several tensors
-        shape, stride = tuple(tensor.shape), (1,)
-    return typed[place.dtype].as_strided(shape, stride, (begin + place.offset) // place.dtype.itemsize)
-
-
-def _clear_gaps(bucket: Bucket, flat: torch.Tensor) -> None:
-    """Sets the bytes between tensors to 0, because they are hashed too."""
-    for place in bucket.places:
-        end = place.offset + place.num_bytes
-        if gap := -end % ALIGN_BYTES:
-            flat[end : end + gap].zero_()
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor's bytes can be a bucket without a copy: contiguous and in whole aligned words."""
-    sizes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
-    return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
 
 
 def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:

@@ -6,14 +6,11 @@ itself would take longer than copying their bytes.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from services.common.errors import InternalError
-
-if TYPE_CHECKING:
-    from services.common.weights.plan import Place
+from services.common.weights.plan import Place
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Source:
         self._items: Iterator[Item] = iter(items)
         self._rest: Span | None = None
 
-    def take(self, places: Sequence["Place"], begin: int) -> tuple[int, torch.Tensor]:
+    def take(self, places: Sequence[Place], begin: int) -> tuple[int, torch.Tensor]:
         """Returns how many of the places from `begin` on the next copy fills, at least one, and what to copy.
 
         Raises:
@@ -60,7 +57,7 @@ class Source:
             raise InternalError(f"export order changed: the plan ends before {name}")
 
 
-def _checked(place: "Place", item: tuple[str, torch.Tensor] | None) -> torch.Tensor:
+def _checked(place: Place, item: tuple[str, torch.Tensor] | None) -> torch.Tensor:
     name, tensor = item or ("nothing", torch.empty(0))
     if (name, tensor.dtype, tuple(tensor.shape)) != (place.name, place.dtype, place.shape):
         raise InternalError(
@@ -70,7 +67,7 @@ def _checked(place: "Place", item: tuple[str, torch.Tensor] | None) -> torch.Ten
     return tensor
 
 
-def _check(places: Sequence["Place"], span: Span) -> None:
+def _check(places: Sequence[Place], span: Span) -> None:
     """Checks that the weights of a span fill `places`, between which there are no gaps."""
     for place, name in zip(places, span.names, strict=True):
         if (place.name, place.dtype) != (name, span.flat.dtype):

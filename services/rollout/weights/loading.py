@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from vllm.config import ModelConfig
 
+from services.common.weights.buckets import unpack
 from services.common.weights.digest import WeightDigest
-from services.common.weights.plan import Bucket, Plan, unpack
+from services.common.weights.plan import Bucket, Plan
 from services.rollout.compat.vllm.reload import abort_reload, not_plain, reload_weights
 from services.rollout.weights.direct import DirectMap, Recorder
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from services.common.weights.plan import Plan, unpack
+from services.common.weights.buckets import unpack
+from services.common.weights.plan import Plan
 from services.trainer.megatron.weights import stream as module
 from services.trainer.megatron.weights.stream import LocalTensor, WeightStream
 from services.trainer.megatron.weights.weight_map import Part
