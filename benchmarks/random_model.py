@@ -26,7 +26,8 @@ def make_random_model(directory: Path, shape: str, options: argparse.Namespace) 
             tiny = ["tiny"] if options.tiny else []
             command = [sys.executable, "-m", "benchmarks.megatron_model", unfinished, shape, *tiny, "weights-only"]
             subprocess.run(command, check=True)
-            Path(unfinished, shape).rename(models / name)
+            if not (models / name).exists():  # another benchmark may have made it meanwhile
+                Path(unfinished, shape).rename(models / name)
     if models / name != directory / shape:
         (directory / shape).mkdir()
         for file in (models / name).iterdir():
