@@ -96,9 +96,8 @@ async def draw(engine: Any, text: str, num_samples: int, settings: dict[str, Any
     sampling = SamplingParams(temperature=TEMPERATURES[text], max_tokens=settings["max_tokens"])
     vocab_size, random = settings["vocab_size"], np.random.default_rng([num_samples, repeat + 1])
     prompts = random.integers(0, vocab_size, (num_samples, settings["prompt_tokens"])).tolist()
-    seeds = random.integers(
-        0, 1 << 31, num_samples
-    ).tolist()  # different in each batch, so that batches are independent
+    # Different in each batch, so that batches are independent.
+    seeds = random.integers(0, 1 << 31, num_samples).tolist()
     begin = time.perf_counter()
     samples = await asyncio.gather(
         *(engine.sample(prompt, seed, sampling) for seed, prompt in zip(seeds, prompts, strict=True))
