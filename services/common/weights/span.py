@@ -46,7 +46,7 @@ class Source:
             numel = sum(place.num_bytes for place in filled) // item.flat.element_size()
             self._rest = Span(item.names[len(filled) :], item.flat[numel:])
             item = Span(item.names[: len(filled)], item.flat[:numel])
-        _check(filled, item)
+        _require_filled(filled, item)
         return len(filled), item.flat
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ def _checked(place: Place, item: tuple[str, torch.Tensor] | None) -> torch.Tenso
     return tensor
 
 
-def _check(places: Sequence[Place], span: Span) -> None:
+def _require_filled(places: Sequence[Place], span: Span) -> None:
     """Checks that the weights of a span fill `places`, between which there are no gaps."""
     for place, name in zip(places, span.names, strict=True):
         if (place.name, place.dtype) != (name, span.flat.dtype):

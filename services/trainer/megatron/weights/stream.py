@@ -214,12 +214,12 @@ class WeightStream:
     def _gather(self, slots: Sequence[Slot], *, spans: bool) -> Iterator[Item]:
         """Yields this rank's slot, run by run. All slots advance together, so each rank sends and receives at once."""
         for column in itertools.zip_longest(*(indices for _, indices in slots)):
-            indices = [(sender, i) for (sender, _), i in zip(slots, column, strict=True) if i is not None]
-            runs = [(sender, self._runs[i]) for sender, i in indices]
-            own = next((run for sender, run in runs if sender == self._rank), None)
-            received = self._exchange(own, [(sender, run) for sender, run in runs if sender != self._rank])
-            if own is not None and spans and not received:
-                yield from self._spans(dict(indices)[self._rank])
+            indices = {sender: i for (sender, _), i in zip(slots, column, strict=True) if i is not None}
+            index = indices.pop(self._rank, None)
+            own = None if index is None else self._runs[index]
+            received = self._exchange(own, [(sender, self._runs[i]) for sender, i in indices.items()])
+            if index is not None and spans and not received:
+                yield from self._spans(index)
             elif own is not None:
                 yield from self._whole(own, received)
 
