@@ -12,6 +12,10 @@ Placement = Literal["disaggregated", "colocated"]
 SHARED_UTILIZATION = 0.8
 """gpu_memory_utilization of an engine that can sleep; vLLM's own default, 0.92, leaves no room for a second process."""
 
+BUCKET_BYTES: Mapping[Placement, int] = {"disaggregated": 512 << 20, "colocated": 1280 << 20}
+"""Default of weights.bucket_bytes. On a shared GPU the two processes take turns, bucket by bucket, and each turn costs
+more than packing and loading can gain by overlap."""
+
 # Each multiplies the workers of one engine; tensor_parallel_size has a key of its own.
 _PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
 # What turns on CUDA graphs in Megatron.

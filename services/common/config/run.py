@@ -13,7 +13,7 @@ from services.common.config.evaluation.best import BestConfig, check_best
 from services.common.config.evaluation.section import EvaluationConfig, check_evaluation
 from services.common.config.multiples import nearest_multiples
 from services.common.config.observability import ObservabilityConfig
-from services.common.config.placement import Placement, check_placement
+from services.common.config.placement import BUCKET_BYTES, Placement, check_placement
 from services.common.config.restart import RestartConfig
 from services.common.config.reward.section import RewardConfig
 from services.common.config.rollout.rules import check_length, check_speculation
@@ -45,9 +45,9 @@ class CheckpointConfig(Strict):
 class WeightsConfig(Strict):
     """Configures publication: sending weights from the trainer to the rollout replicas."""
 
-    bucket_bytes: int = Field(default=512 << 20, ge=1 << 10)
+    bucket_bytes: int | None = Field(default=None, ge=1 << 10)
     """Maximum bucket size in bytes. Weights are packed, sent and loaded one bucket at a time; a tensor larger than this
-    gets a bucket of its own."""
+    gets a bucket of its own. null: 512 MiB, or 1280 MiB with placement colocated."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that a member of the weight group waits for another member before it aborts the publication."""
 
@@ -177,6 +177,11 @@ class Config(AnyRun):
         if self.environment is None:
             return self.rollout.sampling.max_tokens
         return self.environment.max_tokens or self.rollout.max_model_len - self.data.max_prompt_tokens
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Returns the maximum size of a bucket of weights, in bytes."""
+        return self.weights.bucket_bytes or BUCKET_BYTES[self.placement]
 
     @property
     def _longest(self) -> tuple[int, str]:

@@ -9,8 +9,9 @@ from services.common.config.data import FilesConfig
 from services.common.config.evaluation.best import EvaluationFrequency, check_best
 from services.common.config.multiples import nearest_multiples
 from services.common.config.observability import ObservabilityConfig
+from services.common.config.placement import BUCKET_BYTES
 from services.common.config.restart import RestartConfig
-from services.common.config.run import AnyRun, CheckpointConfig, TimeoutsConfig, WeightsConfig
+from services.common.config.run import AnyRun, CheckpointConfig, TimeoutsConfig
 from services.common.config.trainer.section import TrainerConfig, require_used
 from services.common.megatron.layout import Layout, check_layout, samples_at_once
 
@@ -77,9 +78,9 @@ class SftConfig(AnyRun):
         """Returns None: a supervised run has no value model."""
 
     @property
-    def weights(self) -> WeightsConfig:
-        """Returns the defaults. The trainer plans publications by them, although a supervised run publishes nothing."""
-        return WeightsConfig()
+    def bucket_bytes(self) -> int:
+        """Returns the default. The trainer plans publications by it, although a supervised run publishes nothing."""
+        return BUCKET_BYTES["disaggregated"]
 
     @model_validator(mode="before")
     @classmethod

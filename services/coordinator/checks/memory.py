@@ -225,7 +225,7 @@ def publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> tupl
         layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
         sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
     held = weight_bytes(trainer, is_gpu=is_gpu)
-    return _cut((size * held for size in sizes), config.weights.bucket_bytes)
+    return _cut((size * held for size in sizes), config.bucket_bytes)
 
 
 def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[tuple[Weight, list[Shape]]]:
@@ -259,7 +259,7 @@ def _in_publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> 
     if isinstance(config, SftConfig):
         return 0
     num_bytes, _ = publication(config, model, is_gpu=is_gpu)
-    return min(num_bytes, _BUCKETS_IN_FLIGHT * config.weights.bucket_bytes)
+    return min(num_bytes, _BUCKETS_IN_FLIGHT * config.bucket_bytes)
 
 
 def _reference(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:

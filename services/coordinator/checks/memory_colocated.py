@@ -51,7 +51,7 @@ def host_bytes(ranks: Collection[Memory]) -> int:
 def buffer_bytes(config: Config, model: Architecture) -> int:
     """Returns the bytes of a publication's largest bucket."""
     sizes = [size * weight_bytes(config.trainer, is_gpu=True) for size in model.tensor_sizes()]
-    return min(sum(sizes), max(config.weights.bucket_bytes, *sizes))
+    return min(sum(sizes), max(config.bucket_bytes, *sizes))
 
 
 def engine_weights(config: Config, model: Architecture) -> int:

@@ -223,7 +223,7 @@ def test_publication_is_cut_as_the_trainer_cuts_it(dense: Path) -> None:
     with torch.device("meta"):
         causal_lm = transformers.AutoModelForCausalLM.from_config(hf).bfloat16()
     config, model = make(dense)
-    sent = Plan.of(causal_lm.named_parameters(), bucket_bytes=config.weights.bucket_bytes)
+    sent = Plan.of(causal_lm.named_parameters(), bucket_bytes=config.bucket_bytes)
     assert publication(config, model, is_gpu=True) == (sent.num_bytes, len(sent.buckets))
     assert len(sent.buckets) > 5
 

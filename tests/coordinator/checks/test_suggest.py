@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from services.common.config.placement import BUCKET_BYTES
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.coordinator.checks.nvidia import Gpu, read_gpus
 from services.coordinator.checks.suggest import parse_gpus, proposals
@@ -62,7 +63,7 @@ def test_plan_of_shared_gpus_has_every_phase(args: list[str]):
     logits = 4 * 256 * 2**20 + 4 * EMBEDDING  # of a part of the tokens, with the gradient of the output layer
     train = NUM_WEIGHTS * (2 + 4 + 12 / 8) + layer_inputs + logits
     assert rows["train"][0] == rows["train"][2] == pytest.approx(train / GIB, rel=0.01)
-    publish = 2 * NUM_WEIGHTS + 2 * 2 * EMBEDDING  # the embedding is the largest bucket
+    publish = 2 * NUM_WEIGHTS + 2 * BUCKET_BYTES["colocated"]
     assert rows["publish"] == pytest.approx([publish / GIB, NUM_WEIGHTS / GIB, (publish + NUM_WEIGHTS) / GIB], abs=0.01)
     pinned = NUM_WEIGHTS * (2 + 12 / 8) / GIB
     assert f"Pinned host memory: {pinned:.2f} GiB for each of 8 ranks" in text

@@ -21,7 +21,7 @@ NUM_BUFFERS = 2
 # Both buffers together are kept between publications if they take at most this share of the GPU's memory. Allocating,
 # mapping, unmapping and freeing them would take several ms of each publication. By default, a fifth of a shared GPU is
 # not the engine's (SHARED_UTILIZATION in services/common/config/placement.py).
-_KEPT_SHARE = 0.03
+_KEPT_SHARE = 0.04
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

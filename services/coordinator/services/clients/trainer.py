@@ -61,7 +61,7 @@ class Model:
             model_path=(section and section.model) or self._config.model,
             checkpoint_path=checkpoint,
             seed=self._config.seed,
-            bucket_bytes=self._config.weights.bucket_bytes,
+            bucket_bytes=self._config.bucket_bytes,
             role=self._role,
         )
         await self._require_num_ranks()
