@@ -26,6 +26,10 @@ run: setup
 	$(BIN)/lockstep data arithmetic --out data/arithmetic
 	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
+# For tests only. A host that cannot compile the package still runs all others, and tries again the next time.
+$(VENV)/.suffix: requirements/suffix.txt requirements/suffix-build.txt deploy/setup_suffix.sh | setup
+	-@VENV=$(VENV) bash deploy/setup_suffix.sh && touch $@
+
 setup-gpu: $(GPU_VENV)/.installed
 
 $(GPU_VENV)/.installed: requirements/gpu.txt pyproject.toml deploy/setup_gpu.sh
@@ -43,7 +47,7 @@ run-gpu: setup-gpu data/larger/model.safetensors
 	  name=gpu-$$(date +%Y%m%d-%H%M%S)
 
 # Three at a time: services that wait for one another to start leave time for the others. sed keeps lines whole.
-test: setup
+test: $(VENV)/.suffix
 	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-parts lint test-light
 
 # RUNS, where one trainer and two replicas are lent to most tests, LIGHT with lint before it, and all others take about
@@ -55,13 +59,13 @@ LIGHT := tests/common tests/coordinator tests/reward tests/deploy tests/model te
 test-fast: setup
 	@$(BIN)/python -m pytest tests/common tests/compat tests/coordinator tests/test_docs.py tests/test_source.py -m 'not slow'
 
-test-runs: setup
+test-runs: $(VENV)/.suffix
 	@$(BIN)/python -m pytest $(RUNS) 2>&1 | sed -u ''
 
 test-light: setup
 	@$(BIN)/python -m pytest $(LIGHT) 2>&1 | sed -u ''
 
-test-parts: setup
+test-parts: $(VENV)/.suffix
 	@$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(RUNS) $(LIGHT)) 2>&1 | sed -u ''
 
 # Whole runs that are disturbed for minutes, and measurements. CI leaves them out.
