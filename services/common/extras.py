@@ -1,6 +1,8 @@
 """Checks that a service's packages are installed before they are imported. Without extras, only the coordinator
 runs."""
 
+import socket
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +16,9 @@ MODULES = {
     "rollout": ("psutil", "torch", "transformers", "vllm"),
     "trainer": ("accelerate", "psutil", "safetensors", "torch", "transformers", "zmq"),
 }
+
+# What vLLM needs for suffix decoding. It is no extra, because it has no wheels and must be compiled.
+_SUFFIX = ("arctic-inference", "0.1.1")
 
 
 def missing_modules(extra: str) -> list[str]:
@@ -41,3 +46,26 @@ def require_extra(service: str) -> None:
                 f"{hiding} hides Lockstep's own package `services`: run in another directory",
                 reason=Reason.UNSUPPORTED_VERSION,
             )
+
+
+def require_suffix_decoding() -> None:
+    """Checks that the package for suffix decoding is installed.
+
+    Raises:
+        PreconditionFailed: UNSUPPORTED_VERSION. It is missing, or its version was not tested.
+    """
+    package, tested = _SUFFIX
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = ""
+    if found != tested:
+        raise PreconditionFailed(
+            f"rollout.speculation.kind suffix: host {socket.gethostname()} has "
+            f"{f'{package} {found}' if found else f'no {package}'}; every replica's host needs version {tested}: "
+            f"pip install {package}=={tested}",
+            reason=Reason.UNSUPPORTED_VERSION,
+            library=package,
+            installed=found,
+            supported=f"=={tested}",
+        )

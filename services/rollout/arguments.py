@@ -11,8 +11,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from services.common.batches.routes import RouteShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout.section import RolloutConfig
-from services.common.config.rollout.speculation import Eagle3SpeculationConfig
+from services.common.config.rollout.speculation import Eagle3SpeculationConfig, SuffixSpeculationConfig
 from services.common.errors import InvalidInput
+from services.common.extras import require_suffix_decoding
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.receiver import WeightReceiver
 
@@ -82,8 +83,15 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
 
 
 def check_draft(config: RolloutConfig) -> None:
-    """Raises InvalidInput if the head that is to draft is not on this host. vLLM would look for it on the Hub first."""
+    """Checks that this host has what is to draft.
+
+    Raises:
+        InvalidInput: The head is not here. vLLM would look for it on the Hub first.
+        PreconditionFailed: UNSUPPORTED_VERSION, the package for suffix decoding is missing, or is another version.
+    """
     speculation = config.speculation
+    if isinstance(speculation, SuffixSpeculationConfig):
+        require_suffix_decoding()
     if isinstance(speculation, Eagle3SpeculationConfig) and not (speculation.draft / "config.json").is_file():
         raise InvalidInput(
             f"rollout.speculation.draft {speculation.draft}: host {socket.gethostname()} has no such directory with a "

@@ -109,6 +109,7 @@ class Engine:
 
         Raises:
             InvalidInput: The model card or an engine argument is invalid, or this host lacks the head that drafts.
+            PreconditionFailed: UNSUPPORTED_VERSION, this host lacks the package for suffix decoding.
             InternalError: ENGINE_DEAD, with the cause if this process's log has it.
         """
         check_draft(config)

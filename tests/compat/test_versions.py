@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from services.common import extras
 from services.common.compat import versions
 from services.common.compat.versions import BUILDS, SUPPORTED, require_version
 from services.common.errors import PreconditionFailed, Reason
@@ -36,6 +37,11 @@ def test_locks_are_within_the_bounds(library: str) -> None:
     locked = [v for lock in LOCKS for v in re.findall(rf"^(?:{names})==([^\s\\;]+)", lock.read_text(), re.MULTILINE)]
     assert locked
     assert all(SpecifierSet(SUPPORTED[library]).contains(Version(version)) for version in locked)
+
+
+def test_the_lock_of_suffix_decoding_has_what_the_service_asks_for() -> None:
+    (line,) = re.findall(r"^[\w-]+==\S+", (ROOT / "requirements" / "suffix.txt").read_text(), re.MULTILINE)
+    assert line == "==".join(extras._SUFFIX)
 
 
 @pytest.mark.parametrize("library", SUPPORTED)

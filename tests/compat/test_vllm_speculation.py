@@ -15,7 +15,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.sample import rejection_sampler
 
-from services.common.config.rollout.speculation import Eagle3SpeculationConfig, NgramSpeculationConfig
+from services.common.config.rollout.speculation import (
+    Eagle3SpeculationConfig,
+    NgramSpeculationConfig,
+    SpeculationConfig,
+    SuffixSpeculationConfig,
+)
 from services.rollout.arguments import RolloutConfig, engine_arguments
 from services.rollout.compat.vllm import scheduler
 from services.rollout.compat.vllm.temperatures import copy_temperatures, expand
@@ -60,9 +65,14 @@ def test_the_scheduler_counts_each_draft_of_each_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    "speculation", [NgramSpeculationConfig(), Eagle3SpeculationConfig(kind="eagle3", draft=Path("/heads/one"))]
+    "speculation",
+    [
+        NgramSpeculationConfig(),
+        SuffixSpeculationConfig(kind="suffix"),
+        Eagle3SpeculationConfig(kind="eagle3", draft=Path("/heads/one")),
+    ],
 )
-def test_vllm_has_every_setting(speculation: NgramSpeculationConfig | Eagle3SpeculationConfig) -> None:
+def test_vllm_has_every_setting(speculation: SpeculationConfig) -> None:
     config = RolloutConfig(speculation=speculation, max_samples=2000)
     again = RolloutConfig.model_validate_json(config.model_dump_json())  # as it is sent to the service
     arguments = engine_arguments(again, "model", seed=0)

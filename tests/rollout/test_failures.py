@@ -1,13 +1,17 @@
 """Tests what an engine's failure to start is reported as. The log has what vLLM's processes wrote."""
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from lockstep.types.v1.types_pb2 import ModelCard
 
+from services.common import extras
 from services.common.config.rollout.section import RolloutConfig
-from services.common.errors import InvalidInput, Reason
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.rollout import failures
-from services.rollout.arguments import check_draft
+from services.rollout.arguments import Needs, check_draft
+from services.rollout.engine import Engine
 
 GENERIC = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 FULL = (
@@ -67,3 +71,25 @@ def test_a_head_that_is_not_there_is_refused_before_vllm_starts(tmp_path: Path) 
     (tmp_path / "config.json").write_text("{}")
     check_draft(config(tmp_path))
     check_draft(RolloutConfig())
+
+
+@pytest.mark.parametrize("found", ["", "0.1.2"])
+async def test_suffix_decoding_without_its_package_is_refused_before_vllm_starts(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if not found:
+            raise PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(extras, "version", version)
+    config = RolloutConfig.model_validate({"speculation": {"kind": "suffix"}})
+    started = Engine.start(config, ModelCard(), 0, lambda: None, Needs())
+    has = f"arctic-inference {found}" if found else "no arctic-inference"
+    with pytest.raises(PreconditionFailed, match=rf" has {has}; .*: pip install arctic-inference==0\.1\.1$") as refused:
+        await started
+    assert refused.value.reason is Reason.UNSUPPORTED_VERSION
+    expected = {"library": "arctic-inference", "installed": found, "supported": "==0.1.1"}
+    assert refused.value.metadata == expected
+    monkeypatch.setattr(extras, "version", lambda package: "0.1.1")
+    check_draft(config)

@@ -1,15 +1,16 @@
-"""Tests that speculative decoding changes neither tokens nor their distribution and log-probabilities.
+"""Tests that speculative decoding changes neither greedy samples nor distribution and log-probabilities of others.
 
 The prompt ends with what the model repeats at a low temperature, so some drafts are accepted and some are not.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from lockstep.rollout.v1.rollout_pb2 import Drafts
+from lockstep.rollout.v1.rollout_pb2 import GenerateResponse
 from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from services.common.errors import InternalError
@@ -23,6 +24,12 @@ NUM_BINS = 32
 LEAST_P = 1e-5
 TOLERANCE = 2e-5
 """Largest difference of log-probabilities in float32. Without speculation it is as large."""
+NGRAM = {"kind": "ngram", "num_tokens": 3, "min_match": 1, "max_match": 2}
+SUFFIX = {"kind": "suffix", "num_tokens": 3}
+can_draft_suffixes = pytest.mark.skipif(
+    find_spec("arctic_inference") is None, reason="`make test` installs arctic-inference where it can be compiled"
+)
+KINDS = [pytest.param(NGRAM, id="ngram"), pytest.param(SUFFIX, id="suffix", marks=can_draft_suffixes)]
 
 
 def logits_of(model: torch.nn.Module, prompt: Sequence[int], samples: Sequence[Completion]) -> torch.Tensor:
@@ -52,27 +59,26 @@ def p_value(tokens_ST: torch.Tensor, logprobs_STV: torch.Tensor, seed: int = 0) 
     return float(torch.special.gammaincc(torch.tensor((NUM_BINS - 1) / 2, dtype=torch.float64), statistic / 2))
 
 
-@pytest.fixture
-async def speculating(played_trainer: PlayedTrainer, model: Callable[[str], Path]) -> PlayedTrainer:
-    """Provides a trainer that the test plays, for a replica that drafts with n-grams.
-
-    The replica's next user opens another run there.
-    """
-    await open_run(played_trainer, model, {"kind": "ngram", "num_tokens": 3, "min_match": 1, "max_match": 2})
-    return played_trainer
-
-
 async def open_run(played: PlayedTrainer, model: Callable[[str], Path], speculation: dict[str, object]) -> None:
+    """Opens a run that drafts, in place of the last one. The replica's next user opens another run there."""
     run_id = f"speculating-{speculation['kind']}"
     await played.replica.open(model("untied"), run_id, max_model_len=MAX_MODEL_LEN, speculation=speculation)
 
 
-async def assert_kept(speculating: PlayedTrainer, stamp: PolicyStamp) -> Drafts:
-    """Asserts that tokens, distribution and log-probabilities are right; returns what was drafted for the samples."""
-    await speculating.assert_exact(stamp)  # greedy samples are equal to the token
+async def draw(
+    speculating: PlayedTrainer, stamp: PolicyStamp, seeds: Sequence[int]
+) -> tuple[list[int], GenerateResponse]:
+    """Returns a prompt and its samples."""
     prompt = [5, 9, *greedy_by_transformers(speculating.model, 24, [[5, 9]])[0]]
     sampling = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS}
-    (answer,) = await speculating.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
+    (answer,) = await speculating.replica.generate(stamp, [prompt], seeds=seeds, **sampling)
+    return prompt, answer
+
+
+async def assert_kept(speculating: PlayedTrainer, stamp: PolicyStamp) -> GenerateResponse:
+    """Asserts that tokens, distribution and log-probabilities are right; returns the samples that were compared."""
+    await speculating.assert_exact(stamp)  # greedy samples are equal to the token
+    prompt, answer = await draw(speculating, stamp, range(NUM_SAMPLES))
     samples = answer.completions
     tokens_ST = torch.tensor([sample.tokens for sample in samples])
     logits_STV = logits_of(speculating.model, prompt, samples)
@@ -85,19 +91,46 @@ async def assert_kept(speculating: PlayedTrainer, stamp: PolicyStamp) -> Drafts:
         assert p_value(tokens_ST[:, pair], expected_STV[:, pair]) > LEAST_P
     assert p_value(tokens_ST, expected_STV) > LEAST_P
     assert p_value(tokens_ST, (logits_STV / (1.25 * TEMPERATURE)).log_softmax(-1)) < LEAST_P  # a wrong one is noticed
-    # A sample depends on its seed, not on the others that are drafted and verified in the same step.
-    (again,) = await speculating.replica.generate(stamp, [prompt], seeds=[7], **sampling)
+    return answer
+
+
+async def assert_independent(speculating: PlayedTrainer, stamp: PolicyStamp, answer: GenerateResponse) -> None:
+    """Asserts that a sample depends on its seed, not on others that are drafted and verified in the same step."""
+    _, again = await draw(speculating, stamp, [7])
     (alone,) = again.completions
-    assert alone.tokens == samples[7].tokens
-    assert list(alone.logprobs) == pytest.approx(list(samples[7].logprobs), abs=TOLERANCE)
-    return answer.drafts
+    assert alone.tokens == answer.completions[7].tokens
+    assert list(alone.logprobs) == pytest.approx(list(answer.completions[7].logprobs), abs=TOLERANCE)
 
 
-async def test_samples_keep_their_distribution_and_logprobs(speculating: PlayedTrainer) -> None:
-    speculating.draw(seed=201)
-    drafts = await assert_kept(speculating, await speculating.publish(201))
+@pytest.mark.parametrize("speculation", KINDS)
+async def test_samples_keep_their_distribution_and_logprobs(
+    played_trainer: PlayedTrainer, model: Callable[[str], Path], speculation: dict[str, object]
+) -> None:
+    await open_run(played_trainer, model, speculation)
+    played_trainer.draw(seed=201)
+    stamp = await played_trainer.publish(201)
+    answer = await assert_kept(played_trainer, stamp)
+    await assert_independent(played_trainer, stamp, answer)
+    drafts = answer.drafts
     assert NUM_SAMPLES / 2 < drafts.num_accepted < drafts.num_drafted - NUM_SAMPLES
     assert drafts.num_drafts < NUM_SAMPLES * (NUM_TOKENS - 1) and drafts.seconds > 0
+
+
+@can_draft_suffixes
+async def test_cached_samples_of_these_and_other_weights_are_verified(
+    played_trainer: PlayedTrainer, model: Callable[[str], Path]
+) -> None:
+    await open_run(played_trainer, model, SUFFIX | {"cached_samples": 2 * NUM_SAMPLES})
+    played_trainer.draw(seed=203)
+    stamp = await played_trainer.publish(203)
+    greedy = [await played_trainer.replica.generate(stamp) for _ in range(2)]
+    first, again = (sum(answer.drafts.num_accepted for answer in answers) for answers in greedy)
+    assert again > first  # the same tokens, which are now cached
+    _, drawn = await draw(played_trainer, stamp, range(NUM_SAMPLES))
+    redrawn = await assert_kept(played_trainer, stamp)  # with the same seeds, and therefore other drafts
+    assert sum(a.tokens != b.tokens for a, b in zip(drawn.completions, redrawn.completions, strict=True)) > 1
+    played_trainer.draw(seed=204)
+    assert (await assert_kept(played_trainer, await played_trainer.publish(204))).drafts.num_accepted
 
 
 @pytest.mark.long
@@ -107,14 +140,20 @@ async def test_a_head_drafts_for_weights_that_are_published(
     played_trainer.draw(seed=201)
     head = make_head(tmp_path / "head", played_trainer.model)
     await open_run(played_trainer, model, {"kind": "eagle3", "num_tokens": 3, "draft": str(head)})
-    drafts = await assert_kept(played_trainer, await played_trainer.publish(201))
+    stamp = await played_trainer.publish(201)
+    answer = await assert_kept(played_trainer, stamp)
+    await assert_independent(played_trainer, stamp, answer)
+    drafts = answer.drafts
     assert NUM_SAMPLES / 20 < drafts.num_accepted < drafts.num_drafted - NUM_SAMPLES
 
 
-async def test_logprobs_that_are_not_finite_are_refused(speculating: PlayedTrainer) -> None:
-    speculating.draw(seed=202)
+async def test_logprobs_that_are_not_finite_are_refused(
+    played_trainer: PlayedTrainer, model: Callable[[str], Path]
+) -> None:
+    await open_run(played_trainer, model, NGRAM)
+    played_trainer.draw(seed=202)
     with torch.no_grad():
-        dict(speculating.weights())["lm_head.weight"].fill_(math.nan)
-    stamp = await speculating.publish(202)
+        dict(played_trainer.weights())["lm_head.weight"].fill_(math.nan)
+    stamp = await played_trainer.publish(202)
     with pytest.raises(InternalError, match="not finite"):
-        await speculating.replica.generate(stamp, temperature=1.0)
+        await played_trainer.replica.generate(stamp, temperature=1.0)

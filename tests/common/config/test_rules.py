@@ -82,8 +82,8 @@ CROSS_FIELD = {
     ),
     "a head does not sleep": (
         ["placement=colocated", "trainer.num_ranks=1", "rollout.speculation={kind: eagle3, draft: /head}"],
-        ["rollout.speculation.kind eagle3", "set kind ngram"],
-        ["placement=colocated", "trainer.num_ranks=1", "rollout.speculation={kind: ngram}"],
+        ["rollout.speculation.kind eagle3", "set kind ngram or suffix"],
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.speculation={kind: suffix}"],
     ),
     "no min_p with speculation": (
         [*HELD, "evaluation.sets={held: {temperature: 1.0, min_p: 0.1}}", "rollout.speculation={kind: ngram}"],

@@ -23,7 +23,7 @@ def check_speculation(
     if speculation.kind == "eagle3" and placement == "colocated":
         raise ValueError(
             "rollout.speculation.kind eagle3: an engine that sleeps drops the weights of the head, which nobody "
-            "publishes again; set kind ngram, or placement disaggregated"
+            "publishes again; set kind ngram or suffix, or placement disaggregated"
         )
     if cut := [name for name, settings in evaluation.sets.items() if settings.min_p]:
         raise ValueError(

@@ -41,6 +41,30 @@ class NgramSpeculationConfig(_Speculation):
         }
 
 
+class SuffixSpeculationConfig(_Speculation):
+    """Drafts what most often followed the same tokens before, in the prompt, the sample and, if set, other samples."""
+
+    kind: Literal["suffix"]
+    """Drafts what most often followed the sample's last tokens where they occurred before, in its prompt or in itself
+    (suffix decoding). A draft is never longer than the tokens that occurred before. It needs no other model and no GPU
+    memory, but the package arctic-inference 0.1.1 on the host of each replica."""
+    cached_samples: int = Field(default=0, ge=0, le=1_000_000)
+    """Number of the engine's latest samples, of whatever weights, in which the tokens are looked for too. It helps if
+    the samples of a prompt group share text. What a seed samples then depends on the other samples, so that a resumed
+    run does not repeat the same bits, not even on CPU. 0 looks into no other sample."""
+    min_probability: float = Field(default=0.1, ge=0, le=1)
+    """Smallest share of the earlier occurrences that must have continued as the draft does."""
+
+    def for_vllm(self) -> dict[str, Any]:
+        """Returns vLLM's speculative_config."""
+        return {
+            "method": "suffix",
+            "num_speculative_tokens": self.num_tokens,
+            "suffix_decoding_max_cached_requests": self.cached_samples,
+            "suffix_decoding_min_token_prob": self.min_probability,
+        }
+
+
 class Eagle3SpeculationConfig(_Speculation):
     """Drafts with an EAGLE-3 head, which reads hidden states of the policy."""
 
@@ -60,4 +84,6 @@ class Eagle3SpeculationConfig(_Speculation):
         }
 
 
-SpeculationConfig = Annotated[NgramSpeculationConfig | Eagle3SpeculationConfig, Field(discriminator="kind")]
+SpeculationConfig = Annotated[
+    NgramSpeculationConfig | SuffixSpeculationConfig | Eagle3SpeculationConfig, Field(discriminator="kind")
+]

@@ -34,8 +34,8 @@ class Drafts:
     num_accepted: int = 0
     """Number of drafted tokens that became tokens of the sample, or would have if it had not ended before them."""
     seconds: float = 0.0
-    """Time that the engine spent looking for drafts since another sample had ended. Only ngram is measured, and only in
-    engines with one worker."""
+    """Time that the engine spent looking for drafts since another sample had ended. Only ngram and suffix are measured,
+    and only in engines with one worker."""
 
 
 class _Stopwatch:
@@ -67,12 +67,15 @@ _drafting = _Stopwatch()
 
 
 def time_drafts() -> None:
-    """Measures from here on how long this process looks for n-grams. With one worker, the worker is in this process."""
+    """Measures from here on how long this process looks for tokens that occurred before. With one worker, the worker is
+    in this process."""
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer  # late: it imports numba
+    from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
-    proposer: Any = NgramProposer
-    if not hasattr(proposer.propose, "__wrapped__"):
-        proposer.propose = _drafting.timed(proposer.propose)
+    proposers: tuple[Any, ...] = (NgramProposer, SuffixDecodingProposer)
+    for proposer in proposers:
+        if not hasattr(proposer.propose, "__wrapped__"):
+            proposer.propose = _drafting.timed(proposer.propose)
 
 
 _Base = Scheduler if TYPE_CHECKING else object

@@ -124,7 +124,7 @@ def test_every_problem_is_told_at_once(file: str) -> None:
         "rollout.sampling.top_k=1025",
         "reward.scorers.0.weight=2",
         "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
-        "rollout.speculation={kind: suffix}",
+        "rollout.speculation={kind: medusa}",
         "rollout.speculation={kind: eagle3}",
         "rollout.speculation={kind: ngram, num_tokens: 17}",
     ],
