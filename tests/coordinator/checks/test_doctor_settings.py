@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common import extras
 from services.common.import_path import load_function
 from services.coordinator.checks.doctor import settings
 from services.coordinator.checks.doctor.finding import Finding
@@ -60,6 +61,20 @@ def test_engine_arguments() -> None:
     assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
     assert "enforce_eager" not in finding.found
     assert settings.check_engine(config, ("-c", "")).verdict is OK
+
+
+def test_the_package_for_suffix_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(given: Addresses, **speculation: object) -> list[Finding]:
+        config = config_with(rollout={"max_model_len": 4096, "speculation": speculation})
+        return [finding for finding in settings.examine_settings(config, given) if finding.check == "suffix decoding"]
+
+    monkeypatch.setattr(extras, "version", lambda package: "0.1.0")
+    (other,) = found(Addresses(), kind="suffix")
+    assert_fails(other, FAIL, "pip install arctic-inference==0.1.1", "install it")
+    assert found(Addresses(), kind="ngram") == found(Addresses(rollout=("10.0.0.1:1",)), kind="suffix") == []
+    monkeypatch.setattr(extras, "version", lambda package: "0.1.1")
+    (same,) = found(Addresses(), kind="suffix")
+    assert same.verdict is OK
 
 
 def test_lengths(tmp_path: Path) -> None:

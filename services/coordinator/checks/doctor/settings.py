@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from services.common.config.reading.any import AnyConfig
+from services.common.config.rollout.speculation import SpeculationConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.errors import LockstepError
+from services.common.errors import LockstepError, PreconditionFailed
+from services.common.extras import require_suffix_decoding
 from services.common.families.architecture import read_architecture, read_content
 from services.common.memory.host import MEMINFO, host_memory
 from services.coordinator.checks.doctor.finding import Finding, Verdict
@@ -30,6 +32,8 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
             yield check_scorers(config)
         if starts_replicas(config, given) and config.rollout.engine:
             yield check_engine(config)
+        if starts_replicas(config, given) and config.rollout.speculation:
+            yield from check_speculation(config.rollout.speculation)
     if functions := _functions(config, given):
         yield check_functions(functions)
     if (Path(config.model) / "config.json").is_file():
@@ -81,6 +85,18 @@ def check_engine(config: Config, command: Sequence[str] = ("-m", "services.rollo
     if why := _problem(command, json.dumps(config.rollout.engine)):
         return Finding("engine arguments", why, Verdict.FAIL, "see EngineArgs in vLLM's documentation")
     return Finding("engine arguments", ", ".join(sorted(config.rollout.engine)))
+
+
+def check_speculation(speculation: SpeculationConfig) -> Iterator[Finding]:
+    """Checks that the package for suffix decoding is installed."""
+    if speculation.kind != "suffix":
+        return
+    try:
+        require_suffix_decoding()
+    except PreconditionFailed as error:
+        yield Finding("suffix decoding", error.message, Verdict.FAIL, "install it, or set kind ngram")
+    else:
+        yield Finding("suffix decoding", "arctic-inference is installed")
 
 
 def check_lengths(config: AnyConfig) -> Iterator[Finding]:
