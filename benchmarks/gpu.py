@@ -45,6 +45,7 @@ def commands() -> Iterator[tuple[int, str]]:
         yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
     yield 1, "routing routing-qwen3-a3b-8-layers qwen3-a3b-8-layers"
     yield 1, "speculation speculation-qwen3-0.6b qwen3-0.6b"
+    yield 1, "speculation speculation-suffix-qwen3-0.6b qwen3-0.6b --kind suffix"
     yield from _publications()
     yield from _rollouts()
     yield from _colocated()

@@ -1,6 +1,7 @@
 """Compares the rollout service's engine with and without speculative decoding, on repetitive and on random text.
 
-`python -m benchmarks.speculation NAME SHAPE [--concurrency 64,512] [--repeats 3] [--num-tokens 4] [--tiny]`
+`python -m benchmarks.speculation NAME SHAPE [--kind ngram] [--concurrency 64,512] [--repeats 3] [--num-tokens 4]
+[--tiny]`
 
 SHAPE is one of benchmarks.megatron_layouts.MODELS. It needs one GPU, or none with `--tiny`. The model's distribution is
 made up (benchmarks.speculation_engine), so that the acceptance is known: this shows the cost of a step with drafted
@@ -73,21 +74,27 @@ def _at_once(label: str) -> int:
     return int(label.split(", ")[1].split()[0])
 
 
+def parse() -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation")
+    parser.add_argument("name", help="name of the result")
+    parser.add_argument("shape", help="one of benchmarks.megatron_layouts.MODELS")
+    parser.add_argument("--concurrency", type=lambda text: [int(part) for part in text.split(",")], default="64,512")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kind", choices=("ngram", "suffix"), default="ngram", help="rollout.speculation.kind")
+    parser.add_argument("--num-tokens", type=int, default=4, help="rollout.speculation.num_tokens")
+    parser.add_argument("--tiny", action="store_true", help="use a small model and short samples, for CPU")
+    return parser.parse_args()
+
+
 def main() -> None:
     """Measures both engines and saves the result.
 
     Raises:
         SystemExit: Speculation changed what is sampled.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation")
-    parser.add_argument("name", help="name of the result")
-    parser.add_argument("shape", help="one of benchmarks.megatron_layouts.MODELS")
-    parser.add_argument("--concurrency", type=lambda text: [int(part) for part in text.split(",")], default="64,512")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--num-tokens", type=int, default=4, help="rollout.speculation.num_tokens")
-    parser.add_argument("--tiny", action="store_true", help="use a small model and short samples, for CPU")
-    options = parser.parse_args()
-    speculation = {"kind": "ngram", "num_tokens": options.num_tokens}
+    options = parse()
+    speculation = {"kind": options.kind, "num_tokens": options.num_tokens}
     with tempfile.TemporaryDirectory() as directory:
         without = sampled(Path(directory), options, None)
         speculating = sampled(Path(directory), options, speculation)

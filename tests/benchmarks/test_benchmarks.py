@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from benchmarks import colocated, gpu, rollout, step, train_cases
+from benchmarks import colocated, gpu, rollout, speculation, step, train_cases
 from benchmarks.megatron_layouts import MODELS
 from benchmarks.rollout_ends import Service
 from services.common.config.reading.load import load
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.rollout.section import RolloutConfig, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.services.devices import split_gpus
@@ -52,6 +52,9 @@ def test_a_command_means_something_and_needs_the_gpus_that_it_says(
     assert module == "loop" or shape in MODELS
     if module in ("routing", "speculation"):  # an engine and then a rank, or two engines, one after the other
         assert needed == 1
+        if module == "speculation":
+            monkeypatch.setattr(sys, "argv", command)
+            RolloutConfig.model_validate({"speculation": {"kind": speculation.parse().kind}})
         return
     overrides = [argument for argument in (shape, *arguments) if "=" in argument]
     if module in ("step", "colocated"):
