@@ -65,6 +65,8 @@ def _publications() -> Iterator[tuple[int, str]]:
     yield 2, f"sync sync-qwen3-8b-1to1 qwen3-8b {_BF16} {one}"
     yield 2, f"sync sync-qwen3-8b-1to1-without-digest qwen3-8b {_BF16} {one} --without-digest"
     yield 2, f"sync sync-qwen3-a3b-4-layers-1to1 qwen3-a3b-4-layers {_BF16} {one}"
+    for shape in ("qwen3-0.6b", "qwen3-8b"):
+        yield 1, f"sync sync-{shape}-pair {shape} {_BF16} {one} placement=colocated"
     for each, experts in ((2, "qwen3-a3b-16-layers"), (4, "qwen3-a3b-16-layers"), (4, "qwen3-30b-a3b")):
         both = f"{_BF16} {_SYNC} trainer.num_ranks={each} rollout.num_replicas={each}"
         ep = f"trainer.megatron.expert_model_parallel_size={each}"
@@ -76,14 +78,18 @@ def _publications() -> Iterator[tuple[int, str]]:
 
 
 def _colocated() -> Iterator[tuple[int, str]]:
-    short = "rollout.sampling.max_tokens=1024"
+    short = "rollout.sampling.max_tokens=1024 rollout.engine.additional_config.shorter_by=4"
     for strategy in ("fsdp", "megatron"):
         both = f"trainer.strategy={strategy} trainer.compute_dtype=bfloat16 {short}"
         yield 1, f"colocated colocated-qwen3-0.6b-{strategy} qwen3-0.6b {both}"
+    yield 1, f"colocated colocated-qwen2.5-3b-megatron qwen2.5-3b {_BF16} {short}"
+    for mode in ("on", "off"):
+        routes = f"trainer.moe.replay_routes={mode} rollout.engine.enforce_eager=true rollout.sampling.max_tokens=512"
+        yield 1, f"colocated routing-megatron-a3b-4-layers-{mode} qwen3-a3b-4-layers {_BF16} {routes}"
     lora = "trainer.lora.rank=32 trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192"
     yield 1, f"colocated colocated-qwen3-8b-lora qwen3-8b {_BF16} {short} {lora}"
     yield 1, f"colocated colocated-qwen3-8b-full qwen3-8b {_BF16} {short} {_FITS} trainer.gradient_checkpointing=true"
-    both = f"trainer.num_ranks=2 rollout.num_replicas=2 rollout.engine.additional_config.shorter_by=4 {short}"
+    both = f"trainer.num_ranks=2 rollout.num_replicas=2 {short}"
     yield 2, f"colocated colocated-qwen3-0.6b-2gpus qwen3-0.6b {_BF16} {both}"
 
 
