@@ -16,9 +16,11 @@ from services.common.families.architecture import Architecture
 from services.common.megatron.layout import Layout, data_parallel_size
 
 _FLOAT32 = 4
-# As services.trainer.updates.logprobs computes the logits: entries at a time, and bytes for each in forward and
-# backward. On CPU several float32 copies exist at once; on GPU one kernel reads and another writes.
+# As services.trainer.updates.logprobs computes the logits: entries at a time, the most that are kept for the backward
+# pass, and bytes for each in forward and backward. On CPU several float32 copies exist at once; on GPU one kernel reads
+# and another writes.
 _ENTRIES_AT_ONCE = {False: 64 << 20, True: 256 << 20}
+_KEPT_ENTRIES = {False: 64 << 20, True: 768 << 20}
 _LOGITS_BYTES = {False: (16, 21), True: (4, 4)}
 # Larger tensors have a mapping of their own (glibc's DEFAULT_MMAP_THRESHOLD_MAX), which ends with them.
 _LARGEST_IN_HEAP = 32 << 20
@@ -170,15 +172,19 @@ def _logits(
 ) -> tuple[int, int]:
     """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
     rows = model.vocab_size // layout.tp
-    tokens = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
-    forward, backward = (each * tokens * rows for each in _LOGITS_BYTES[is_gpu])
-    gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_gpu=is_gpu)
-    return forward, backward + gradient * rows * model.hidden_size
+    at_once = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
+    is_kept = tokens * rows <= _KEPT_ENTRIES[is_gpu]
+    forward, backward = _LOGITS_BYTES[is_gpu]
+    gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_kept=is_kept, is_gpu=is_gpu)
+    backward *= tokens if is_kept else at_once
+    return forward * at_once * rows, (backward + gradient * model.hidden_size) * rows
 
 
-def _output_gradient(trainer: TrainerConfig, model: Architecture, *, is_gpu: bool) -> int:
+def _output_gradient(trainer: TrainerConfig, model: Architecture, *, is_kept: bool, is_gpu: bool) -> int:
     """Returns the bytes of a weight's gradient in the output layer, while the backward pass computes it."""
     held = weight_bytes(trainer, is_gpu=is_gpu)
+    if is_kept:
+        return held
     is_float32 = held == _FLOAT32 or trainer.megatron.ddp_config.get("grad_reduce_in_fp32", True)
     if trainer.strategy == "megatron" and is_float32 and not model.tie_word_embeddings:
         return held  # added to the gradients directly; what autograd gets has no values

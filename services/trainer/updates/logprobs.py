@@ -1,7 +1,7 @@
 """Computes log-probabilities and entropies from hidden states without storing all [tokens, vocabulary] logits."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from services.trainer.updates.fused import fused_on_gpu
 
 # The number of logits computed at a time. On CPU a few float32 copies of them exist, on GPU two in half precision.
 _ENTRIES_PER_CHUNK = {"cpu": 64 << 20, "cuda": 256 << 20}
+# The most logits that are kept from forward to backward. With their gradients, in half precision, they take 3 GB.
+_KEPT_ENTRIES = {"cpu": 64 << 20, "cuda": 768 << 20}
 
 # Stands for no token in a row of kept ones; no token of another rank is as far away.
 _PADDING = -(1 << 62)
@@ -36,58 +38,74 @@ def linear_logprobs(
     With a `group`, its rank r holds rows r * V to (r + 1) * V of the output weight. The result is then the same on all
     ranks, and the gradient of `hidden_MD` is this rank's part, which the caller sums over the group.
 
-    If Megatron sums the gradients of `weight_VD` in a buffer with at least float32's precision, the backward pass adds
-    to that buffer itself, without rounding to the weight's dtype; its gradient then has no values.
+    If Megatron sums the gradients of `weight_VD` in a buffer, the backward pass adds to that buffer itself, without
+    rounding to the weight's dtype first; its gradient then has no values. It does not if it would have to round the sum
+    more than once.
     """
-    return _LinearLogprobs.apply(hidden_MD, weight_VD, (targets_M, kept_MK), temperature, group)
+    most = _KEPT_ENTRIES[hidden_MD.device.type]
+    keeps_logits = torch.is_grad_enabled() and hidden_MD.size(0) * weight_VD.size(0) <= most
+    wanted = _Wanted(targets_M, kept_MK, keeps_logits)
+    return _LinearLogprobs.apply(hidden_MD, weight_VD, wanted, temperature, group)
+
+
+class _Wanted(NamedTuple):
+    """Says what to compute, besides tensors with gradients."""
+
+    targets_M: torch.Tensor
+    kept_MK: torch.Tensor | None
+    keeps_logits: bool
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Saves its inputs and two numbers per token; the backward pass recomputes the logits, chunk by chunk."""
+    """Saves its inputs, two numbers per token and, if there are few, the logits.
+
+    Otherwise the backward pass recomputes the logits, chunk by chunk.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden_MD: torch.Tensor,
         weight_VD: torch.Tensor,
-        targets: tuple[torch.Tensor, torch.Tensor | None],
+        wanted: _Wanted,
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        targets_M, kept_MK = targets
+        targets_M, kept_MK, keeps_logits = wanted
         ctx.temperature, first = temperature, dist.get_rank(group) * weight_VD.size(0) if group else 0
         local_M = targets_M - first
         local_M = torch.where((local_M >= 0) & (local_M < weight_VD.size(0)), local_M, -1)  # -1: on another rank
         local_MK = None if kept_MK is None else torch.where(kept_MK < 0, _PADDING, kept_MK.long() - first)
-        scores = []
-        for part in _chunks(hidden_MD, weight_VD):
-            local = local_M[part]
-            top, sums = _statistics(_logits(hidden_MD, weight_VD, local_MK, part), local, temperature)
+        scores, kept_MV = [], None
+        for part in _chunks(hidden_MD, weight_VD, keeps_logits):
+            local, logits = local_M[part], _logits(hidden_MD, weight_VD, local_MK, part)
+            top, sums = _statistics(logits, local, temperature)
+            kept_MV = logits if keeps_logits else None
+            del logits
             if group:
                 sums, top = _combine(sums, top, local >= 0, group)
             log_sum = sums[0].log()
             scores.append(torch.stack([sums[2] - log_sum, log_sum - sums[1] / sums[0], top + log_sum]))
         logprobs_M, entropy_M, log_norm_M = torch.cat(scores, 1)
-        ctx.save_for_backward(hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M)
+        ctx.save_for_backward(hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M, kept_MV)
         return torch.stack([logprobs_M, entropy_M])
 
     @staticmethod
     def backward(ctx: Any, grad_2M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M = ctx.saved_tensors
-        grad_weight = sum_VD = None
+        hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M, kept_MV = ctx.saved_tensors
+        is_whole, grad_weight, sum_VD = kept_MV is not None, None, None
         if ctx.needs_input_grad[1]:
-            sum_VD = _megatron_sum(weight_VD)
-            grad_weight = torch.zeros_like(weight_VD, dtype=_precision(weight_VD)) if sum_VD is None else sum_VD
+            grad_weight = sum_VD = _megatron_sum(weight_VD, is_whole)
         grad_hidden = []
-        for part in _chunks(hidden_MD, weight_VD):
-            logits = _logits(hidden_MD, weight_VD, local_MK, part)
+        for part in _chunks(hidden_MD, weight_VD, is_whole):
+            logits = kept_MV if is_whole else _logits(hidden_MD, weight_VD, local_MK, part)
             grad = _gradient(
                 logits, local_M[part], log_norm_M[part], entropy_M[part], grad_2M[:, part], ctx.temperature
             )
             del logits
             grad_hidden.append(grad @ weight_VD)
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden_MD[part])
+            if ctx.needs_input_grad[1]:
+                grad_weight = _plus_product(grad_weight, grad.T, hidden_MD[part], is_last=is_whole)
         if sum_VD is not None:
             # As for Megatron's own layers (tensor_parallel/layers.py), its hook drops what is returned. With None,
             # autograd would run the hook, which starts reductions, in another thread than the other hooks.
@@ -98,15 +116,17 @@ class _LinearLogprobs(torch.autograd.Function):
         return torch.cat(grad_hidden), grad_weight, None, None, None
 
 
-def _megatron_sum(weight_VD: torch.Tensor) -> torch.Tensor | None:
+def _megatron_sum(weight_VD: torch.Tensor, is_whole: bool) -> torch.Tensor | None:
     """Returns the buffer in which Megatron sums the weight's gradients, [V, D], or None if it cannot be added to.
 
-    A weight that is tied to the embedding also has the embedding's gradient, which Megatron must add. A bfloat16 buffer
-    would round the sum after every chunk instead of once.
+    A weight that is tied to the embedding also has the embedding's gradient, which Megatron must add. Unless all is one
+    chunk (`is_whole`), a bfloat16 buffer would round the sum after every chunk instead of once.
     """
     is_tied = getattr(weight_VD, "zero_out_wgrad", False) or getattr(weight_VD, "shared_embedding", False)
     sum_VD = getattr(weight_VD, "main_grad", None)
-    return None if is_tied or sum_VD is None or sum_VD.dtype != _precision(weight_VD) else sum_VD
+    if is_tied or sum_VD is None or (sum_VD.dtype != _precision(weight_VD) and not is_whole):
+        return None
+    return sum_VD
 
 
 def _logits(
@@ -172,16 +192,29 @@ def _combine(
     return sums_3C, top_C
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds left @ right to `total` in place; `total` may have a higher precision."""
+def _plus_product(
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, is_last: bool
+) -> torch.Tensor:
+    """Returns total + left @ right, in the memory of `total`, which may have a higher precision.
+
+    Without a total it returns the product, in a higher precision unless it is the last.
+    """
+    if total is None and is_last:
+        return left @ right
+    if total is None:
+        total = torch.zeros(len(left), right.size(1), dtype=_precision(left), device=left.device)
     if left.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif left.is_cuda:
+        total.addmm_(left, right)
     else:
         total += left @ right
+    return total
 
 
-def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
-    size = max(1, _ENTRIES_PER_CHUNK[hidden_MD.device.type] // weight_VD.size(0))
+def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor, is_whole: bool) -> Iterator[slice]:
+    size = len(hidden_MD) if is_whole else _ENTRIES_PER_CHUNK[hidden_MD.device.type] // weight_VD.size(0)
+    size = max(1, size)
     return (slice(begin, begin + size) for begin in range(0, max(1, len(hidden_MD)), size))
 
 

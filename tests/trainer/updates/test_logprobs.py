@@ -74,8 +74,12 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture(params=[1, 2 * V, 3 * V, 1 << 20], ids=lambda entries: f"{entries}-entries")
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Makes chunks of 1 token (also when the budget is below one token's logits), 2, 3 (with a rest of 1), and all."""
+    """Makes chunks of 1 token (also when the budget is below one token's logits), 2, 3 (with a rest of 1), and all.
+
+    Only in the last case the logits are kept.
+    """
     monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", request.param)
+    monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", request.param)
     return request.param
 
 
@@ -172,9 +176,23 @@ def test_weight_gradient_is_added_to_megatrons_sum(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weight.main_grad - before, want.float(), **tolerance)
 
 
+def test_weight_gradient_of_kept_logits_is_added_to_a_bfloat16_sum_with_one_rounding() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    weight.main_grad = torch.ones(V, D, dtype=torch.bfloat16)
+    linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
+    alone = inputs(torch.bfloat16)[1]
+    (want,) = torch.autograd.grad(linear_logprobs(hidden, alone, targets, 0.7).sum(), alone)
+    assert weight.grad_added_to_main_grad
+    assert torch.equal(weight.main_grad, 1 + want)
+
+
 @pytest.mark.parametrize("change", [{"zero_out_wgrad": True}, {"shared_embedding": True}, {"main_grad": None}])
-def test_weight_gradient_is_returned_where_megatron_must_add_it(change: dict[str, Any]) -> None:
-    """These are weights that are tied to the embedding, and sums in bfloat16."""
+def test_weight_gradient_is_returned_where_megatron_must_add_it(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are weights that are tied to the embedding, and sums in bfloat16 of several products."""
+    if "main_grad" in change:
+        monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", 0)
     hidden, weight, targets = inputs(torch.bfloat16)
     (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 0.7).sum(), weight)
     weight.main_grad = torch.zeros(V, D, dtype=torch.bfloat16 if "main_grad" in change else torch.float32)
@@ -198,12 +216,33 @@ def test_weight_gradient_costs_nothing_where_it_is_not_wanted(needs_weight: bool
 
 def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", 2 * V)
+    monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", 0)
     hidden, weight, targets = inputs()
     with Recorder() as recorder:
         linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
     assert (2, V) in recorder.shapes
     # Every other tensor is no larger than the weight, or its transpose.
     assert max(math.prod(shape) for shape in recorder.shapes) == V * D < M * V
+
+
+@pytest.mark.parametrize("num_kept", [M * V, M * V - 1])
+def test_few_logits_are_kept_and_then_not_computed_again(num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", num_kept)
+    hidden, weight, targets = inputs()
+    value = linear_logprobs(hidden, weight, targets, 0.7).sum()
+    with Recorder() as recorder:
+        value.backward()
+    # W^T to compute logits from, and [M, V] gradients of logits.
+    assert ((D, V) not in recorder.shapes) == (num_kept == M * V)
+    assert (M, V) in recorder.shapes
+
+
+def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", 2 * V)
+    hidden, weight, targets = inputs()
+    with torch.no_grad(), Recorder() as recorder:
+        linear_logprobs(hidden, weight, targets, 0.7)
+    assert (2, V) in recorder.shapes and (M, V) not in recorder.shapes
 
 
 def test_saved_tensors_are_left_alone() -> None:
