@@ -12,21 +12,35 @@ _PROGRAMS = 2112  # 16 for each of the 132 multiprocessors of an H100 or H200
 
 
 @triton.jit
+def _mixed(words, position, MIX_1: tl.constexpr, MIX_2: tl.constexpr):
+    """Returns what each word adds to the two sums; `position` is its index from 1, times the constant for it."""
+    words = words.to(tl.uint64, bitcast=True) ^ position
+    words = (words ^ (words >> 33)) * MIX_1
+    words = (words ^ (words >> 33)) * MIX_2
+    words = words ^ (words >> 33)
+    again = (words ^ (words >> 29)) * MIX_1
+    return words.to(tl.int64, bitcast=True), again.to(tl.int64, bitcast=True)
+
+
+@triton.jit
 def _sums(words_ptr, sums_ptr, num_words, first, num_rounds, POSITION: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501, PLR0913
-    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    program, stride = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64) * BLOCK
+    index = program * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    # Added to in each round: a product of 64 bits costs several instructions.
+    position = (index + first + 1).to(tl.uint64, bitcast=True) * POSITION
+    step = stride.to(tl.uint64, bitcast=True) * POSITION
     sum_0 = tl.zeros([BLOCK], dtype=tl.int64)
     sum_1 = tl.zeros([BLOCK], dtype=tl.int64)
-    for number in range(num_rounds):
-        index = (number * programs + program) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-        held = index < num_words
-        words = tl.load(words_ptr + index, mask=held, other=0).to(tl.uint64, bitcast=True)
-        words = words ^ ((index + first + 1).to(tl.uint64, bitcast=True) * POSITION)
-        words = (words ^ (words >> 33)) * MIX_1
-        words = (words ^ (words >> 33)) * MIX_2
-        words = words ^ (words >> 33)
-        again = (words ^ (words >> 29)) * MIX_1
-        sum_0 += tl.where(held, words.to(tl.int64, bitcast=True), 0)
-        sum_1 += tl.where(held, again.to(tl.int64, bitcast=True), 0)
+    for _ in range(num_rounds):  # in which every program has words
+        added_0, added_1 = _mixed(tl.load(words_ptr + index), position, MIX_1, MIX_2)
+        sum_0 += added_0
+        sum_1 += added_1
+        index += stride
+        position += step
+    held = index < num_words
+    added_0, added_1 = _mixed(tl.load(words_ptr + index, mask=held, other=0), position, MIX_1, MIX_2)
+    sum_0 += tl.where(held, added_0, 0)
+    sum_1 += tl.where(held, added_1, 0)
     tl.store(sums_ptr + program * 2, tl.sum(sum_0, 0))
     tl.store(sums_ptr + program * 2 + 1, tl.sum(sum_1, 0))
 
@@ -34,7 +48,7 @@ def _sums(words_ptr, sums_ptr, num_words, first, num_rounds, POSITION: tl.conste
 def add_sums(sums_2: torch.Tensor, words: torch.Tensor, first: int, constants: tuple[int, int, int]) -> None:
     """Adds the two sums over `words` (int64) to `sums_2`. `first` is the index of the first word in the content."""
     partial = torch.empty(_PROGRAMS, 2, dtype=torch.int64, device=words.device)
-    num_rounds = triton.cdiv(words.numel(), _PROGRAMS * _BLOCK)
+    num_rounds = words.numel() // (_PROGRAMS * _BLOCK)
     with torch.cuda.device(words.device):
         _sums[(_PROGRAMS,)](words, partial, words.numel(), first, num_rounds, *constants, BLOCK=_BLOCK)
     sums_2 += partial.sum(0)
