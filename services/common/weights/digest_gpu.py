@@ -9,6 +9,7 @@ import triton.language as tl
 
 _BLOCK = 1024
 _PROGRAMS = 2112  # 16 for each of the 132 multiprocessors of an H100 or H200
+WORDS_PER_ROUND = _PROGRAMS * _BLOCK
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _sums(words_ptr, sums_ptr, num_words, first, num_rounds, POSITION: tl.conste
 def add_sums(sums_2: torch.Tensor, words: torch.Tensor, first: int, constants: tuple[int, int, int]) -> None:
     """Adds the two sums over `words` (int64) to `sums_2`. `first` is the index of the first word in the content."""
     partial = torch.empty(_PROGRAMS, 2, dtype=torch.int64, device=words.device)
-    num_rounds = words.numel() // (_PROGRAMS * _BLOCK)
+    num_rounds = words.numel() // WORDS_PER_ROUND
     with torch.cuda.device(words.device):
         _sums[(_PROGRAMS,)](words, partial, words.numel(), first, num_rounds, *constants, BLOCK=_BLOCK)
     sums_2 += partial.sum(0)
