@@ -124,9 +124,10 @@ def _megatron_sum(weight_VD: torch.Tensor, is_whole: bool) -> torch.Tensor | Non
     """
     is_tied = getattr(weight_VD, "zero_out_wgrad", False) or getattr(weight_VD, "shared_embedding", False)
     sum_VD = getattr(weight_VD, "main_grad", None)
-    if is_tied or sum_VD is None or (sum_VD.dtype != _precision(weight_VD) and not is_whole):
+    if is_tied or sum_VD is None:
         return None
-    return sum_VD
+    is_exact = sum_VD.dtype == _precision(weight_VD) or (is_whole and sum_VD.dtype == weight_VD.dtype)
+    return sum_VD if is_exact else None
 
 
 def _logits(
