@@ -26,7 +26,7 @@ run: setup
 	$(BIN)/lockstep data arithmetic --out data/arithmetic
 	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
-# For tests only. A host that cannot compile the package still runs all others, and tries again the next time.
+# A host that cannot compile the package runs all other tests, and tries again the next time.
 $(VENV)/.suffix: requirements/suffix.txt requirements/suffix-build.txt deploy/setup_suffix.sh | setup
 	-@VENV=$(VENV) bash deploy/setup_suffix.sh && touch $@
 
@@ -47,7 +47,7 @@ run-gpu: setup-gpu data/larger/model.safetensors
 	  name=gpu-$$(date +%Y%m%d-%H%M%S)
 
 # Three at a time: services that wait for one another to start leave time for the others. sed keeps lines whole.
-test: $(VENV)/.suffix
+test: setup
 	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-parts lint test-light
 
 # RUNS, where one trainer and two replicas are lent to most tests, LIGHT with lint before it, and all others take about

@@ -38,7 +38,7 @@ def colocated_phases(config: Config, model: Architecture, ranks: Collection[Memo
     engine = engine_weights(config, model)
     return [
         Phase("generate", 0, engine),
-        Phase("train", max(rank.peak for rank in ranks), 0),
+        Phase("train", max(rank.phases[name] for rank in ranks for name in ("forward", "backward", "optimizer")), 0),
         Phase("publish", weights + _NUM_BUFFERS * buffer_bytes(config, model), engine),
     ]
 

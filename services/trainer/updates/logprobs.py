@@ -38,12 +38,11 @@ def linear_logprobs(
     With a `group`, its rank r holds rows r * V to (r + 1) * V of the output weight. The result is then the same on all
     ranks, and the gradient of `hidden_MD` is this rank's part, which the caller sums over the group.
 
-    If Megatron sums the gradients of `weight_VD` in a buffer, the backward pass adds to that buffer itself, without
-    rounding to the weight's dtype first; its gradient then has no values. It does not if it would have to round the sum
-    more than once.
+    If Megatron sums the gradients of `weight_VD` in a buffer, the backward pass adds to that buffer itself; the
+    weight's gradient then has no values. This must not depend on the number of tokens, because Megatron looks only once
+    an update whether it has to add the gradients itself.
     """
-    most = _KEPT_ENTRIES[hidden_MD.device.type]
-    keeps_logits = torch.is_grad_enabled() and hidden_MD.size(0) * weight_VD.size(0) <= most
+    keeps_logits = hidden_MD.size(0) * weight_VD.size(0) <= _KEPT_ENTRIES[hidden_MD.device.type]
     wanted = _Wanted(targets_M, kept_MK, keeps_logits)
     return _LinearLogprobs.apply(hidden_MD, weight_VD, wanted, temperature, group)
 
@@ -93,10 +92,11 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_2M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M, kept_MV = ctx.saved_tensors
-        is_whole, grad_weight, sum_VD = kept_MV is not None, None, None
-        if ctx.needs_input_grad[1]:
-            grad_weight = sum_VD = _megatron_sum(weight_VD, is_whole)
-        grad_hidden = []
+        is_whole, grad_hidden = kept_MV is not None, []
+        sum_VD = _megatron_sum(weight_VD) if ctx.needs_input_grad[1] else None
+        # A bfloat16 sum would be rounded after every chunk instead of once.
+        is_direct = sum_VD is not None and (is_whole or sum_VD.dtype == _precision(weight_VD))
+        grad_weight = sum_VD if is_direct else None
         for part in _chunks(hidden_MD, weight_VD, is_whole):
             logits = kept_MV if is_whole else _logits(hidden_MD, weight_VD, local_MK, part)
             grad = _gradient(
@@ -107,6 +107,8 @@ class _LinearLogprobs(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = _plus_product(grad_weight, grad.T, hidden_MD[part], is_last=is_whole)
         if sum_VD is not None:
+            if grad_weight is not None and not is_direct:
+                sum_VD += grad_weight
             # As for Megatron's own layers (tensor_parallel/layers.py), its hook drops what is returned. With None,
             # autograd would run the hook, which starts reductions, in another thread than the other hooks.
             weight_VD.grad_added_to_main_grad = True
@@ -116,18 +118,16 @@ class _LinearLogprobs(torch.autograd.Function):
         return torch.cat(grad_hidden), grad_weight, None, None, None
 
 
-def _megatron_sum(weight_VD: torch.Tensor, is_whole: bool) -> torch.Tensor | None:
+def _megatron_sum(weight_VD: torch.Tensor) -> torch.Tensor | None:
     """Returns the buffer in which Megatron sums the weight's gradients, [V, D], or None if it cannot be added to.
 
-    A weight that is tied to the embedding also has the embedding's gradient, which Megatron must add. Unless all is one
-    chunk (`is_whole`), a bfloat16 buffer would round the sum after every chunk instead of once.
+    A weight that is tied to the embedding also has the embedding's gradient, which Megatron must add.
     """
     is_tied = getattr(weight_VD, "zero_out_wgrad", False) or getattr(weight_VD, "shared_embedding", False)
     sum_VD = getattr(weight_VD, "main_grad", None)
-    if is_tied or sum_VD is None:
+    if is_tied or sum_VD is None or sum_VD.dtype not in (weight_VD.dtype, _precision(weight_VD)):
         return None
-    is_exact = sum_VD.dtype == _precision(weight_VD) or (is_whole and sum_VD.dtype == weight_VD.dtype)
-    return sum_VD if is_exact else None
+    return sum_VD
 
 
 def _logits(

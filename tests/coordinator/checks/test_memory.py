@@ -9,7 +9,9 @@ import pytest
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
+from services.coordinator.checks import activations
 from services.coordinator.checks.memory import Memory, fsdp_memory, publication, rank_memory, stage_memory
+from services.trainer.updates import logprobs
 from tests.coordinator.checks.small_models import DENSE, MOE, make, sizes, write
 from tests.support import ROOT
 
@@ -270,6 +272,17 @@ def test_logits_are_cut_into_pieces(tmp_path: Path) -> None:
     gradient = 4 * 2**17 * 64
     assert fsdp_memory(config, model, is_gpu=False).micro.backward == 21 * 2**26 + gradient
     assert fsdp_memory(config, model, is_gpu=True).micro.backward == 4 * 2**28 + gradient
+
+
+def test_few_logits_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:
+    assert list(activations._KEPT_ENTRIES.values()) == list(logprobs._KEPT_ENTRIES.values())
+    assert list(activations._ENTRIES_AT_ONCE.values()) == list(logprobs._ENTRIES_PER_CHUNK.values())
+    path, needed = write(tmp_path / "wide", DENSE | {"vocab_size": 2**17}), []
+    for tokens in (6144, 6145):  # 768 Mi logits are those of 6144 tokens
+        settings = {"strategy": "fsdp", "max_tokens_per_microbatch": tokens}
+        needed.append(fsdp_memory(*make(path, **settings), is_gpu=True).micro.backward)
+    weight = 2**17 * 64
+    assert needed == [4 * 6144 * 2**17 + 2 * weight, 4 * 2**28 + 4 * weight]
 
 
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("train-*.json"))

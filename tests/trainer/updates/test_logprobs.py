@@ -176,27 +176,34 @@ def test_weight_gradient_is_added_to_megatrons_sum(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weight.main_grad - before, want.float(), **tolerance)
 
 
-def test_weight_gradient_of_kept_logits_is_added_to_a_bfloat16_sum_with_one_rounding() -> None:
-    hidden, weight, targets = inputs(torch.bfloat16)
-    weight.main_grad = torch.ones(V, D, dtype=torch.bfloat16)
-    linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
-    alone = inputs(torch.bfloat16)[1]
-    (want,) = torch.autograd.grad(linear_logprobs(hidden, alone, targets, 0.7).sum(), alone)
-    assert weight.grad_added_to_main_grad
-    assert torch.equal(weight.main_grad, 1 + want)
-
-
-@pytest.mark.parametrize("change", [{"zero_out_wgrad": True}, {"shared_embedding": True}, {"main_grad": None}])
-def test_weight_gradient_is_returned_where_megatron_must_add_it(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sizes", [(3, 7), (7, 3), (3, 3), (7, 7)])
+def test_a_bfloat16_sum_gets_the_gradients_of_small_and_large_micro_batches(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are weights that are tied to the embedding, and sums in bfloat16 of several products."""
-    if "main_grad" in change:
-        monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", 0)
+    """Megatron's hook adds what autograd returns unless the flag is set, which stays so until the update."""
+    monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", 3 * V)
+    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", 2 * V)
+    hidden, weight, targets = inputs(torch.bfloat16)
+    total, weight.main_grad = torch.zeros(V, D), torch.zeros(V, D, dtype=torch.bfloat16)
+    for size in sizes:
+        alone = weight.detach().clone().requires_grad_()
+        value = linear_logprobs(hidden[:size], alone, targets[:size], 0.7).sum()
+        total += torch.autograd.grad(value, alone)[0].float()
+        linear_logprobs(hidden[:size], weight, targets[:size], 0.7).sum().backward()
+        assert weight.grad_added_to_main_grad
+        weight.grad = None
+    # Two sums of up to 64, each rounded to 8 bits.
+    torch.testing.assert_close(weight.main_grad.float(), total, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("change", [{"zero_out_wgrad": True}, {"shared_embedding": True}])
+def test_weight_gradient_is_returned_where_megatron_must_add_it(change: dict[str, Any]) -> None:
+    """These are weights that are tied to the embedding."""
     hidden, weight, targets = inputs(torch.bfloat16)
     (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 0.7).sum(), weight)
-    weight.main_grad = torch.zeros(V, D, dtype=torch.bfloat16 if "main_grad" in change else torch.float32)
-    vars(weight).update({key: value for key, value in change.items() if value})
+    weight.main_grad = torch.zeros(V, D)
+    vars(weight).update(change)
     linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
     assert torch.equal(weight.grad, want) and not weight.main_grad.any()
     assert not hasattr(weight, "grad_added_to_main_grad")
@@ -235,14 +242,6 @@ def test_few_logits_are_kept_and_then_not_computed_again(num_kept: int, monkeypa
     # W^T to compute logits from, and [M, V] gradients of logits.
     assert ((D, V) not in recorder.shapes) == (num_kept == M * V)
     assert (M, V) in recorder.shapes
-
-
-def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", 2 * V)
-    hidden, weight, targets = inputs()
-    with torch.no_grad(), Recorder() as recorder:
-        linear_logprobs(hidden, weight, targets, 0.7)
-    assert (2, V) in recorder.shapes and (M, V) not in recorder.shapes
 
 
 def test_saved_tensors_are_left_alone() -> None:
