@@ -173,7 +173,7 @@ def _logits(
     """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
     rows = model.vocab_size // layout.tp
     at_once = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
-    is_kept = tokens * rows <= _KEPT_ENTRIES[is_gpu]  # a smaller micro-batch has less of everything else
+    is_kept = tokens * rows <= _KEPT_ENTRIES[is_gpu]  # if all tokens are predicted
     forward, backward = (each * (tokens if is_kept else at_once) * rows for each in _LOGITS_BYTES[is_gpu])
     gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_kept=is_kept, is_gpu=is_gpu)
     return forward, backward + gradient * rows * model.hidden_size

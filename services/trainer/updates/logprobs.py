@@ -42,6 +42,7 @@ def linear_logprobs(
     weight's gradient then has no values. This must not depend on the number of tokens, because Megatron looks only once
     an update whether it has to add the gradients itself.
     """
+    # Without gradients too, so that scoring and training multiply the same shapes and round alike.
     keeps_logits = hidden_MD.size(0) * weight_VD.size(0) <= _KEPT_ENTRIES[hidden_MD.device.type]
     wanted = _Wanted(targets_M, kept_MK, keeps_logits)
     return _LinearLogprobs.apply(hidden_MD, weight_VD, wanted, temperature, group)
