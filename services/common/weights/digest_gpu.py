@@ -27,12 +27,12 @@ def _mixed(words, position, MIX_1: tl.constexpr, MIX_2: tl.constexpr):
 def _sums(words_ptr, sums_ptr, num_words, first, num_rounds, POSITION: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501, PLR0913
     program, stride = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64) * BLOCK
     index = program * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    # Added to in each round: a product of 64 bits costs several instructions.
+    # Each round adds to it, because a product of 64 bits costs several instructions.
     position = (index + first + 1).to(tl.uint64, bitcast=True) * POSITION
     step = stride.to(tl.uint64, bitcast=True) * POSITION
     sum_0 = tl.zeros([BLOCK], dtype=tl.int64)
     sum_1 = tl.zeros([BLOCK], dtype=tl.int64)
-    for _ in range(num_rounds):  # in which every program has words
+    for _ in range(num_rounds):  # every program has words in each of these
         added_0, added_1 = _mixed(tl.load(words_ptr + index), position, MIX_1, MIX_2)
         sum_0 += added_0
         sum_1 += added_1

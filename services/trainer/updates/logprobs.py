@@ -106,7 +106,7 @@ class _LinearLogprobs(torch.autograd.Function):
             del logits
             grad_hidden.append(grad @ weight_VD)
             if ctx.needs_input_grad[1]:
-                grad_weight = _plus_product(grad_weight, grad.T, hidden_MD[part], is_last=is_whole)
+                grad_weight = _plus_product(grad_weight, grad.T, hidden_MD[part], is_only=is_whole)
         if sum_VD is not None:
             if grad_weight is not None and not is_direct:
                 sum_VD += grad_weight
@@ -195,13 +195,13 @@ def _combine(
 
 
 def _plus_product(
-    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, is_last: bool
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, is_only: bool
 ) -> torch.Tensor:
     """Returns total + left @ right, in the memory of `total`, which may have a higher precision.
 
-    Without a total it returns the product, in a higher precision unless it is the last.
+    Without a total it returns the product, in a higher precision unless it is the only one.
     """
-    if total is None and is_last:
+    if total is None and is_only:
         return left @ right
     if total is None:
         total = torch.zeros(len(left), right.size(1), dtype=_precision(left), device=left.device)
