@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from services.common.compat.torch import copy_all
-from services.common.weights.plan import ALIGN_BYTES, Bucket, NamedTensors, Place, Plan
+from services.common.weights.plan import ALIGN_BYTES, Bucket, NamedTensors, Place, Plan, contiguous_stride
 from services.common.weights.span import Items, Source
 
 # Maximum bytes copied into a bucket by one call. A call per tensor would take longer than the copies themselves, but
@@ -114,8 +114,9 @@ def _typed(bucket: Bucket, flat: torch.Tensor) -> dict[torch.dtype, torch.Tensor
 def _target(typed: dict[torch.dtype, torch.Tensor], begin: int, place: Place, tensor: torch.Tensor) -> torch.Tensor:
     """Returns a view of the bucket, whose memory begins at byte `begin` of its storage, that has the tensor's shape."""
     shape, stride = place.shape, place.stride
-    if tensor.shape != shape:  # the numbers of several tensors
-        shape, stride = tuple(tensor.shape), (1,)
+    if tensor.shape != shape:  # the numbers of several tensors, or rows in groups
+        shape = tuple(tensor.shape)
+        stride = contiguous_stride(shape)
     return typed[place.dtype].as_strided(shape, stride, (begin + place.offset) // place.dtype.itemsize)
 
 

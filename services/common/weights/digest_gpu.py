@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024
-_PROGRAMS = 2112  # 16 for each of the 132 multiprocessors of an H100 or H200
+# Read 4.1 of the 4.4 TB/s that a plain sum reads on an H200; blocks of 1024 words read 3.3.
+_BLOCK = 256
+_PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H100 or H200
 WORDS_PER_ROUND = _PROGRAMS * _BLOCK
 
 

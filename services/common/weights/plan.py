@@ -111,6 +111,11 @@ class Plan:
         return hasher.hexdigest()
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
     """Groups slots into rounds: consecutive slots of different senders, which can gather at the same time."""
     senders: set[int] = set()
@@ -167,8 +172,7 @@ def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, s
         if places and offset + num_bytes > bucket_bytes:
             yield Bucket(start, offset, tuple(places), sender)
             start, offset, places = start + offset, 0, []
-        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        places.append(Place(spec.name, dtype, shape, stride, offset, num_bytes))
+        places.append(Place(spec.name, dtype, shape, contiguous_stride(shape), offset, num_bytes))
         offset += num_bytes + -num_bytes % ALIGN_BYTES
     if places:
         yield Bucket(start, offset, tuple(places), sender)

@@ -21,6 +21,7 @@ class Span:
     flat: torch.Tensor
 
 
+# The rows of a tensor may be in groups, as one more dimension.
 Item = tuple[str, torch.Tensor] | Span
 Items = Iterable[Item]
 
@@ -59,7 +60,10 @@ class Source:
 
 def _checked(place: Place, item: tuple[str, torch.Tensor] | None) -> torch.Tensor:
     name, tensor = item or ("nothing", torch.empty(0))
-    if (name, tensor.dtype, tuple(tensor.shape)) != (place.name, place.dtype, place.shape):
+    shape = tuple(tensor.shape)
+    if len(shape) == len(place.shape) + 1 > 1:  # rows in groups
+        shape = (shape[0] * shape[1], *shape[2:])
+    if (name, tensor.dtype, shape) != (place.name, place.dtype, place.shape):
         raise InternalError(
             f"export order changed: the plan has {place.name} {place.dtype} {place.shape}, "
             f"got {name} {tensor.dtype} {tuple(tensor.shape)}"

@@ -7,9 +7,7 @@ is compared with the recorded copies byte by byte. From the third publication on
 using the reload.
 """
 
-import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import torch.nn.functional as F
 
 from services.common.compat.torch import copy_all
 from services.common.weights.digest import WeightDigest
-from services.common.weights.plan import ALIGN_BYTES
+from services.common.weights.plan import ALIGN_BYTES, contiguous_stride
 from services.rollout.compat.torch import OperatorWatch, OpOverload, writes_input
 
 
@@ -228,8 +226,7 @@ def _as_one(first: Copy, second: Copy) -> Copy | None:
 
 def _is_whole(copy: Copy) -> bool:
     """Returns whether the numbers of a copy follow one another in the bucket and in the engine's memory."""
-    strides = tuple(itertools.accumulate(copy.piece.place.size[:0:-1], operator.mul, initial=1))[::-1]
-    return copy.piece.place.stride == copy.stride == strides
+    return copy.piece.place.stride == copy.stride == contiguous_stride(copy.piece.place.size)
 
 
 def _add(digest: WeightDigest, tensors: Sequence[torch.Tensor], start: int) -> None:

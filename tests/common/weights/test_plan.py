@@ -241,7 +241,8 @@ def test_digest_is_the_one_that_is_described() -> None:
     [
         [("a", torch.zeros(4)), ("c", torch.zeros(4))],
         [("b", torch.zeros(4)), ("a", torch.zeros(4))],
-        [("a", torch.zeros(4)), ("b", torch.zeros(2, 2))],
+        [("a", torch.zeros(4)), ("b", torch.zeros(2, 3))],  # 2 times 2 would be rows in groups
+        [("a", torch.zeros(4)), ("b", torch.zeros(1, 2, 2))],
         [("a", torch.zeros(4)), ("b", torch.zeros(4).half())],
         [("a", torch.zeros(4))],
         [("a", torch.zeros(4)), ("b", torch.zeros(4)), ("c", torch.zeros(4))],

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from services.common.weights.buckets import unpack
+from services.common.weights.buckets import pack, unpack
 from services.common.weights.plan import Plan
 from services.trainer.megatron.weights import stream as module
 from services.trainer.megatron.weights.stream import LocalTensor, WeightStream
@@ -160,7 +160,8 @@ def part(layout: Layout, index: int) -> Part:
     names = tuple(f"w{index}.{number}" for number in range(num_tensors))
     shapes = tuple(tuple(part.shape) for part in torch.empty(len(holders) * num).tensor_split(num_tensors))
     join = lambda shards: list(torch.cat(list(shards)).tensor_split(num_tensors))  # noqa: E731
-    return Part(names, None, join, order=(index,), shapes=shapes, is_plain=True)
+    views = lambda whole: whole.tensor_split(num_tensors)  # noqa: E731
+    return Part(names, None, join, order=(index,), shapes=shapes, is_plain=True, views=views)
 
 
 def shard(index: int, place: int, num: int) -> torch.Tensor:
@@ -235,3 +236,31 @@ def test_all_arrives_from_ranks_that_gather_at_the_same_time(
         expected |= dict(zip(made.names, made.join(shards), strict=True))
     assert list(content) == list(expected)
     assert all(torch.equal(content[name], tensor) for name, tensor in expected.items())
+
+
+def test_later_publications_have_the_numbers_of_then() -> None:
+    names = ("q", "k")
+    views = lambda whole: whole.view(2, 3, 4).split([2, 1], 1)  # noqa: E731  two groups of two rows and one
+    join = lambda shards: [view.flatten(0, 1) for view in views(shards[0])]  # noqa: E731
+    made = Part(names, None, join, shapes=((4, 4), (2, 4)), views=views)
+    parameter = torch.nn.Parameter(torch.arange(24.0).view(6, 4))
+    exchanges = Exchanges(1)
+    exchanges.own.rank, exchanges.own.broadcasts = 0, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "dist", exchanges)
+        patch.setattr(module, "gather_json", exchanges.gather_json)
+        map_ = SimpleNamespace(part=lambda name: made, is_published=lambda name: True)
+        parallelism = SimpleNamespace(
+            is_holder=lambda tensor, is_expert: True, shard_index=lambda tensor, is_expert: (0, 0)
+        )
+        stream = WeightStream([LocalTensor("qkv", parameter)], map_, parallelism, CPU)
+        plan = Plan.of(stream.specs(), bucket_bytes=1000)
+
+        def published() -> list[torch.Tensor]:
+            ((bucket, flat),) = pack(plan, stream.spans_to_first(), CPU)
+            return [tensor.clone() for _, tensor in unpack(bucket, flat)]
+
+        for change in (lambda: None, lambda: parameter.data.mul_(2), lambda: setattr(parameter, "data", parameter + 1)):
+            change()
+            expected = join([parameter.detach()])
+            assert all(torch.equal(*pair) for pair in zip(published(), expected, strict=True))

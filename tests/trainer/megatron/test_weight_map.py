@@ -65,6 +65,21 @@ def test_joined_shards_are_the_checkpoint_bit_by_bit(
         assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
 
 
+@pytest.mark.parametrize(("name", "family", "shapes"), [(p[0], p[2], p[3]) for p in PARAMETERS])
+def test_views_of_a_parameter_have_the_numbers_of_its_tensors(
+    name: str, family: str, shapes: list[tuple[int, ...]]
+) -> None:
+    part = WeightMap(shape_of(family)).part(full_name(name))
+    tensors = [torch.randn(shape) for shape in shapes]
+    whole = part.cut(tensors, 0, 1).clone()
+    if part.is_fused:
+        assert part.views is None
+        return
+    views = part.views(whole)
+    assert {view.untyped_storage().data_ptr() for view in views} == {whole.data_ptr()}
+    assert all(torch.equal(view.reshape(a.shape), a) for view, a in zip(views, tensors, strict=True))
+
+
 @pytest.mark.parametrize("name", ["linear_fc1.weight5", "linear_fc2.weight5"])
 def test_a_whole_expert_is_not_copied(name: str) -> None:
     held = torch.randn(16, 24)

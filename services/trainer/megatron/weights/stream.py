@@ -170,6 +170,8 @@ class WeightStream:
         self._runs = list(_runs(self._entries))
         self._neighbors = [list(self._together(run)) for run in self._runs]
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
+        # By parameter: views of it. Making them anew for each publication would take longer than copying their numbers.
+        self._views: dict[str, list[tuple[str, torch.Tensor]]] = {}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         """Returns names and meta tensors."""
@@ -252,11 +254,22 @@ class WeightStream:
         """Yields the tensors of a run that only this rank holds, those that are neighbors in memory together."""
         for entries in self._neighbors[index]:
             if len(entries) == 1:
-                yield from self._joined(entries[0], self._own(entries))
+                yield from self._alone(entries[0])
             else:
                 first, num_bytes = self._local[entries[0].name].tensor, sum(entry.num_bytes for entry in entries)
                 names = [name for entry in entries for name in self._parts[entry.name].names]
                 yield Span(names, first.detach().as_strided((num_bytes // first.element_size(),), (1,)))
+
+    def _alone(self, entry: Entry) -> list[tuple[str, torch.Tensor]]:
+        """Returns the tensors of a parameter that only this rank holds."""
+        part, parameter = self._parts[entry.name], self._local[entry.name].tensor
+        if self._value is not None or part.views is None or parameter.device != self._device:
+            return list(self._joined(entry, self._own([entry])))
+        views = self._views.get(entry.name, [])
+        if not views or views[0][1].data_ptr() != parameter.data_ptr():  # it has other memory now
+            views = list(zip(part.names, part.views(parameter.detach()), strict=True))
+            self._views[entry.name] = views
+        return views
 
     def _together(self, run: Sequence[Entry]) -> Iterator[list[Entry]]:
         """Divides a run into parameters that are neighbors in this rank's memory, if only this rank holds them."""

@@ -35,6 +35,8 @@ class Part:
     `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
     of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
     one tensor. `is_plain` says that the numbers of a whole parameter are those of its tensors, one after another.
+    `views(whole)` returns views of a whole parameter with the numbers of its tensors; those of interleaved rows have a
+    dimension for the groups. It is None where a copy is needed.
     """
 
     names: tuple[str, ...]
@@ -45,6 +47,7 @@ class Part:
     shapes: tuple[Shape, ...] = ()
     is_fused: bool = False
     is_plain: bool = False
+    views: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None
 
 
 class WeightMap:
@@ -101,6 +104,7 @@ class WeightMap:
             shapes=tuple(self.model.tensor_shapes(weight)),
             is_fused=weight.is_fused,
             is_plain=weight.cut != "groups",
+            views=None if weight.is_fused else functools.partial(self._views, weight),
         )
 
     def _cut(self, weight: Weight, tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
@@ -121,11 +125,15 @@ class WeightMap:
             return [shards[0] if weight.cut == "whole" else _cat(shards, 1)]
         rows = self._rows(weight)
         if weight.cut == "groups":
-            parts = self._join_groups(shards, rows)
+            parts = [part.flatten(0, 1) for part in self._groups(_cat(shards), rows)]
         else:
             split = [shard.split([height // len(shards) for height in rows]) for shard in shards]
             parts = [_cat(of_part) for of_part in zip(*split, strict=True)]
         return [torch.cat(parts)] if weight.is_fused else parts
+
+    def _views(self, weight: Weight, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        rows = self._rows(weight)
+        return self._groups(whole, rows) if weight.cut == "groups" else whole.split(rows)
 
     def _rows(self, weight: Weight) -> list[int]:
         return [shape[0] for shape in self.model.part_shapes(weight)]
@@ -143,11 +151,11 @@ class WeightMap:
         begin = rank * share - first * per_group
         return torch.cat(groups, 1).flatten(0, 1)[begin : begin + share]
 
-    def _join_groups(self, shards: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
-        fused = _cat(shards)
+    def _groups(self, whole: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Returns views of the parts: groups, rows of a group, columns."""
         groups = self.model.num_key_value_heads
-        grouped = fused.view(groups, -1, *fused.shape[1:])
-        return [part.flatten(0, 1) for part in grouped.split([height // groups for height in rows], 1)]
+        grouped = whole.view(groups, -1, *whole.shape[1:])
+        return grouped.split([height // groups for height in rows], 1)
 
 
 @dataclass(frozen=True)
