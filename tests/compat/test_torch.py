@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from services.common.compat.torch import allreduce, broadcast, copy_all, gloo_group
+from services.common.compat.torch import Copies, allreduce, broadcast, gloo_group
 from services.rollout.compat.torch import OperatorWatch, writes_input
 from services.trainer.compat.torch import CallableParameters, HostMemory, is_in_backward, is_persistent, storage_id
 
@@ -19,12 +19,12 @@ TIMEOUT = timedelta(seconds=7)
 
 def test_many_tensors_are_copied_at_once() -> None:
     targets, sources = [torch.zeros(3), torch.zeros(2, 2)], [torch.ones(3), torch.full((2, 2), 2.0)]
-    copy_all(targets, sources)
-    copy_all(targets[:1], [torch.full((3,), 5.0)], non_blocking=True)
+    Copies(targets, sources).run()
+    Copies(targets[:1], [torch.full((3,), 5.0)]).run(non_blocking=True)
     assert targets[0].tolist() == [5, 5, 5] and targets[1].tolist() == [[2, 2], [2, 2]]
     sources = [torch.arange(5 << 20), torch.arange(4.0).view(2, 2).T]  # a large one, and one that is not contiguous
     targets = [torch.zeros_like(source).contiguous() for source in sources]
-    copy_all(targets, sources)
+    Copies(targets, sources).run()
     assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
     assert not hasattr(torch, "foreach_copy_")  # if this fails, use that function
 

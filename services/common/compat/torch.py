@@ -22,21 +22,30 @@ require_version("torch")
 _LARGE_BYTES = 16 << 20
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copies each source into its target: small ones by one kernel, because a `copy_` costs a launch each.
+class Copies:
+    """Copies each source into its target, as often as `run` is called.
 
-    Reason: torch has no public function for it. A single source whose numbers are not together would make it fall back
-    to a `copy_` for each.
+    Reason: a `copy_` costs a launch each, so one kernel copies all small tensors, and torch has no public function for
+    that. It would fall back to a `copy_` for each if the numbers of a single source were not together.
     """
-    small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for target, source in zip(targets, sources, strict=True):
-        if source.nbytes > _LARGE_BYTES or not source.is_contiguous():
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]):
+        self._alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for target, source in zip(targets, sources, strict=True):
+            if source.nbytes > _LARGE_BYTES or not source.is_contiguous():
+                self._alone.append((target, source))
+            else:
+                self._targets.append(target)
+                self._sources.append(source)
+
+    def run(self, *, non_blocking: bool = False) -> None:
+        """Copies all."""
+        for target, source in self._alone:
             target.copy_(source, non_blocking=non_blocking)
-        else:
-            small[0].append(target)
-            small[1].append(source)
-    if small[0]:
-        torch._foreach_copy_(*small, non_blocking=non_blocking)  # pyright: ignore[reportPrivateUsage]
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=non_blocking)  # pyright: ignore[reportPrivateUsage]
 
 
 def gloo_group(store: dist.Store, rank: int, world_size: int, *, address: str, timeout: timedelta) -> dist.ProcessGroup:

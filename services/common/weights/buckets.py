@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from services.common.compat.torch import copy_all
+from services.common.compat.torch import Copies
 from services.common.weights.plan import ALIGN_BYTES, Bucket, NamedTensors, Place, Plan, contiguous_stride
 from services.common.weights.span import Items, Source
 
@@ -100,7 +100,7 @@ def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer
         del tensor  # taking the next one may gather it, which needs memory
         if num_bytes > _COPY_BYTES or done == len(places):
             with torch.no_grad():
-                copy_all(targets, tensors)
+                Copies(targets, tensors).run()
             targets, tensors, num_bytes = [], [], 0
         if done == len(places):
             return flat

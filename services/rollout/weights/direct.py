@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from services.common.compat.torch import copy_all
+from services.common.compat.torch import Copies
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, contiguous_stride
 from services.rollout.compat.torch import OperatorWatch, OpOverload, writes_input
@@ -160,9 +160,9 @@ class DirectMap:
     def __init__(self, copies: Sequence[Copy], num_buckets: int):
         self._pieces: list[list[Piece]] = [[] for _ in range(num_buckets)]
         self._targets: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
-        # Of each bucket: the address of its bytes when it was loaded last, and the views of them that are copied from.
-        # They are kept because a large mixture of experts has 20,000, and buckets arrive in the same few buffers.
-        self._sources: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        # Of each bucket: the address of its bytes when it was loaded last, and the copies from views of them. They are
+        # kept because a large mixture of experts has 20,000, and buckets arrive in the same few buffers.
+        self._copies: dict[int, tuple[int, Copies]] = {}
         for copy in _joined(copies):
             self._pieces[copy.piece.bucket].append(copy.piece)
             self._targets[copy.piece.bucket].append(copy.target())
@@ -171,15 +171,14 @@ class DirectMap:
         """Copies bucket `index` from its bytes (uint8 [num_bytes]) into the engine."""
         if not self._targets[index]:
             return
-        address, sources = self._sources.get(index, (0, []))
-        if address != flat.data_ptr():
-            sources = self._views(index, flat)
-            self._sources[index] = flat.data_ptr(), sources
-        copy_all(self._targets[index], sources, non_blocking=True)
+        address = flat.data_ptr()
+        if index not in self._copies or self._copies[index][0] != address:
+            self._copies[index] = address, Copies(self._targets[index], self._views(index, flat))
+        self._copies[index][1].run(non_blocking=True)
 
     def forget_buffers(self) -> None:
         """Drops the views of the memory that buckets arrived in."""
-        self._sources.clear()
+        self._copies.clear()
 
     def digest_received(self, digest: WeightDigest, index: int, flat: torch.Tensor, start: int) -> None:
         """Adds the parts of a received bucket that the map would copy."""

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from services.common.compat.torch import copy_all
+from services.common.compat.torch import Copies
 from services.trainer.compat.torch import is_persistent
 
 # One collective gathers parameters of about this many entries in total.
@@ -59,7 +59,7 @@ class WeightStream:
         own = torch.empty(sum(numel[0]), dtype=self._dtype, device=self._device)  # rank 0 has the largest shard
         places = own[: sum(numel[dist.get_rank()])].split(numel[dist.get_rank()])
         targets = [place.view(tensor.shape) for place, tensor in zip(places, local, strict=True)]
-        copy_all(targets, local)  # a copy for each would cost more time than its bytes
+        Copies(targets, local).run()  # a copy for each would cost more time than its bytes
         if world == 1:
             return targets
         gathered = torch.empty(world, own.numel(), dtype=self._dtype, device=self._device)

@@ -258,6 +258,8 @@ class MegatronBackend(
             self._offloader.release(PARAMS, OPTIMIZER)
 
     def _finish_update(self) -> None:
+        if not self._model.parallelism.has_replicas:  # gathering from this rank alone would cost a launch per bucket
+            return
         for chunk in self._model.ddp_chunks():
             if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward would gather the updated weights
                 chunk.start_param_sync(force_sync=True)
