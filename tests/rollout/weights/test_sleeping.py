@@ -44,10 +44,10 @@ def test_nothing_keeps_the_buffers_during_the_sleep():
     worker = Worker(Toy(), BUCKET_BYTES)
     for seed in range(3):
         worker.publish(seed)
-    views = worker.loading._map._sources
-    assert views
+    copies = worker.loading._map._copies
+    assert copies
     worker.lockstep_before_sleep()
-    assert not views
+    assert not copies
     assert not worker.buffers
 
 
