@@ -23,7 +23,8 @@ def test_many_tensors_are_copied_at_once() -> None:
     Copies(targets[:1], [torch.full((3,), 5.0)]).run(non_blocking=True)
     assert targets[0].tolist() == [5, 5, 5] and targets[1].tolist() == [[2, 2], [2, 2]]
     sources = [torch.arange(5 << 20), torch.arange(4.0).view(2, 2).T]  # a large one, and one that is not contiguous
-    targets = [torch.zeros_like(source).contiguous() for source in sources]
+    sources.append(torch.ones(2, 2))
+    targets = [*(torch.zeros_like(source).contiguous() for source in sources[:2]), torch.zeros(2, 3)[:, :2]]
     Copies(targets, sources).run()
     assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
     assert not hasattr(torch, "foreach_copy_")  # if this fails, use that function

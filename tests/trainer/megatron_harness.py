@@ -172,9 +172,9 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
     for seed in range(layout.num_updates):
         metrics.append(harness.train(batch(seed), version=seed))
         here.append(harness.bytes_here())
+    after = harness.weights()  # at once, as a publication reads them: a forward pass would gather what was updated
     after_logprobs = harness.logprobs(batch(0))
     here.append(harness.bytes_here())
-    after = harness.weights()
     reference = harness.logprobs(batch(0), role="reference") if harness.config.loss.kl_coef else []
     if harness.rank == 0:
         answers = {"logprobs": _lists(logprobs), "reference": _lists(reference), "published": published}

@@ -134,6 +134,9 @@ def _options() -> Iterator[tuple[str, Layout]]:
     yield "untied-dp2-overlap", Layout("untied", 2, OVERLAP, SMALL, "untied-1")
     yield "tied-pp2-dp2-overlap", Layout("tied", 4, PP | OVERLAP, SMALL, "tied-1")
     yield "moe-ep2-overlap", Layout("moe", 2, EP | OVERLAP, SMALL, "moe-1")
+    # Of this model only experts have replicas.
+    replicated = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1} | EP | OVERLAP
+    yield "moe-tp4-ep2-etp1-overlap", Layout("moe", 4, replicated, SMALL, "moe-1")
     yield "untied-tp2-broken", Layout("untied", 2, TP, SMALL, "untied-1", num_updates=1, has_broken_norms=True)
     recompute = SMALL | {"gradient_checkpointing": True}
     yield "moe-1-recompute", Layout("moe", 1, {}, recompute, "moe-1-small")

@@ -26,7 +26,7 @@ class Copies:
     """Copies each source into its target, as often as `run` is called.
 
     Reason: a `copy_` costs a launch each, so one kernel copies all small tensors, and torch has no public function for
-    that. It would fall back to a `copy_` for each if the numbers of a single source were not together.
+    that. It falls back to a `copy_` for each if a single tensor is not contiguous, so those are copied separately.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]):
@@ -34,7 +34,8 @@ class Copies:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         for target, source in zip(targets, sources, strict=True):
-            if source.nbytes > _LARGE_BYTES or not source.is_contiguous():
+            is_dense = source.is_contiguous() and target.is_contiguous()
+            if source.nbytes > _LARGE_BYTES or not is_dense:
                 self._alone.append((target, source))
             else:
                 self._targets.append(target)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Read 4.1 of the 4.4 TB/s that a plain sum reads on an H200; blocks of 1024 words read 3.3.
+# On an H200, blocks of 256 words read 4.1 TB/s and blocks of 1,024 words 3.3. A plain sum reads 4.4.
 _BLOCK = 256
 _PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H100 or H200
 WORDS_PER_ROUND = _PROGRAMS * _BLOCK

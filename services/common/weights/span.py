@@ -21,7 +21,7 @@ class Span:
     flat: torch.Tensor
 
 
-# The rows of a tensor may be in groups, as one more dimension.
+# A tensor's rows may be in groups: [groups, rows of a group, ...] instead of [rows, ...].
 Item = tuple[str, torch.Tensor] | Span
 Items = Iterable[Item]
 
@@ -61,7 +61,7 @@ class Source:
 def _checked(place: Place, item: tuple[str, torch.Tensor] | None) -> torch.Tensor:
     name, tensor = item or ("nothing", torch.empty(0))
     shape = tuple(tensor.shape)
-    if len(shape) == len(place.shape) + 1 > 1:  # rows in groups
+    if place.shape and len(shape) == len(place.shape) + 1:  # rows in groups
         shape = (shape[0] * shape[1], *shape[2:])
     if (name, tensor.dtype, shape) != (place.name, place.dtype, place.shape):
         raise InternalError(

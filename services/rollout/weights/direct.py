@@ -160,8 +160,8 @@ class DirectMap:
     def __init__(self, copies: Sequence[Copy], num_buckets: int):
         self._pieces: list[list[Piece]] = [[] for _ in range(num_buckets)]
         self._targets: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
-        # Of each bucket: the address of its bytes when it was loaded last, and the copies from views of them. They are
-        # kept because a large mixture of experts has 20,000, and buckets arrive in the same few buffers.
+        # Of each bucket: the address of its bytes when it was loaded last, and the copies from views of them. Both are
+        # kept because a large mixture of experts has 20,000 copies, and buckets arrive in the same few buffers.
         self._copies: dict[int, tuple[int, Copies]] = {}
         for copy in _joined(copies):
             self._pieces[copy.piece.bucket].append(copy.piece)
@@ -171,10 +171,10 @@ class DirectMap:
         """Copies bucket `index` from its bytes (uint8 [num_bytes]) into the engine."""
         if not self._targets[index]:
             return
-        address = flat.data_ptr()
-        if index not in self._copies or self._copies[index][0] != address:
-            self._copies[index] = address, Copies(self._targets[index], self._views(index, flat))
-        self._copies[index][1].run(non_blocking=True)
+        held = self._copies.get(index)
+        if held is None or held[0] != flat.data_ptr():
+            held = self._copies[index] = flat.data_ptr(), Copies(self._targets[index], self._views(index, flat))
+        held[1].run(non_blocking=True)
 
     def forget_buffers(self) -> None:
         """Drops the views of the memory that buckets arrived in."""

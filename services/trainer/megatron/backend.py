@@ -258,7 +258,7 @@ class MegatronBackend(
             self._offloader.release(PARAMS, OPTIMIZER)
 
     def _finish_update(self) -> None:
-        if not self._model.parallelism.has_replicas:  # gathering from this rank alone would cost a launch per bucket
+        if not self._model.parallelism.has_replicas:  # this rank has updated all of its weights itself
             return
         for chunk in self._model.ddp_chunks():
             if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward would gather the updated weights

@@ -39,7 +39,7 @@ class Parallelism:
         assert etp_rank is not None  # initialize_model_parallel made its group
         self.etp_index = etp_rank, config.etp
         self.data_rank = parallel_state.get_data_parallel_rank()
-        # Whether weights are on several ranks, each of which may update a share of them.
+        # Whether several ranks hold the same weights, so that each may update only a share of them.
         self.has_replicas = self.dp_cp_group.size() > 1 or parallel_state.get_expert_data_parallel_world_size() > 1
         # Each tensor-parallel rank draws its own dropout. Pipeline stages have different layers, so one seed is enough.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -170,7 +170,8 @@ class WeightStream:
         self._runs = list(_runs(self._entries))
         self._neighbors = [list(self._together(run)) for run in self._runs]
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
-        # By parameter: views of it. Making them anew for each publication would take longer than copying their numbers.
+        # Views of each parameter, by name. Making new ones for every publication would take longer than copying the
+        # numbers.
         self._views: dict[str, list[tuple[str, torch.Tensor]]] = {}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:

@@ -35,8 +35,8 @@ class Part:
     `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
     of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
     one tensor. `is_plain` says that the numbers of a whole parameter are those of its tensors, one after another.
-    `views(whole)` returns views of a whole parameter with the numbers of its tensors; those of interleaved rows have a
-    dimension for the groups. It is None where a copy is needed.
+    `views(whole)` returns these tensors as views of a whole parameter; where their rows are interleaved, with a
+    dimension for the groups. It is None if joining has to copy.
     """
 
     names: tuple[str, ...]
