@@ -28,8 +28,9 @@ def test_a_lane_that_was_idle_for_a_whole_step_has_zeros() -> None:
 
 
 def test_lanes_as_text() -> None:
+    assert max(map(len, drawing(STEP | {"time/step_s": 99.0}).splitlines())) <= 80
     assert drawing(STEP).splitlines() == [
-        f"{'':>10}0 s{'10.0 s':>57}",
-        f" generate {'#' * 30:<60} busy 4.0 s, idle 6.0 s",
-        f"    train {' ' * 15 + '#' * 39:<60} busy 5.0 s, idle 5.0 s",
+        f"{'':>10}0 s{'10.0 s':>41}",
+        f" generate {'#' * 22:<44} busy 4.0 s, idle 6.0 s",
+        f"    train {' ' * 11 + '#' * 29:<44} busy 5.0 s, idle 5.0 s",
     ]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from services.coordinator.observe.report.curves import number, steps_of, thin
 from services.coordinator.runs.lanes import LANES
 
-_WIDTH = 60
+_WIDTH = 44  # with name and seconds, a line of 80 columns
 
 
 def lanes(rows: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
