@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from services.trainer.checkpoint.manifest import begin
 from tests.trainer.fsdp_harness import samples, write
-from tests.trainer.megatron_harness import MegatronHarness, run_all, run_ranks
+from tests.trainer.megatron_harness import MegatronHarness, content, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, OVERLAP, PP, TP, VPP, Layout
 
 NUM_UPDATES = 3
@@ -98,7 +98,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
         harness.worker.save(path=str(directory / f"{name}-checkpoint"), state=state)
     reference = _rows(harness.logprobs(samples(), role="reference")) if harness.config.loss.kl_coef else []
     masks = _masks_agree(harness) if harness.config.lora.dropout else {}
-    more = {"copies_agree": _copies(harness), "masks_agree": masks}
+    more = {"copies_agree": _copies(harness), "masks_agree": masks, "sends_merged": _sends_merged(harness)}
     if harness.rank == 0:
         for when, (tensors, logprobs) in zip(("before", "after"), states, strict=True):
             write(directory, f"{name}-{when}", tensors, {"logprobs": logprobs})
@@ -116,6 +116,15 @@ def _state(harness: MegatronHarness) -> tuple[dict[str, torch.Tensor], list[list
     whole = ((f"{part}/{name}", tensor) for part, stream in parts.items() for name, tensor in stream)
     tensors = {name: tensor.clone() for name, tensor in whole if tensor is not None}  # on rank 0
     return tensors, _rows(harness.logprobs(samples()))
+
+
+def _sends_merged(harness: MegatronHarness) -> bool:
+    """Returns whether the merged weights that the ranks send are those that rank 0 exports."""
+    if harness.config.strategy == "fsdp":
+        return True
+    merged = [(name, content(tensor)) for name, tensor in harness.weights().items() if tensor.numel()]
+    sent = [(name, digest) for _, name, digest in harness.published()]
+    return harness.rank != 0 or sorted(merged) == sorted(sent)
 
 
 def _copies(harness: MegatronHarness) -> bool:

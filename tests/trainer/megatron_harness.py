@@ -26,7 +26,7 @@ from services.common.batches import batch as batches
 from services.common.config.trainer.roles import ReferenceConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size
-from services.common.weights.span import Items, Span
+from services.common.weights.span import Computed, Items, Span
 from services.trainer.backend import Role
 from services.trainer.megatron.weights import weight_map
 from services.trainer.ranks.shards import forward_parts, train_parts
@@ -115,7 +115,11 @@ class MegatronHarness:
                 parts = item.flat.split([shapes[name].numel() for name in item.names])
                 yield from ((name, part.view(shapes[name])) for name, part in zip(item.names, parts, strict=True))
             else:
-                yield item
+                name, value = item
+                if isinstance(value, Computed):
+                    value.write(written := torch.empty_like(value.like))
+                    value = written
+                yield name, value
 
     def train(self, batch: pa.Table, version: int = 0, role: Role = Role.POLICY) -> dict[str, float]:
         part = train_parts(batch, self._settings[role], self._num_parts(role), role)[self._data_ranks[role]]

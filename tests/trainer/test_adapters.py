@@ -78,6 +78,11 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_published_weights_are_the_merged_ones(results: Path, name: str) -> None:
+    assert read(results, name)[1]["sends_merged"]
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_training_is_the_same_in_every_layout(results: Path, name: str) -> None:
     one = next(f"{group}-1" for group in GROUPS if name.startswith(group + "-"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.merging import add_product
+from services.trainer.merging import write_merged
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 GROUPS, ROWS, INPUTS, SCALE = 2, 192, 320, 0.75
@@ -19,7 +19,7 @@ def test_the_sum_is_rounded_once(device: str, dtype: torch.dtype, rank: int) -> 
     a = torch.randn(rank, INPUTS, generator=generator).to(device, dtype)
     before = whole.clone()
     exact = before[:, :ROWS].double() + SCALE * (b.double() @ a.double())
-    add_product(whole[:, :ROWS], b, a, SCALE)
+    write_merged(whole[:, :ROWS], before[:, :ROWS], b, a, SCALE)
     assert torch.equal(whole[:, ROWS:], before[:, ROWS:])
     got = whole[:, :ROWS].double()
     # The sums of `rank` products are exact to 2^-24 of the largest terms each; bfloat16 rounds to 2^-8 of the result.
@@ -33,5 +33,5 @@ def test_the_sum_is_rounded_once(device: str, dtype: torch.dtype, rank: int) -> 
 def test_an_adapter_that_is_zero_changes_nothing(device: str) -> None:
     weight = torch.randn(1, 64, 96).to(device, torch.bfloat16)
     before = weight.clone()
-    add_product(weight, torch.zeros(1, 64, 16).to(weight), torch.randn(16, 96).to(weight), 2.0)
+    write_merged(weight, weight, torch.zeros(1, 64, 16).to(weight), torch.randn(16, 96).to(weight), 2.0)
     assert torch.equal(weight, before)

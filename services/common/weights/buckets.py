@@ -6,7 +6,7 @@ import torch
 
 from services.common.compat.torch import Copies
 from services.common.weights.plan import ALIGN_BYTES, Bucket, NamedTensors, Place, Plan, contiguous_stride
-from services.common.weights.span import Items, Source
+from services.common.weights.span import Computed, Items, Source
 
 # Maximum bytes copied into a bucket by one call. A call per tensor would take longer than the copies themselves, but
 # the gathered tensors are kept in memory until the call.
@@ -73,18 +73,16 @@ def pack_rounds(
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a view of `flat` (uint8 [num_bytes]) for each tensor of the bucket, with its name."""
-    typed, begin = _typed(bucket, flat), int(flat.storage_offset())
+    typed = _typed(bucket, flat)
     for place in bucket.places:
-        # One call instead of three (a slice and two views), because a large mixture of experts has 20,000 tensors.
-        start = (begin + place.offset) // place.dtype.itemsize
-        yield place.name, typed[place.dtype].as_strided(place.shape, place.stride, start)
+        yield place.name, _view(typed, place, place.shape, place.stride)
 
 
 def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer = _any_memory) -> torch.Tensor:
     places = bucket.places
-    num, tensor = source.take(places, 0)
-    if len(places) == 1 and tensor.device == device and _is_flat(tensor):
-        return tensor.detach().view(-1).view(torch.uint8)
+    num, value = source.take(places, 0)
+    if len(places) == 1 and isinstance(value, torch.Tensor) and value.device == device and _is_flat(value):
+        return value.detach().view(-1).view(torch.uint8)
     flat = buffer(bucket.num_bytes)
     if flat is None:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
@@ -94,30 +92,41 @@ def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer
     tensors: list[torch.Tensor] = []
     done = num_bytes = 0
     while True:
-        targets.append(_target(typed, int(flat.storage_offset()), places[done], tensor))
-        tensors.append(tensor)
-        done, num_bytes = done + num, num_bytes + tensor.nbytes
-        del tensor  # taking the next one may gather it, which needs memory
+        if isinstance(value, Computed):
+            value.write(_target(typed, places[done], value.like))
+        else:
+            targets.append(_target(typed, places[done], value))
+            tensors.append(value)
+            num_bytes += value.nbytes
+        done += num
+        del value  # taking the next one may gather it, which needs memory
         if num_bytes > _COPY_BYTES or done == len(places):
             with torch.no_grad():
                 Copies(targets, tensors).run()
             targets, tensors, num_bytes = [], [], 0
         if done == len(places):
             return flat
-        num, tensor = source.take(places, done)
+        num, value = source.take(places, done)
 
 
 def _typed(bucket: Bucket, flat: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
     return {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
 
 
-def _target(typed: dict[torch.dtype, torch.Tensor], begin: int, place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the bucket, whose memory begins at byte `begin` of its storage, that has the tensor's shape."""
-    shape, stride = place.shape, place.stride
-    if tensor.shape != shape:  # the numbers of several tensors, or rows in groups
-        shape = tuple(tensor.shape)
-        stride = contiguous_stride(shape)
-    return typed[place.dtype].as_strided(shape, stride, (begin + place.offset) // place.dtype.itemsize)
+def _target(typed: dict[torch.dtype, torch.Tensor], place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of the bucket that has the tensor's shape."""
+    if tensor.shape == place.shape:
+        return _view(typed, place, place.shape, place.stride)
+    shape = tuple(tensor.shape)  # the numbers of several tensors, or rows in groups
+    return _view(typed, place, shape, contiguous_stride(shape))
+
+
+def _view(
+    typed: dict[torch.dtype, torch.Tensor], place: Place, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    # One call instead of three (a slice and two views), because a large mixture of experts has 20,000 tensors.
+    flat = typed[place.dtype]
+    return flat.as_strided(shape, stride, int(flat.storage_offset()) + place.offset // place.dtype.itemsize)
 
 
 def _clear_gaps(bucket: Bucket, flat: torch.Tensor) -> None:

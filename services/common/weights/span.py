@@ -4,7 +4,7 @@ A mixture of experts has tens of thousands of weights, which a rank keeps in a f
 itself would take longer than copying their bytes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,18 @@ class Span:
     flat: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Computed:
+    """Stands for a weight that is computed in the bucket: elsewhere, it would have to be copied there afterwards."""
+
+    like: torch.Tensor
+    """Any tensor with the weight's shape and dtype."""
+    write: Callable[[torch.Tensor], None]
+    """Writes the weight into a tensor of that shape and dtype."""
+
+
 # A tensor's rows may be in groups: [groups, rows of a group, ...] instead of [rows, ...].
-Item = tuple[str, torch.Tensor] | Span
+Item = tuple[str, torch.Tensor | Computed] | Span
 Items = Iterable[Item]
 
 
@@ -33,8 +43,8 @@ class Source:
         self._items: Iterator[Item] = iter(items)
         self._rest: Span | None = None
 
-    def take(self, places: Sequence[Place], begin: int) -> tuple[int, torch.Tensor]:
-        """Returns how many of the places from `begin` on the next copy fills, at least one, and what to copy.
+    def take(self, places: Sequence[Place], begin: int) -> tuple[int, torch.Tensor | Computed]:
+        """Returns how many of the places from `begin` on the next item fills, at least one, and what fills them.
 
         Raises:
             InternalError: What comes next is not what belongs there.
@@ -58,8 +68,9 @@ class Source:
             raise InternalError(f"export order changed: the plan ends before {name}")
 
 
-def _checked(place: Place, item: tuple[str, torch.Tensor] | None) -> torch.Tensor:
-    name, tensor = item or ("nothing", torch.empty(0))
+def _checked(place: Place, item: tuple[str, torch.Tensor | Computed] | None) -> torch.Tensor | Computed:
+    name, value = item or ("nothing", torch.empty(0))
+    tensor = value.like if isinstance(value, Computed) else value
     shape = tuple(tensor.shape)
     if place.shape and len(shape) == len(place.shape) + 1:  # rows in groups
         shape = (shape[0] * shape[1], *shape[2:])
@@ -68,7 +79,7 @@ def _checked(place: Place, item: tuple[str, torch.Tensor] | None) -> torch.Tenso
             f"export order changed: the plan has {place.name} {place.dtype} {place.shape}, "
             f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
         )
-    return tensor
+    return value
 
 
 def _require_filled(places: Sequence[Place], span: Span) -> None:

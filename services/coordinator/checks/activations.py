@@ -17,11 +17,11 @@ from services.common.megatron.layout import Layout, data_parallel_size
 
 _FLOAT32 = 4
 # As services.trainer.updates.logprobs computes the logits: entries at a time, the most that are kept for the backward
-# pass, and bytes for each in forward and backward. On CPU several float32 copies exist at once; on GPU one kernel reads
-# and another writes.
+# pass, and bytes for each in forward and backward on CPU, where several float32 copies exist at once. On GPU one kernel
+# reads the logits and writes their gradients.
 _ENTRIES_AT_ONCE = {False: 64 << 20, True: 256 << 20}
 _KEPT_ENTRIES = {False: 64 << 20, True: 768 << 20}
-_LOGITS_BYTES = {False: (16, 21), True: (4, 4)}
+_LOGITS_BYTES_CPU = (16, 21)
 # Larger tensors have a mapping of their own (glibc's DEFAULT_MMAP_THRESHOLD_MAX), which ends with them.
 _LARGEST_IN_HEAP = 32 << 20
 # Bytes of holes in the heap for each byte that a layer keeps: measured 0.82 with strategy fsdp and 0.84 with megatron.
@@ -171,10 +171,11 @@ def _logits(
     trainer: TrainerConfig, model: Architecture, layout: Layout, tokens: int, *, is_gpu: bool
 ) -> tuple[int, int]:
     """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
-    rows = model.vocab_size // layout.tp
+    rows, size = model.vocab_size // layout.tp, weight_bytes(trainer, is_gpu=is_gpu)
     at_once = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
     is_kept = tokens * rows <= _KEPT_ENTRIES[is_gpu]  # if all tokens are predicted
-    forward, backward = (each * (tokens if is_kept else at_once) * rows for each in _LOGITS_BYTES[is_gpu])
+    each = (2 * size, 2 * size) if is_gpu else _LOGITS_BYTES_CPU
+    forward, backward = (num_bytes * (tokens if is_kept else at_once) * rows for num_bytes in each)
     gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_kept=is_kept, is_gpu=is_gpu)
     return forward, backward + gradient * rows * model.hidden_size
 

@@ -262,7 +262,9 @@ def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
     computes = f"in {'bfloat16' if held == 2 else 'float32'} on {'GPU' if is_gpu else 'CPU'}"
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
     kernels = "fused kernels (arXiv 2205.05198)" if is_gpu else "plain torch operators, with the holes of the heap"
-    left_out = "buffers of collectives, fragmentation" if is_gpu else "padding of samples of unequal length"
+    left_out = "padding of samples of unequal length"
+    if is_gpu:
+        left_out = "buffers of collectives, fragmentation, up to 2 GiB of logits if few tokens are predicted"
     return (
         f"Bytes per parameter: {state}. Activations {computes}: micro-batches of {microbatch_tokens(config)} "
         f"tokens x those in flight, {kernels}{recomputed}. Working: a layer, or logits and their gradients, whichever "

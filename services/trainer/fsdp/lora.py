@@ -21,7 +21,7 @@ from services.common.megatron.lora import PARTS, lora_layer
 from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
 from services.trainer.compat.torch import set_class
 from services.trainer.fsdp.weights import WeightStream, is_adapter
-from services.trainer.merging import add_product
+from services.trainer.merging import write_merged
 
 _Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -84,8 +84,9 @@ class AdapterStream:
         for name, weight in self._base:
             if layer := self._layers.get(name):
                 a, b = self._base.gather([layer.lora_A, layer.lora_B])
-                weight = weight.clone()
-                add_product(weight[None], b[None], a, layer.lora_scale)
+                merged = torch.empty_like(weight)
+                write_merged(merged, weight, b, a, layer.lora_scale)
+                weight = merged
             yield name, weight
 
 

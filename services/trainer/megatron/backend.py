@@ -41,14 +41,13 @@ from services.trainer.megatron.optim.adam import make_optimizer, set_rates, stat
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
 from services.trainer.megatron.transformer import model_architecture, read_config
-from services.trainer.megatron.weights.lora import add_adapters, merged_values
+from services.trainer.megatron.weights.load import load_checkpoint_weights, require_loadable
+from services.trainer.megatron.weights.lora import adapted_layers, add_adapters
 from services.trainer.megatron.weights.lora_map import AdapterMap
 from services.trainer.megatron.weights.stream import (
     WeightStream,
     gather_json,
-    load_checkpoint_weights,
     local_parameters,
-    require_loadable,
 )
 from services.trainer.megatron.weights.weight_map import WeightMap
 from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
@@ -274,10 +273,8 @@ class MegatronBackend(
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
         chunks, parallelism = self._model.bare_chunks(), self._model.parallelism
         parameters = local_parameters(chunks, parallelism)
-        has_adapters = self._config.lora.rank > 0
-        merged = merged_values(chunks) if has_adapters else None
-        self._stream = WeightStream(parameters, self._map, parallelism, self.device, merged)
-        if has_adapters:
+        self._stream = WeightStream(parameters, self._map, parallelism, self.device, adapted_layers(chunks))
+        if self._config.lora.rank:
             adapters = local_parameters(chunks, parallelism, adapters=True)
             self._base = WeightStream(parameters, self._map, parallelism, self.device)
             self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)

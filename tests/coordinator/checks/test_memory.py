@@ -272,6 +272,8 @@ def test_logits_are_cut_into_pieces(tmp_path: Path) -> None:
     gradient = 4 * 2**17 * 64
     assert fsdp_memory(config, model, is_gpu=False).micro.backward == 21 * 2**26 + gradient
     assert fsdp_memory(config, model, is_gpu=True).micro.backward == 4 * 2**28 + gradient
+    exact, _ = make(tmp_path / "wide", strategy="fsdp", compute_dtype="float32")
+    assert fsdp_memory(exact, model, is_gpu=True).micro.backward == 8 * 2**28 + gradient
 
 
 def test_few_logits_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ whose MLP has no shared expert and is not dense has adapters only in its attenti
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +31,18 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from services.common.config.trainer.section import LoraConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.lora import FUSED, PARTS
+from services.common.weights.span import Computed
 from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, target_parts
 from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.stream import LocalTensor, gather_json
-from services.trainer.merging import add_product
+from services.trainer.merging import write_merged
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+
+_Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,37 @@ class _Adapted(AdaptedLayer):
 
     def merged_weight(self) -> torch.Tensor:
         """Returns this rank's W + scale * B A, without gradient."""
-        merged, shape = self.weight.detach().clone(), self.lora_shape
-        heights = [rows // shape.num_groups for rows in shape.rows.values()]
-        of_parts = merged.unflatten(0, (shape.num_groups, -1)).split(heights, 1)
-        for part, weight_GOI in zip(shape.rows, of_parts, strict=True):
-            if part in self.lora_A:
-                b_GOR = self.lora_B[part].detach().unflatten(0, (shape.num_groups, -1))
-                add_product(weight_GOI, b_GOR, self.lora_A[part].detach(), shape.scale)
+        merged = torch.empty_like(self.weight.detach())
+        for target, part in zip(self._parts(merged), self.merged_parts(self._parts), strict=True):
+            part.write(target)
         return merged
+
+    def merged_parts(self, views: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Computed]:
+        """Returns the parts of W + scale * B A that `views` would return as views of it."""
+        weights = views(self.weight.detach())
+        factors = self._factors(weights, views)
+        return [
+            Computed(weight, functools.partial(_write_merged, weight=weight, factors=pair, scale=self.lora_shape.scale))
+            for weight, pair in zip(weights, factors, strict=True)
+        ]
+
+    def _factors(
+        self, weights: Sequence[torch.Tensor], views: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    ) -> list[_Factors | None]:
+        """Returns B, with the dimensions of its part of the weight, and A of each part that has an adapter."""
+        parts, a, b = list(self.lora_shape.rows), self.lora_A, self.lora_B
+        if len(parts) == 1:  # one adapter for all of them
+            return [(part, a[parts[0]].detach()) for part in views(b[parts[0]].detach())]
+        return [
+            (b[part].detach().view(*weight.shape[:-1], -1), a[part].detach()) if part in a else None
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+
+    def _parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns views of the parts: groups, rows of a group, columns."""
+        shape = self.lora_shape
+        heights = [rows // shape.num_groups for rows in shape.rows.values()]
+        return whole.unflatten(0, (shape.num_groups, -1)).split(heights, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -163,15 +190,10 @@ def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Paralle
             _adapt(site, kept, lora, parallelism, seed)
 
 
-def merged_values(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], torch.Tensor]:
-    """Returns a function for WeightStream that returns a parameter with its adapters merged, if it has any."""
+def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], _Adapted | None]:
+    """Returns a function for WeightStream that returns the layer that adapts a parameter, if there is one."""
     owners = {id(module.weight): module for module in _adapted(chunks)}
-
-    def value(parameter: LocalTensor) -> torch.Tensor:
-        owner = owners.get(id(parameter.tensor))
-        return parameter.tensor if owner is None else owner.merged_weight()
-
-    return value
+    return lambda parameter: owners.get(id(parameter.tensor))
 
 
 def _adapted(chunks: Sequence[Chunk]) -> list[_Adapted]:
@@ -231,6 +253,13 @@ def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
         scale=lora.alpha / lora.rank,
         dropout=lora.dropout,
     )
+
+
+def _write_merged(target: torch.Tensor, *, weight: torch.Tensor, factors: _Factors | None, scale: float) -> None:
+    if factors is None:
+        target.copy_(weight)
+    else:
+        write_merged(target, weight, *factors, scale)
 
 
 def _require_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

@@ -1,34 +1,23 @@
-"""Loads checkpoint weights into the sharded model, and streams whole weights from the ranks that hold the shards."""
+"""Streams whole weights from the ranks that hold the shards."""
 
-import contextlib
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from services.common.families.architecture import Architecture
 from services.common.weights.plan import ALIGN_BYTES, take_together
-from services.common.weights.span import Item, Span
-from services.trainer.checkpoint.model_files import (
-    opened,
-    require_finite,
-    require_known,
-    require_same_if_tied,
-    require_tensors,
-    stored_tensors,
-)
+from services.common.weights.span import Computed, Item, Span
 from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.experts import GroupedExperts
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weights.weight_map import Part, WeightMap
+from services.trainer.megatron.weights.weight_map import Part
 
 # A run is consecutive parameters with the same holders, which are sent together: up to this many bytes over all ranks.
 _RUN_BYTES = 64 << 20
@@ -79,6 +68,18 @@ class CheckpointNames(Protocol):
         ...
 
 
+class Adapted(Protocol):
+    """Describes a layer with an adapter, whose weight W is published as W + scale * B A."""
+
+    def merged_weight(self) -> torch.Tensor:
+        """Returns this rank's shard of the sum."""
+        ...
+
+    def merged_parts(self, views: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Computed]:
+        """Returns the tensors that `views` would return as views of the sum."""
+        ...
+
+
 def is_adapter(name: str) -> bool:
     """Returns whether a model tensor belongs to a LoRA adapter."""
     return ".lora_" in name
@@ -103,54 +104,10 @@ def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own)
 
 
-def load_checkpoint_weights(
-    parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
-) -> None:
-    """Copies only this rank's slices from the safetensors files of `model_path`, which `require_loadable` has checked.
-
-    Raises:
-        InvalidInput: A file is damaged, or a number is not finite.
-    """
-    stored = stored_tensors(Path(model_path))
-    with contextlib.ExitStack() as stack:
-        files = {tensor.file for tensor in stored.values()}
-        tensors = {file: stack.enter_context(opened(file)) for file in files}
-        for parameter in parameters:
-            part = weight_map.part(parameter.name)
-            slices = [tensors[stored[name].file].get_slice(name) for name in part.names]
-            shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
-            with torch.no_grad():
-                parameter.tensor.copy_(shard)
-    named = ((" and ".join(weight_map.part(one.name).names), one.tensor.detach()) for one in parameters)
-    require_finite(named, model_path)
-
-
-def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -> None:
-    """Checks, before a model of that size is made, that the files have exactly its tensors.
-
-    A critic needs no output layer.
-
-    Raises:
-        InvalidInput: A file is damaged, a tensor is missing, unknown or of another shape than config.json gives, or the
-            output layer that config.json ties to the embedding is another.
-    """
-    directory = Path(model_path)
-    stored = stored_tensors(directory)
-    output, embedding = model.family.output.tensors[0], model.family.embedding.tensors[0]
-    shapes = model.checkpoint_shapes()
-    if is_critic:
-        shapes.pop(output, None)
-    require_tensors(stored, shapes, directory)
-    if not is_critic:
-        require_known(stored, {*shapes, output})
-    if model.tie_word_embeddings:
-        require_same_if_tied(stored, output, embedding)
-
-
 class WeightStream:
     """Streams the policy under checkpoint names, always in the same order; no rank ever holds all of it.
 
-    `value` returns the tensor to publish for a parameter, such as the weight with its adapter merged.
+    `adapted` returns the layer whose adapter is merged into a parameter, or None.
     """
 
     def __init__(
@@ -159,9 +116,9 @@ class WeightStream:
         names: CheckpointNames,
         parallelism: Parallelism,
         device: torch.device,
-        value: Callable[[LocalTensor], torch.Tensor] | None = None,
+        adapted: Callable[[LocalTensor], Adapted | None] = lambda parameter: None,
     ):
-        self._map, self._value = names, value
+        self._map, self._adapted = names, adapted
         self._rank = dist.get_rank()
         self._local = {parameter.name: parameter for parameter in parameters}
         self._device = device
@@ -261,11 +218,13 @@ class WeightStream:
                 names = [name for entry in entries for name in self._parts[entry.name].names]
                 yield Span(names, first.detach().as_strided((num_bytes // first.element_size(),), (1,)))
 
-    def _alone(self, entry: Entry) -> list[tuple[str, torch.Tensor]]:
+    def _alone(self, entry: Entry) -> Sequence[Item]:
         """Returns the tensors of a parameter that only this rank holds."""
         part, parameter = self._parts[entry.name], self._local[entry.name].tensor
-        if self._value is not None or part.views is None or parameter.device != self._device:
+        if part.views is None or parameter.device != self._device:
             return list(self._joined(entry, self._own([entry])))
+        if layer := self._adapted(self._local[entry.name]):
+            return list(zip(part.names, layer.merged_parts(part.views), strict=True))
         views = self._views.get(entry.name, [])
         if not views or views[0][1].data_ptr() != parameter.data_ptr():  # it has other memory now
             views = list(zip(part.names, part.views(parameter.detach()), strict=True))
@@ -284,7 +243,7 @@ class WeightStream:
 
     def _follows(self, before: Entry, entry: Entry) -> bool:
         """Returns whether a parameter begins where the one before it ends, and so do their tensors in a bucket."""
-        if self._value is not None or entry.holders != (self._rank,):
+        if entry.holders != (self._rank,) or any(self._adapted(self._local[one.name]) for one in (before, entry)):
             return False
         parts = self._parts[before.name], self._parts[entry.name]
         shapes = [shape for part in parts for shape in part.shapes]
@@ -300,8 +259,11 @@ class WeightStream:
         )
 
     def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
-        value = self._value or (lambda parameter: parameter.tensor)
-        return [value(self._local[entry.name]).detach().to(self._device) for entry in run]
+        return [self._value(self._local[entry.name]).detach().to(self._device) for entry in run]
+
+    def _value(self, parameter: LocalTensor) -> torch.Tensor:
+        layer = self._adapted(parameter)
+        return layer.merged_weight() if layer else parameter.tensor
 
     def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
         flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]
