@@ -44,7 +44,7 @@ _RATE = 1e-6
 
 _TEMPLATE = """\
 # Written by `lockstep init` for {gpus}.
-# Next: `lockstep doctor {file}`, then `lockstep run {file}`. `lockstep config` lists every key.
+# Next: {fitting}`lockstep doctor {file}`, then `lockstep run {file}`. `lockstep config` lists every key.
 name: {name}
 model: {model}{family}
 num_steps: 100                   # each step generates, scores, trains once and publishes the new weights{placement}
@@ -104,13 +104,14 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     chat = "\n  chat: true                     # text prompts become a user message of the chat template"
     text = _TEMPLATE.format(
         gpus=_hosts(num_gpus),
+        fitting=f"`lockstep plan {file} --suggest` lists placements that fit the GPUs;\n# " if num_gpus else "",
         placement=shared if num_gpus == 1 else "",
         file=file,
         name=json.dumps(file.stem),
         model=json.dumps(str(model)),
-        family=f"   # {content.get('model_type')}{f', {_millions(count)}' if count else ''}",
+        family=f"   # {content.get('model_type')}{f', {_counted(count)}' if count else ''}",
         lr=next((rate for least, rate in _RATES.items() if count and count < least), _RATE),
-        why_lr=f"usual for {_millions(count)}" if count else "usual for models of 0.2B parameters and more",
+        why_lr=f"usual for {_counted(count)}" if count else "usual for models of 0.2B parameters and more",
         train=json.dumps(str(train)),
         prompt=json.dumps(prompt),
         answer=json.dumps(answer),
@@ -126,8 +127,9 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     return re.sub(r"^(\s*[^\s#].*?) +# ", lambda line: f"{line[1] + ' ':<32} # ", text, flags=re.MULTILINE)
 
 
-def _millions(num_parameters: int) -> str:
-    return f"{num_parameters / 1e6:.1f}M parameters"
+def _counted(num_parameters: int) -> str:
+    size = f"{num_parameters / 1e9:.1f}B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.1f}M"
+    return f"{size} parameters"
 
 
 def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:

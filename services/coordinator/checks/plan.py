@@ -75,7 +75,9 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     _check_supported(config)
     model = planned_architecture(config)
     _check(config, model)
-    lines = [f"{model.model_type}: {counted(model.num_layers, 'layer')}, {_count(model.num_parameters)} parameters"]
+    where = "on GPUs" if is_gpu else "on CPU (for GPUs, add --device gpu)"
+    size = f"{counted(model.num_layers, 'layer')}, {_count(model.num_parameters)} parameters"
+    lines = [f"{model.model_type}: {size}, {where}"]
     for name, settings in _layouts(config):
         layout = Layout.of(settings.megatron, settings.num_ranks)
         lines.append(f"{name}: {_sizes(layout)}")
@@ -87,7 +89,7 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     memories = rank_memory(config, model, is_gpu=is_gpu)
     console.print(_parts_table(memories))
     console.print(_phases_table(memories))
-    lines = [_offloaded(config)]
+    lines = list(_offloaded(config))
     if not is_gpu:
         total = sum(memory.peak for memory in memories.values()) * config.trainer.num_ranks // len(memories)
         ranks = config.trainer.num_ranks
@@ -182,13 +184,14 @@ def _shared(config: Config, model: Architecture, ranks: Collection[Memory], cons
     )
 
 
-def _offloaded(config: AnyConfig) -> str:
+def _offloaded(config: AnyConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.strategy == "megatron":
         names = sorted(trainer.megatron.offloads)
     else:
         names = ["grads", "optimizer", "params"] if trainer.fsdp.cpu_offload else []
-    return f"offloaded to host memory between phases (idle): {', '.join(names) or 'nothing'}"
+    if names:
+        yield f"offloaded to host memory between phases (idle): {', '.join(names)}"
 
 
 def _publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> str:
@@ -218,7 +221,9 @@ def _blocks(config: Config) -> Iterator[str]:
     size, trainer = tokens_per_block(config), config.trainer
     if not size:
         return
-    when = "as soon as they are scored" if streams(config) else "when the batch is complete"
+    when = ", trained on as soon as they are scored"
+    if not streams(config):
+        when = "; not streamed: the trainer gets the batch when it is complete"
     idle = ""
     if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
         layout = Layout.of(trainer.megatron, trainer.num_ranks)
@@ -231,7 +236,7 @@ def _blocks(config: Config) -> Iterator[str]:
         rest = f"; they are the first of {num_minibatches} mini-batches, and each of the others is trained on at once"
     growth, cutter = block_growth(config), block_cutter(config)
     first = f", the first of {cutter.least_tokens} and each of {growth} more" if growth and cutter else ""
-    yield f"blocks: groups of at least {size} tokens together{first}, trained on {when}{idle}{rest}"
+    yield f"blocks: groups of at least {size} tokens together{first}{when}{idle}{rest}"
 
 
 def _lag(config: Config) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Implements `lockstep plan --suggest`, which lists the placements of a run that fit the GPUs, and names one.
 
 Only keys that change no result are tried: the placement, the numbers of ranks and replicas, the engine's tensor
-parallelism and the recomputation of activations. The order is reasoned and not measured: trainer and engines of an
-on-policy run take turns, so dedicated GPUs are idle half of the time and shared ones are not.
+parallelism and the recomputation of activations. Placements whose KV cache holds the samples come first, then those
+that share GPUs, which were as fast per GPU as dedicated ones (docs/one-gpu.md), then those with less tensor parallelism
+in the engine. Only the memory is computed; speeds are not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,36 +34,45 @@ _GIB = 2**30
 _BESIDE_BYTES = 3 * _GIB
 # Share of the memory that is left for what `lockstep plan` does not count: buffers of collectives and fragmentation.
 _UNCOUNTED = 0.1
+# Share of the longest possible samples that the KV cache has to hold at once. An engine that has less room generates
+# fewer samples at a time, or computes some again.
+_HELD = 0.5
 _RECOMPUTE = "trainer.gradient_checkpointing=true"
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Describes a placement, with the bytes of the fullest GPU in training and those left for the KV cache."""
+    """Describes a placement, and its memory on the fullest GPU."""
 
     overrides: Sequence[str]
     train_bytes: int
     cache_tokens: int
     """Tokens that the KV cache of one engine holds."""
+    held: float
+    """Share of the samples generated at once, if all are of full length, whose tokens the KV cache holds."""
+    fits: bool
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Holds the placements that fit, the number of legal ones, and those that break a rule, by the rule's message."""
+    """Holds the placements that fit, all that break no rule, and those that do, by the rule's message."""
 
     found: list[Proposal]
-    num_legal: int
+    legal: list[Proposal]
     refused: Mapping[str, str]
 
     def why_none(self, what: str) -> str:
         """Returns why no placement fits `what`: memory, rules of the config, or both."""
-        advice = (
-            ": lower trainer.max_tokens_per_microbatch, or use more parallelism (trainer.strategy=megatron), LoRA or "
-            "offloading; docs/operations.md says how much each saves"
-        )
+        message = f"no placement fits {what}"
+        if self.legal:
+            least = min(proposal.train_bytes for proposal in self.legal) / _GIB
+            message += (
+                f": training takes {least:.1f} GiB of each GPU or more, and the engine needs room for its weights and "
+                "the samples of a prompt; set trainer.lora.rank, lower trainer.max_tokens_per_microbatch, or shard or "
+                "offload the model with trainer.strategy=megatron (docs/megatron.md)"
+            )
         refusals = "; ".join(f"{placement}: {why}" for why, placement in self.refused.items())
-        memory = advice if self.num_legal else ""
-        return f"no placement fits {what}{memory}" + (f"; refused whatever the memory: {refusals}" if refusals else "")
+        return message + (f"; not possible, whatever the memory: {refusals}" if refusals else "")
 
 
 def parse_gpus(text: str) -> list[int]:
@@ -94,22 +104,18 @@ def _search(args: Sequence[str], gpus: Sequence[int]) -> "_Search":
     own = started_ranks(config, Addresses())
     own_ranks = sum(own.values()) - own["trainer"]
     refused: dict[str, str] = {}
-    num_legal = 0
+    legal: list[Proposal] = []
     for extra in ([], [_RECOMPUTE]):
-        found: list[Proposal] = []
         for sizes in _placements(len(gpus), own_ranks):
             try:
-                proposal = _fit([*args, *sizes, *extra], [*sizes, *extra], gpus)
+                legal.append(_proposal([*args, *sizes, *extra], [*sizes, *extra], gpus))
             except InvalidInput as error:
                 refused.setdefault(error.message, " ".join(sizes))
-            else:
-                num_legal += 1
-                found += [proposal] if proposal else []
-        if found:
-            return _Search(found, num_legal, refused)
+        if found := [proposal for proposal in legal if proposal.fits]:
+            return _Search(sorted(found, key=lambda proposal: -min(proposal.held, _HELD)), legal, refused)
     if len(gpus) < (least := 2 + own_ranks):
         refused[f"it needs at least {least} GPUs"] = "placement=disaggregated"
-    return _Search([], num_legal, refused)
+    return _Search([], legal, refused)
 
 
 def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) -> None:
@@ -125,12 +131,17 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     if not (found := search.found):
         raise InvalidInput(search.why_none(what))
     table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
-    for name in ("placement", "training GiB", "KV cache tokens"):
+    for name in ("placement", "training GiB", "KV cache tokens", "of full samples"):
         table.add_column(name, justify="left" if name == "placement" else "right", overflow="fold")
     for proposal in found:
-        cells = f"{proposal.train_bytes / _GIB:.1f}", str(proposal.cache_tokens)
+        cells = f"{proposal.train_bytes / _GIB:.1f}", f"{proposal.cache_tokens:,}", f"{min(proposal.held, 1):.0%}"
         table.add_row(" ".join(proposal.overrides), *cells)
     console.print(table)
+    console.print(
+        "The last column is the share of the samples that an engine generates at once for which its KV cache has room, "
+        "if all are of full length.\n",
+        highlight=False,
+    )
     command = " ".join(["lockstep run", *args, *found[0].overrides])
     console.print("suggested:", highlight=False)
     console.print(f"  {command}", soft_wrap=True, highlight=False)
@@ -158,8 +169,8 @@ def _overrides(placement: str, num_ranks: int, num_replicas: int, size: int) -> 
     ]
 
 
-def _fit(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> Proposal | None:
-    """Returns the proposal if every phase fits, and the KV cache holds a whole prompt group.
+def _proposal(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> Proposal:
+    """Returns a placement, which fits if every phase does, and if the KV cache holds a whole prompt group.
 
     Raises:
         InvalidInput: The placement breaks a rule.
@@ -170,14 +181,15 @@ def _fit(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> 
     model, usable = planned_architecture(config), min(gpus) - _BESIDE_BYTES
     phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
     needed = {phase.name: phase.total for phase in phases}
-    if needed["train"] > usable * (1 - _UNCOUNTED):
-        return None
-    if config.placement == "colocated" and needed["publish"] > usable:
-        return None
-    tokens = _cache_tokens(config, model, min(gpus))
-    if tokens < config.rollout.completions_per_prompt * config.rollout.max_model_len:
-        return None
-    return Proposal(overrides, needed["train"], tokens)
+    tokens, rollout = _cache_tokens(config, model, min(gpus)), config.rollout
+    fits = (
+        needed["train"] <= usable * (1 - _UNCOUNTED)
+        and (config.placement == "disaggregated" or needed["publish"] <= usable)
+        and tokens >= rollout.completions_per_prompt * rollout.max_model_len
+    )
+    samples = config.data.prompts_per_step * rollout.completions_per_prompt
+    at_once = min(rollout.max_samples, -(-samples // rollout.num_replicas))
+    return Proposal(overrides, needed["train"], tokens, tokens / (at_once * rollout.max_model_len), fits)
 
 
 def _cache_tokens(config: Config, model: Architecture, gpu_bytes: int) -> int:

@@ -82,13 +82,12 @@ def run(
     services = addresses(given, is_operator=bool(coordinator))
     settings = load(Config, config)
     services.require_own(settings)
-    if not coordinator:
-        settings = _with_model(settings, services, has_weights=not dry_run)
     if dry_run:
         _check_only(settings, services, coordinator)
     if coordinator:
         run_on_coordinator(coordinator, settings, services)
         return
+    settings = _with_model(settings, services)
     check_model(settings)
     check_weights(settings, services)
     with outliving_output(settings.run_dir):
@@ -107,9 +106,10 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
     from services.coordinator.sft.session import run_session, show_outcome
 
     services = addresses(given)
-    settings = _with_model(load(SftConfig, config), services, has_weights=not dry_run)
+    settings = load(SftConfig, config)
     if dry_run:
         _check_only(settings, services)
+    settings = _with_model(settings, services)
     check_model(settings)
     check_weights(settings, services)
     with outliving_output(settings.run_dir):
@@ -234,8 +234,7 @@ def doctor(
     from services.coordinator.checks.doctor.session import examine
 
     services = addresses(given)
-    settings = _with_model(load_any(config), services, has_weights=False) if config else None
-    is_well = examine(settings, services, _console)
+    is_well = examine(load_any(config) if config else None, services, _console)
     raise typer.Exit(0 if is_well else 1)
 
 
@@ -307,11 +306,11 @@ def config(
     show_keys(keys_with_prefix(prefix, list(keys(SftConfig if sft else Config))), _console)
 
 
-def _with_model(settings: "ConfigT", services: "Addresses", *, has_weights: bool = True) -> "ConfigT":
+def _with_model(settings: "ConfigT", services: "Addresses") -> "ConfigT":
     """Returns settings with directories in place of models on the Hub, unless another host has the models."""
     from services.coordinator.data.reading.hub import with_local_models
 
-    return settings if services.trainer else with_local_models(settings, has_weights=has_weights)
+    return settings if services.trainer else with_local_models(settings)
 
 
 def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str = "") -> NoReturn:

@@ -253,7 +253,7 @@ def test_a_text_that_commands_the_terminal_is_shown_as_a_literal() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "sft"])
-def test_a_dry_run_checks_and_starts_nothing(tmp_path: Path, command: str) -> None:
+def test_a_dry_run_checks_and_starts_nothing(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file, runs = tmp_path / "train.parquet", tmp_path / "runs"
     pq.write_table(pa.table({"prompt": ["1+1="] * 8, "answer": ["2"] * 8, "response": ["2"] * 8}), file)
     tree: dict[str, object] = {"model": str(ROOT / "deploy" / "quickstart" / "model"), "num_steps": 1}
@@ -273,6 +273,11 @@ def test_a_dry_run_checks_and_starts_nothing(tmp_path: Path, command: str) -> No
     assert (code, "steps" in output, runs.exists()) == (0, True, False), output
     code, output = dry_run(f"data.train={tmp_path}/none.parquet")
     assert (code, "does not exist" in output) == (1, True), output
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, output = dry_run("model=models/none")  # it may be on the Hub
+    words = " ".join(output.split())
+    assert code == 1 and "models/none, which is not a directory here, was" in words, output
+    assert "fix: download the model" in words and "restart" in words, output  # the other checks went on
     assert not runs.exists()
 
 

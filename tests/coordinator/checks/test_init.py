@@ -31,7 +31,7 @@ def test_plan_accepts_it(tmp_path: Path, num_gpus: int) -> None:
     )
     assert done.exit_code == 0, done.output
     text, keys = out.read_text(), ("num_steps", "prompts_per_step", "num_replicas", "completions_per_prompt")
-    assert "qwen3, 0.6M parameters" in text
+    assert "qwen3, 0.6M parameters" in text and ("--suggest" in text) == (num_gpus > 0)
     assert {line.index(" # ") for line in text.splitlines() if line.strip().startswith(keys)} == {32}  # a column
     config = load(Config, [str(out)])
     assert (config.name, config.model, config.data.train) == ("my-run", str(MODEL), (data,))

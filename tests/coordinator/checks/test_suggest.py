@@ -101,18 +101,35 @@ def test_a_proposal_is_a_config_that_fits_and_the_next_bigger_need_is_none(args:
     assert own[0][1:] == ["trainer.num_ranks=2", "rollout.num_replicas=4", "rollout.tensor_parallel_size=1"]
 
 
+def test_engines_whose_cache_holds_the_samples_come_first(args: list[str]):
+    """On a GPU of 40 GiB the KV cache of one engine has room for 24 samples of 4096 tokens; with TP 2, for 76."""
+
+    def sizes(max_samples: int) -> list[int]:
+        found = proposals([*args, "trainer.lora.rank=8", f"rollout.max_samples={max_samples}"], [40 * GIB] * 8)
+        shared = [proposal.overrides[-1] for proposal in found if "placement=colocated" in proposal.overrides]
+        return [int(override.rpartition("=")[2]) for override in shared]
+
+    assert sizes(48) == [1, 2, 4, 8]  # room for half of the samples is enough
+    assert sizes(64) == [2, 4, 8, 1]
+
+
 def test_a_placement_that_a_rule_refuses_is_not_said_to_be_too_large(args: list[str]):
     def refused(*more: str) -> str:
         return str(CliRunner().invoke(app, ["plan", *args, *more]).exception)
 
     lag = ("trainer.lag.versions=1", "trainer.loss.old_logprobs=engine")
     message = refused(*lag, "--gpus", "1x500")
-    assert "no placement fits 1 GPU of 500 GiB; refused whatever the memory: placement=colocated" in message
+    assert "no placement fits 1 GPU of 500 GiB; not possible, whatever the memory: placement=colocated" in message
     assert "set trainer.lag.versions 0, or placement disaggregated" in message
     assert "placement=disaggregated: it needs at least 2 GPUs" in message and "lower" not in message
     message = refused(*lag, "--gpus", "2x20")
     assert "lower trainer.max_tokens_per_microbatch" in message and "set trainer.lag.versions 0" in message
-    assert "refused" not in refused("--gpus", "8x20")
+    message = refused("--gpus", "8x20")
+    assert (
+        "; not possible" not in message
+        and "training takes 65.3 GiB of each GPU or more" in message
+        and "trainer.lora.rank" in message
+    )
 
 
 def test_activations_are_recomputed_where_nothing_fits_without(args: list[str]):

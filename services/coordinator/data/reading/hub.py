@@ -49,7 +49,7 @@ def local_model(model: str, *, has_weights: bool, field: str) -> str:
     import huggingface_hub  # slow, and few runs need it
 
     patterns = [*_CARD, *_WEIGHTS] if has_weights else [*_CARD]
-    with _hub_errors(f"model {parts['id']}, which is no directory here,", parts["revision"], field):
+    with _hub_errors(f"{parts['id']}, which is not a directory here,", parts["revision"], field):
         return huggingface_hub.snapshot_download(parts["id"], revision=parts["revision"], allow_patterns=patterns)
 
 

@@ -124,6 +124,9 @@ def test_every_problem_is_told_at_once(file: str) -> None:
         "rollout.sampling.top_k=1025",
         "reward.scorers.0.weight=2",
         "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
+        "rollout.engine.gpu_memory_utilization=1.7",
+        "rollout.engine.gpu_memory_utilization=0",
+        "rollout.engine.gpu_memory_utilization=abc",
         "rollout.speculation={kind: medusa}",
         "rollout.speculation={kind: eagle3}",
         "rollout.speculation={kind: ngram, num_tokens: 17}",
@@ -132,7 +135,7 @@ def test_every_problem_is_told_at_once(file: str) -> None:
 def test_wrong_value_names_its_key(file: str, override: str) -> None:
     message = refused(file, override)
     key = override.partition("=")[0]
-    for refused_by_its_section in (".top_p", ".top_k", ".speculative_config", ".0.weight"):
+    for refused_by_its_section in (".top_p", ".top_k", ".speculative_config", ".gpu_memory_utilization", ".0.weight"):
         key = key.removesuffix(refused_by_its_section)
     assert key in message.replace(": ", ".")  # a section may name its key after a colon
 

@@ -67,12 +67,10 @@ def test_a_model_on_the_hub_is_a_directory_of_the_cache(tmp_path: Path) -> None:
         directory, reference, found = json.loads(whole)
         assert directory == reference and "tokenizer.json" in found
         missing = resolve(endpoint, tmp_path, "openai/gsm9k")
-        assert missing.startswith(
-            "NotFound model: you cannot see model openai/gsm9k, which is no directory here, on the"
-        )
+        assert missing.startswith("NotFound model: you cannot see openai/gsm9k, which is not a directory here, on the")
     assert resolve(endpoint, tmp_path, "openai/gsm8k") == resolve(endpoint, tmp_path, directory)  # it was kept
     elsewhere = resolve(endpoint, tmp_path, "openai/gsm9k")
-    assert elsewhere.startswith("Unavailable model: model openai/gsm9k, which is no directory here, was not downloaded")
+    assert elsewhere.startswith("Unavailable model: openai/gsm9k, which is not a directory here, was not downloaded")
     assert elsewhere.endswith("use a local copy\n") and elsewhere.count("\n") == 1
 
 
