@@ -131,15 +131,15 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     if not (found := search.found):
         raise InvalidInput(search.why_none(what))
     table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
-    for name in ("placement", "training GiB", "KV cache tokens", "of full samples"):
+    for name in ("placement", "training GiB", "KV cache tokens", "room for samples"):
         table.add_column(name, justify="left" if name == "placement" else "right", overflow="fold")
     for proposal in found:
         cells = f"{proposal.train_bytes / _GIB:.1f}", f"{proposal.cache_tokens:,}", f"{min(proposal.held, 1):.0%}"
         table.add_row(" ".join(proposal.overrides), *cells)
     console.print(table)
     console.print(
-        "The last column is the share of the samples that an engine generates at once for which its KV cache has room, "
-        "if all are of full length.\n",
+        "Room for samples: of those that an engine generates at once, the share that its KV cache holds if all are of "
+        "full length.\n",
         highlight=False,
     )
     command = " ".join(["lockstep run", *args, *found[0].overrides])
