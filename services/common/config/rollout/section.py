@@ -114,7 +114,7 @@ class RolloutConfig(Strict):
     def _known_arguments(cls, engine: dict[str, Any]) -> dict[str, Any]:
         share = engine.get("gpu_memory_utilization", 1.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization {share!r} is no share of a GPU's memory; set a number up to 1")
+            raise ValueError(f"gpu_memory_utilization: must be a number above 0 and at most 1, not {share!r}")
         if engine.get("speculative_config"):
             raise ValueError(
                 "speculative_config is refused: vLLM also has methods that change what is sampled, and some that were "
