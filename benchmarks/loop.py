@@ -37,6 +37,7 @@ KEPT = {
     "train/logprob_gap_mean": "engine-trainer gap, mean [nats]",
     "train/logprob_gap_max": "engine-trainer gap, max [nats]",
     "train/moe_route_agreement": "experts of the engine that the trainer's routers choose [share]",
+    "lag/ess": "effective sample size [share of tokens]",
     "reward/mean": "training reward",
 }
 

@@ -218,6 +218,20 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
     assert (await send(trainer, good)).version == 1
 
 
+async def test_a_message_out_of_place_and_a_batch_without_trained_tokens_are_refused(trainer: Deployment) -> None:
+    batch = trainer.batch()
+    good = messages_of(header_of(trainer), batch)
+    for sent, part in (([good[0], *good], "header"), ([*good[:2], good[-1]], "commit")):  # twice; inside a block
+        error = await refused(trainer, sent)
+        assert (type(error), error.message) == (InvalidInput, f"{part}: not expected here")
+    masked = changed(batch, "loss_mask", [[False] * len(row) for row in batch["tokens"].to_pylist()])
+    messages = messages_of(header_of(trainer), masked)
+    messages[-1].commit.num_tokens = 0
+    error = await refused(trainer, messages)
+    assert (type(error), error.metadata["field"]) == (InvalidInput, "loss_mask")
+    assert "masks every token" in error.message
+
+
 async def test_a_gap_is_found_before_anything_is_applied(trainer: Deployment) -> None:
     await trainer.open(max_logprob_gap=2.0)
     await trainer.publish()

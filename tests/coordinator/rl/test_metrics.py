@@ -6,7 +6,7 @@ import pytest
 
 from services.common.config.advantage import AdvantageConfig
 from services.coordinator.rl.advantages import compute_advantages
-from services.coordinator.rl.metrics import batch_metrics
+from services.coordinator.rl.metrics import _idle, batch_metrics
 from tests.coordinator.rl.advantages.harness import row, table
 
 
@@ -35,6 +35,23 @@ def test_metrics_of_a_batch():
             "batch/tokens": 20.0,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("measured", "rollout_s", "trainer_s"),
+    [
+        (
+            {"time/generate_busy_s": 7.0, "time/train_busy_s": 6.0, "train/train_s": 4.0},
+            3.0,
+            6.0,
+        ),  # it waited for blocks
+        ({"time/generate_busy_s": 7.0, "time/train_busy_s": 6.0}, 3.0, 4.0),
+        ({"time/train_busy_s": 6.0, "train/train_s": 6.5}, 10.0, 4.0),  # the batch was generated before
+    ],
+)
+def test_each_side_is_idle_for_the_rest_of_the_step(measured: dict, rollout_s: float, trainer_s: float):
+    idle = _idle({"time/step_s": 10.0, **measured})
+    assert (idle["time/idle_rollout_s"], idle["time/idle_trainer_s"]) == (rollout_s, trainer_s)
 
 
 def per_token(rows: list[dict]) -> dict[str, float]:
