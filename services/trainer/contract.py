@@ -172,7 +172,9 @@ def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainRespo
             f"batch {header.batch_id} was applied to version {held.state.version - 1}, not to {applied_to}",
             reason=Reason.REPLAYED_BATCH,
         )
-    return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
+    state = held.state
+    applied = bytes.fromhex(state.last_batch_sha256)
+    return pb.TrainResponse(version=state.version, metrics=state.last_metrics, replayed=True, samples_sha256=applied)
 
 
 def check_temperature(temperature: float) -> None:

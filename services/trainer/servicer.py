@@ -157,7 +157,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
             held.trained(header.batch_id, metrics, sha256.hex())
             self._metrics.trained(role, samples)
-        return pb.TrainResponse(version=held.state.version, metrics=metrics)
+        return pb.TrainResponse(version=held.state.version, metrics=metrics, samples_sha256=sha256)
 
     @shielded
     async def TrainBlocks(
@@ -185,7 +185,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
                 held.trained(header.batch_id, metrics, sha256.hex())
                 self._metrics.trained(Role.POLICY, training.samples)
-                return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics)
+                return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics, samples_sha256=sha256)
         finally:
             async with self._changing:
                 await self._stream.end(training)
@@ -386,7 +386,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _as_blocks(answer: pb.TrainResponse) -> pb.TrainBlocksResponse:
-    return pb.TrainBlocksResponse(version=answer.version, metrics=answer.metrics, replayed=answer.replayed)
+    return pb.TrainBlocksResponse(
+        version=answer.version,
+        metrics=answer.metrics,
+        replayed=answer.replayed,
+        samples_sha256=answer.samples_sha256,
+    )
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:

@@ -53,7 +53,7 @@ class Episode:
 
     def replies(self, tokens: Sequence[int]) -> list[Sequence[int]]:
         """Returns the tokens that the environment added after each turn; none after the last."""
-        nexts = [*self.turn_begins[1:], len(tokens)]
+        nexts = [*self.turn_begins[1:], len(tokens)][: len(self.turn_ends)]  # a failed episode has no turn
         return [tokens[end:begin] for end, begin in zip(self.turn_ends, nexts, strict=True)]
 
 

@@ -14,6 +14,7 @@ from services.common.errors import LockstepError, PreconditionFailed
 from services.common.files.storage import writing
 from services.common.rpc.history.calls import note_row
 from services.coordinator.runs.database import Database
+from services.coordinator.runs.rows import checked_row
 
 Decision = dict[str, Any]
 """A decision read from the ledger: its `version`, and the fields given to `Ledger.record`, as JSON values."""
@@ -29,6 +30,7 @@ class Kind(StrEnum):
     SELECTED = "selected"  # which groups a step trains on, which were dropped or left over, and why
     COLLECTED = "collected"  # SHA-256 of a step's Parquet file, the stamp that its samples were generated from
     FINISHED = "finished"  # metrics of a step
+    EVAL_SAMPLES = "eval_samples"  # name and SHA-256 of the Parquet file of a held-out set, before its metrics
     EVALUATED = "evaluated"  # metrics of an evaluation
     STOPPED = "stopped"  # early stopping ended the run here: metric, value, and the step and value of the best
     EXPORTED = "exported"  # path of the final policy
@@ -97,17 +99,17 @@ class Ledger:
 
     def all(self, kind: Kind) -> list[Decision]:
         """Returns all decisions of a kind, oldest first, each with its `version`."""
-        rows = self._db.execute("SELECT version, body FROM decisions WHERE kind = ? ORDER BY seq", (kind.value,))
-        return [{"version": version, **json.loads(body)} for version, body in rows]
+        rows = self._db.execute("SELECT seq, version, body FROM decisions WHERE kind = ? ORDER BY seq", (kind.value,))
+        return [self._decision(kind, *row) for row in rows]
 
     def last(self, kind: Kind, version: int | None = None) -> Decision | None:
         """Returns the newest decision of a kind, optionally only of one version; None if there is none."""
         row = self._db.execute(
-            "SELECT version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2) "
+            "SELECT seq, version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2) "
             "ORDER BY seq DESC LIMIT 1",
             (kind.value, version),
         ).fetchone()
-        return {"version": row[0], **json.loads(row[1])} if row else None
+        return self._decision(kind, *row) if row else None
 
     def num_rows(self) -> int:
         """Returns the sequence number of the newest decision; 0 if there is none."""
@@ -137,12 +139,15 @@ class Ledger:
     def checkpoints(self, kind: Kind) -> list[Decision]:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""
         rows = self._db.execute(
-            "SELECT version, body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
+            "SELECT seq, version, body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
             "SELECT 1 FROM decisions AS deleted WHERE kind = ? AND deleted.seq > saved.seq "
             "AND json_extract(deleted.body, '$.path') = json_extract(saved.body, '$.path')) ORDER BY seq",
             (kind.value, Kind.DELETED.value),
         )
-        return [{"version": version, **json.loads(body)} for version, body in rows]
+        return [self._decision(kind, *row) for row in rows]
+
+    def _decision(self, kind: Kind, seq: int, version: int | None, body: str) -> Decision:
+        return {"version": version, **checked_row(self._path, seq, kind, version, body)}
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

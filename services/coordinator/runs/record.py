@@ -123,12 +123,13 @@ class RunRecord:
         return self.ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
-        """Writes the samples of an evaluation of set `name` as Parquet."""
+        """Writes the samples of an evaluation of set `name` as Parquet, and records their file's SHA-256."""
         directory = self.run_dir / "evaluations"
         path = directory / f"{name}-step-{stamp.version:06d}.parquet"
         with writing(path):
             directory.mkdir(exist_ok=True)
             _write_parquet(samples, path)
+        self.ledger.record(Kind.EVAL_SAMPLES, stamp.version, file=path.name, sha256=_sha256(path))
 
     def evaluations(self) -> list[dict[str, float]]:
         """Returns the metrics of all evaluations so far, oldest first, each with its `version`."""

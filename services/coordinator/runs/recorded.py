@@ -1,16 +1,16 @@
 """Reads a run's directory without keeping a lock and without creating or changing files."""
 
 import fcntl
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from services.common.errors import DataLoss, NotFound
+from services.common.errors import DataLoss, LockstepError, NotFound
 from services.coordinator.runs.database import Database
-from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.ledger import Ledger
 from services.coordinator.runs.resume import LEDGER
+from services.coordinator.runs.rows import checked_row
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class RecordedLedger(Ledger):
 
     Raises:
         NotFound: `run_dir` holds no run.
+        DataLoss: The ledger is empty or damaged.
     """
 
     def __init__(self, run_dir: Path):
@@ -56,19 +57,40 @@ class RecordedLedger(Ledger):
         # Without a write-ahead log, SQLite would create one to read the file; immutable prevents that. An existing log
         # has to be read.
         unchanging = "" if path.with_name(f"{LEDGER}-wal").exists() else "&immutable=1"
-        self._db = Database(path, f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}")
+        self._path, self._db = path, Database(path, f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}")
+        try:
+            self._require_rows()
+        except LockstepError:
+            self.close()
+            raise
 
-    def times(self) -> list[tuple[float, Kind]]:
-        """Returns (seconds since 1970, kind) of each decision, oldest first."""
-        rows = self._db.execute("SELECT time, kind FROM decisions ORDER BY seq")
-        return [(time_s, Kind(kind)) for time_s, kind in rows]
+    def _require_rows(self) -> None:
+        has_table = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone()
+        if not has_table or not self.num_rows():  # its coordinator was killed before it had opened the run
+            raise DataLoss(f"{self._path}: the ledger is empty; the run was never opened")
 
     def rows(self) -> list[Row]:
-        """Returns all decisions, oldest first."""
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone():
-            return []  # its coordinator was killed before it had made the tables
-        rows = self._db.execute("SELECT seq, time, kind, version, body FROM decisions ORDER BY seq")
-        return [Row(seq, time_s, kind, version, json.loads(body)) for seq, time_s, kind, version, body in rows]
+        """Returns all decisions, oldest first.
+
+        Raises:
+            DataLoss: A row is damaged.
+        """
+        return [
+            Row(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
+            for seq, time_s, kind, version, body in self._db.execute(
+                "SELECT seq, time, kind, version, body FROM decisions ORDER BY seq"
+            )
+        ]
+
+    def times(self) -> list[tuple[float, str]]:
+        """Returns (seconds since 1970, kind) of each decision, oldest first. A kind may be one of a newer release."""
+        rows = self._db.execute("SELECT seq, time, kind FROM decisions ORDER BY seq")
+        return [(self._seconds(seq, time_s), kind) for seq, time_s, kind in rows]
+
+    def _seconds(self, seq: int, time_s: object) -> float:
+        if not isinstance(time_s, float):
+            raise DataLoss(f"{self._path}: row {seq} of the ledger is damaged: its time is {time_s!r}")
+        return time_s
 
     def close(self) -> None:
         """Closes the file."""

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from typer.testing import CliRunner
 
-from services.common.errors import NotFound
+from services.common.errors import DataLoss, NotFound
 from services.coordinator.checks.verify.session import verify
 from services.coordinator.cli.main import app
 from services.coordinator.data.seeds import seed_of
@@ -117,9 +117,31 @@ def other_prompt(rows: list[dict[str, Any]]) -> None:
             row["seed"] = seed_of(0, 4, row["prompt_id"], row["sample"])
 
 
+def cut_group(rows: list[dict[str, Any]]) -> None:
+    del rows[-1]
+
+
+def lost_group(rows: list[dict[str, Any]]) -> None:
+    rows[:] = [row for row in rows if row["group"] == rows[0]["group"]]
+
+
+def group_out_of_range(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        row["group"] += 8
+
+
+def negative_group(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        row["group"] -= 8
+
+
 @pytest.mark.parametrize(
     ("version", "change", "said"),
     [
+        (2, cut_group, "has samples [0] of group 1"),
+        (2, lost_group, "has 1 groups, but 2 were selected"),
+        (2, group_out_of_range, "is in group 8 of 8 prompts"),
+        (2, negative_group, "is in group -8 of 8 prompts"),
         (2, other_stamp, "carries version 2 with digest digest 7, not 2 with digest 2"),
         (2, other_version, "carries version 1"),
         (2, other_seed, "has seed"),
@@ -132,6 +154,70 @@ def test_a_wrong_sample_is_named(run_dir: Path, version: int, change: Callable[.
     verdict = verify(run_dir)
     assert said in verdict.violation
     assert (verdict.rows[-1].kind, verdict.rows[-1].version) == ("collected", version)
+
+
+def test_other_rewards_than_the_ledger_has_are_named(run_dir: Path):
+    change_batch(run_dir, 2, lambda rows: rows[1].update(reward=rows[1]["reward"] + 0.5))
+    verdict = verify(run_dir)
+    assert verdict.violation.startswith("reward/mean of the samples in step-000002.parquet is ")
+    assert (verdict.rows[-1].kind, verdict.rows[-1].version) == ("finished", 3)
+
+
+def test_a_forger_of_rewards_and_metrics_contradicts_the_history_and_the_trainer(run_dir: Path):
+    change_batch(run_dir, 2, lambda rows: rows[1].update(reward=rows[1]["reward"] + 0.5))
+    mean = float(pq.read_table(run_dir / "batches" / "step-000002.parquet")["reward"].to_numpy().mean())
+    change_row(run_dir, "finished", 3, **{"reward/mean": mean})
+    prompt = pq.read_table(run_dir / "batches" / "step-000002.parquet")["prompt_id"][1]
+    assert verify(run_dir).violation == f"the scores of prompt {prompt} are not those that were answered"
+    for path in (run_dir / "history").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            for answer in line.get("got", ()):
+                answer.pop("scores", None)
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "the trainer has applied other samples as batch" in verify(run_dir).violation
+
+
+def eval_file(run_dir: Path) -> Path:
+    return run_dir / "evaluations" / "test-step-000004.parquet"
+
+
+def other_rewards(run_dir: Path) -> None:
+    table = pq.read_table(eval_file(run_dir))
+    rows = [{**row, "reward": row["reward"] - 0.25} for row in table.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), eval_file(run_dir))
+    sha256 = hashlib.sha256(eval_file(run_dir).read_bytes()).hexdigest()
+    change_row(run_dir, "eval_samples", 4, sha256=sha256)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda run: eval_file(run).unlink(), "test-step-000004.parquet, of a row eval_samples of version 4, is miss"),
+        (lambda run: flip(eval_file(run)), "test-step-000004.parquet is not the file that was recorded"),
+        (other_rewards, "eval/test/reward of the samples in test-step-000004.parquet is "),
+    ],
+    ids=["deleted", "changed", "other rewards"],
+)
+def test_an_evaluation_that_is_not_the_recorded_one_is_named(
+    run_dir: Path, change: Callable[[Path], object], said: str
+):
+    change(run_dir)
+    assert verify(run_dir).violation.startswith(said)
+
+
+def test_a_file_that_was_replaced_as_the_last_session_was_killed_is_no_violation(run_dir: Path):
+    saved = "SELECT seq FROM decisions WHERE kind = 'saved' AND version = 2"
+    execute(run_dir, f"DELETE FROM decisions WHERE seq > ({saved})")
+    rewrite_lines(run_dir, lambda lines: [line for line in lines if json.loads(line)["step"] <= 2])
+    shutil.rmtree(run_dir / "history")
+    begin_session(run_dir, 2)
+    insert_again(run_dir, "published", 2)
+    flip(run_dir / "batches" / "step-000001.parquet")
+    assert "is not the file that was recorded" in verify(run_dir).violation
+    flip(run_dir / "batches" / "step-000001.parquet")
+    flip(run_dir / "evaluations" / "test-step-000002.parquet")
+    assert verify(run_dir).violation == ""
 
 
 def flip(path: Path) -> None:
@@ -243,13 +329,26 @@ def changed(line: str) -> str:
         (lambda lines: [changed(first_step(lines))], "is not what the ledger has"),
         (lambda lines: [lines[0].replace("1.0", "0.5", 1), *lines[1:]], "of the evaluation of step 0, is not what"),
         (lambda lines: [*lines, first_step(lines)], "comes after that of step 5"),
-        (lambda lines: [*lines, "{\n"], "is damaged"),
     ],
-    ids=["changed", "changed evaluation", "repeated", "damaged"],
+    ids=["changed", "changed evaluation", "repeated"],
 )
 def test_a_wrong_line_is_named(run_dir: Path, change: Callable[[list[str]], list[str]], said: str):
     rewrite_lines(run_dir, change)
     assert said in verify(run_dir).violation
+
+
+@pytest.mark.parametrize("text", [b"{\n", b"\xff\xfe\n", b"[1]\n", b"7\n", b'{"step": null}\n'])
+def test_a_line_that_cannot_be_read_is_damage_and_no_violation(run_dir: Path, text: bytes):
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(text)
+    with pytest.raises(DataLoss, match=r"line \d+ of .*metrics\.jsonl is damaged"):
+        verify(run_dir)
+
+
+def test_the_last_line_of_a_killed_coordinator_may_be_torn(run_dir: Path):
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "rew')
+    assert verify(run_dir).violation == ""
 
 
 def test_lines_may_be_missing(run_dir: Path):

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from services.common.batches.batch import SAMPLE_SCHEMA
-from services.common.errors import DataLoss, NotFound
+from services.common.errors import NotFound
 from services.coordinator.observe.report import curves, samples
 from services.coordinator.observe.report.failures import failures
 from services.coordinator.observe.report.page import gather, render, write_report
@@ -245,11 +245,35 @@ def test_a_directory_without_a_run_and_a_damaged_one(run_dir: Path, tmp_path: Pa
     shutil.copytree(run_dir, moved)
     with (moved / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # the coordinator is still writing it
-    assert curves.read_metrics(moved / "metrics.jsonl")[-1]["step"] == 3
+    assert gather(moved)["notes"] == []
     with (moved / "metrics.jsonl").open("a") as file:
-        file.write("\n")
-    with pytest.raises(DataLoss, match=r"metrics.jsonl, line 5"):
-        write_report(moved)
+        file.write("\n")  # more was written after a disk had been full
+    assert gather(moved)["notes"] == ["Line 5 of metrics.jsonl is damaged; the ledger has its numbers."]
+
+
+def test_what_a_run_has_lost_is_named_and_the_rest_is_shown(run_dir: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    (moved / "metrics.jsonl").unlink()
+    (moved / "batches" / "step-000001.parquet").write_bytes(b"PAR1")
+    shutil.rmtree(moved / "logs")
+    with closing(Ledger(moved / LEDGER)) as ledger:
+        for step in range(1, NUM_STEPS + 1):
+            ledger.record(Kind.FINISHED, step, **{name: one for name, one in numbers(step).items() if name != "step"})
+        ledger.record(Kind.EVALUATED, NUM_STEPS, **{"eval/test/reward": 0.75})
+    data = gather(moved)
+    panels = {panel["title"]: panel["series"] for panel in data["panels"]}
+    assert panels["Reward"][0]["y"] == [0.51, 0.52, 0.53]
+    assert panels["Reward"][1] == {"name": "test", "x": [0, 3], "y": [0.25, 0.75]}
+    assert [source["label"] for source in data["samples"]] == ["step 1", "step 3", "held-out test after step 3"]
+    assert data["notes"] == ["Not shown, because they are damaged: step-000001.parquet."]
+    assert "step 3" in write_report(moved).read_text(encoding="utf-8")
+
+
+def test_a_run_of_numbers_that_are_not_finite_is_shown(run_dir: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    rows = [sample(group, 0, 0, reward=float(("nan", "inf", "-inf")[group % 3])) for group in range(24)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), moved / "batches" / "step-000000.parquet")
+    write_report(moved)
 
 
 def test_an_evaluation_is_drawn_with_the_step_that_it_follows() -> None:
@@ -293,6 +317,15 @@ def test_an_episode_is_a_conversation(episodes_dir: Path) -> None:
     conversation = [("word0 <eos>", 0.25), (HOSTILE[0], None), ("word1 <eos>", 0.0)]
     assert steps["columns"]["turns"] == [conversation] * 4
     assert evaluation["columns"]["turns"] == [None] * 4, "samples without an environment have no turns"
+
+
+def test_a_held_out_episode_whose_environment_failed_has_no_turns(episodes_dir: Path) -> None:
+    failed = sample(0, 0, NUM_STEPS, tokens=[], logprobs=[], advantages=None, reward=0.0, components=[])
+    failed |= {"turn_begins": [], "turn_ends": [], "turn_rewards": [], "environment": ""}
+    path = episodes_dir / "evaluations" / f"test-step-{NUM_STEPS:06d}.parquet"
+    pq.write_table(pa.Table.from_pylist([failed], schema=SAMPLE_SCHEMA), path)
+    (_, evaluation) = gather(episodes_dir)["samples"]
+    assert evaluation["columns"]["turns"] == [[]]
 
 
 CHROMIUM = shutil.which("chromium")

@@ -149,7 +149,7 @@ async def test_an_export_of_another_version_is_kept_aside(open_again: Callable[[
 async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> None:
     run = open_again()
     run.record.require_same_data("digest")
-    run.record.ledger.record(Kind.COLLECTED, 0, dataset="digest")
+    run.record.ledger.record(Kind.COLLECTED, 0, dataset="digest", digest="d", sha256="s")
     run.record.require_same_data("digest")
     with pytest.raises(PreconditionFailed, match=r"data\.train differs from what"):
         run.record.require_same_data("other")

@@ -16,14 +16,15 @@ from tests.coordinator.fake_services import make_config
 def test_the_ledger_keeps_order_and_survives_closing(tmp_path: Path):
     ledger = Ledger(tmp_path / "ledger.sqlite")
     first = ledger.record(Kind.EPOCH, num_replicas=2)
-    second = ledger.record(Kind.COLLECTED, 3, sha256="a")
-    third = ledger.record(Kind.COLLECTED, 3, sha256="b")
-    ledger.record(Kind.COLLECTED, 4, sha256="c")
+    batch = {"digest": "d", "dataset": "e"}
+    second = ledger.record(Kind.COLLECTED, 3, sha256="a", **batch)
+    third = ledger.record(Kind.COLLECTED, 3, sha256="b", **batch)
+    ledger.record(Kind.COLLECTED, 4, sha256="c", **batch)
     assert first < second < third
     ledger.close()
     ledger = Ledger(tmp_path / "ledger.sqlite")
     assert [row["sha256"] for row in ledger.all(Kind.COLLECTED)] == ["a", "b", "c"]
-    assert ledger.last(Kind.COLLECTED, 3) == {"version": 3, "sha256": "b"}
+    assert ledger.last(Kind.COLLECTED, 3) == {"version": 3, "sha256": "b", **batch}
     assert ledger.last(Kind.COLLECTED)["version"] == 4
     assert ledger.last(Kind.SAVED) is None
     assert ledger.record(Kind.EPOCH, num_replicas=1) > third  # epochs only increase, also across restarts

@@ -151,7 +151,7 @@ class TrainRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
-    __slots__ = ("version", "metrics", "replayed")
+    __slots__ = ("version", "metrics", "replayed", "samples_sha256")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -162,10 +162,12 @@ class TrainResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_SHA256_FIELD_NUMBER: _ClassVar[int]
     version: int
     metrics: _containers.ScalarMap[str, float]
     replayed: bool
-    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., replayed: bool = ...) -> None: ...
+    samples_sha256: bytes
+    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., replayed: bool = ..., samples_sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainBlock(_message.Message):
     __slots__ = ("sha256",)
@@ -196,7 +198,7 @@ class TrainBlocksRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., block: _Optional[_Union[TrainBlock, _Mapping]] = ..., commit: _Optional[_Union[TrainCommit, _Mapping]] = ...) -> None: ...
 
 class TrainBlocksResponse(_message.Message):
-    __slots__ = ("version", "metrics", "replayed")
+    __slots__ = ("version", "metrics", "replayed", "samples_sha256")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -207,10 +209,12 @@ class TrainBlocksResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_SHA256_FIELD_NUMBER: _ClassVar[int]
     version: int
     metrics: _containers.ScalarMap[str, float]
     replayed: bool
-    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., replayed: bool = ...) -> None: ...
+    samples_sha256: bytes
+    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., replayed: bool = ..., samples_sha256: _Optional[bytes] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
     __slots__ = ("group",)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.coordinator.checks.verify.history import require
+from services.coordinator.checks.verify.samples import Facts
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.recorded import Row
 
@@ -54,13 +55,15 @@ class _Session:
     published: Stamp | None = None
     saved: dict[str, str] = field(default_factory=dict)
     episodes: dict[str, tuple[int, Stamp | None]] = field(default_factory=dict)  # last turn, and what was published
+    scores: dict[str, list[Sequence[str]]] = field(default_factory=dict)  # by prompt id, hashes of each answer
 
 
 class CallChecks:
     """Knows what may come next after the lines that were given to `follow`."""
 
-    def __init__(self, rows: Sequence[Row]):
-        self._rows = {row.seq: row for row in rows}
+    def __init__(self, rows: Sequence[Row], facts: Mapping[int, Facts]):
+        """Takes all rows of the ledger, and facts of the batches that are on disk, by the version that they update."""
+        self._rows, self._facts = {row.seq: row for row in rows}, facts
         self._collected = [row for row in rows if row.kind == Kind.COLLECTED]
         self._applied: dict[str, str] = {}  # batch id -> hash of its metrics
         self._session = _Session("", is_whole=False, row=0)
@@ -86,6 +89,7 @@ class CallChecks:
             "rollout.ReceiveWeights": self._has_received,
             "rollout.CommitWeights": self._has_committed,
             "rollout.Generate": self._has_generated,
+            "reward.Score": self._has_scored,
             "trainer.OpenRun": self._has_opened,
             "trainer.JoinWeightGroup": self._has_joined,
             "trainer.SendWeights": self._has_sent,
@@ -155,6 +159,8 @@ class CallChecks:
             session.epoch = number
         elif row.kind == Kind.PUBLISHED:
             self._is_published(row)
+        elif row.kind == Kind.COLLECTED:
+            self._is_collected(row)
         elif row.kind == Kind.FINISHED:
             self._require_held(row.required_version, "was finished")
         elif row.kind == Kind.SAVED and row.body["path"] in session.saved:
@@ -170,6 +176,30 @@ class CallChecks:
             is_known = session.is_whole or replica in session.served
             require(served == stamp or not is_known, f"{_show(stamp)} was published before {replica} had committed it")
         session.published = stamp
+
+    def _is_collected(self, row: Row) -> None:
+        """Compares the rewards of a batch that is still on disk with the answers of the reward services."""
+        session, facts = self._session, self._facts_of(row)
+        for prompt, hashes in facts.scores.items() if facts and session.is_whole else ():
+            answers = session.scores.get(prompt, [])
+            is_known = any([*answer][: len(hashes)] == [*hashes] for answer in answers)
+            # An empty answer is one of a release that did not keep the hashes.
+            require(is_known or [] in answers, f"the scores of prompt {prompt} are not those that were answered")
+
+    def _batches(self, version: int) -> Sequence[Row]:
+        """Returns the row of the newest batch for `version` so far; all of them if lines were lost."""
+        session = self._session
+        rows = [row for row in self._collected if row.version == version]
+        return [row for row in rows if row.seq <= session.row][-1:] if session.is_whole else rows
+
+    def _facts_of(self, row: Row) -> Facts | None:
+        """Returns what is known of the batch of a row; None if a later one has taken its place on disk."""
+        newest = max(one.seq for one in self._collected if one.version == row.version)
+        return self._facts.get(row.required_version) if row.seq == newest else None
+
+    def _has_scored(self, call: _Call) -> None:
+        answers = self._session.scores.setdefault(call.sent["prompt_id"], [])
+        answers.append(call.answer.get("scores", []))
 
     def _replica_loses_weights(self, call: _Call) -> None:
         self._session.served[call.peer] = None
@@ -272,10 +302,11 @@ class CallChecks:
         if call.method == "trainer.TrainBlocks" and "commit" not in call.sent:
             return  # nothing can be applied yet
         drawn = _stamp(header.get("drawn_stamp", header["expected_stamp"]))
-        rows = [row for row in self._collected if row.version == stamp[0] and row.seq <= session.row]
+        rows = self._batches(stamp[0])
         require(bool(rows), f"batch {batch_id} was sent before it was on disk")
-        recorded = rows[-1].body.get("drawn", stamp[0]), rows[-1].body["digest"]
-        require(drawn == recorded, f"batch {batch_id} is of {_show(drawn)}, but that on disk is of {_show(recorded)}")
+        recorded = [(row.body.get("drawn", stamp[0]), row.body["digest"]) for row in rows]
+        on_disk = f"that on disk is of {_show(recorded[-1])}"
+        require(drawn in recorded, f"batch {batch_id} is of {_show(drawn)}, but {on_disk}")
         if session.held is not None:
             require(
                 bool(session.held & {stamp[0], stamp[0] + 1}),
@@ -289,7 +320,10 @@ class CallChecks:
         session, batch_id, version = self._session, call.header["batch_id"], call.version
         now = call.answer["version"]
         require(now == version + 1, f"batch {batch_id} made version {now} of version {version}")
-        metrics = call.answer.get("metrics", "")
+        metrics, applied = call.answer.get("metrics", ""), call.answer.get("samples_sha256", "")
+        facts = [self._facts_of(row) for row in self._batches(version)]
+        is_recorded = not applied or any(one is None or one.sha256.startswith(applied) for one in facts or [None])
+        require(is_recorded, f"the trainer has applied other samples as batch {batch_id} than those that are on disk")
         if call.answer.get("replayed"):
             is_same = metrics == self._applied.get(batch_id, metrics)
             require(is_same, f"batch {batch_id} was answered again, but with other metrics than when it was applied")

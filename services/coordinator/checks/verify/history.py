@@ -3,12 +3,12 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.coordinator.checks.verify.samples import SampleChecks
+from services.coordinator.checks.verify.samples import SampleChecks, differing
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.recorded import Row
@@ -40,7 +40,8 @@ class History:
 
     def __init__(self, run_dir: Path, rows: Sequence[Row]):
         self._run_dir = run_dir
-        self._newest = {(row.kind, row.version, row.body.get("path")): row.seq for row in rows}
+        self._newest = {(row.kind, row.version, _name_of(row)): row.seq for row in rows}
+        self._unrecorded = _being_written(rows)
         self._run_id, self._num_rows = "", 0
         self._session = _Session({}, "")
         self._finished = 0  # the newest finished step of the current history
@@ -49,14 +50,18 @@ class History:
         self._collected: dict[int, Mapping[str, Any]] = {}
         self._saved: dict[str, int] = {}
         self._dataset = ""
+        self._selected: dict[int, Mapping[str, Any]] = {}
+        self._evaluations: dict[int, list[Path]] = {}
         self.samples = SampleChecks()
         self._follow: dict[str, Callable[[Row], None]] = {
             Kind.OPENED: self._opened,
             Kind.BEGUN: self._begun,
             Kind.EPOCH: self._regroups,
             Kind.PUBLISHED: self._is_published,
+            Kind.SELECTED: self._is_selected,
             Kind.COLLECTED: self._is_collected,
             Kind.FINISHED: self._is_finished,
+            Kind.EVAL_SAMPLES: self._is_sampled_for_evaluation,
             Kind.EVALUATED: self._is_evaluated,
             Kind.SAVED: self._is_saved,
             Kind.SAVED_CRITIC: self._is_saved,
@@ -128,6 +133,9 @@ class History:
             f"the run had {' and '.join(sorted(before))}",
         )
 
+    def _is_selected(self, row: Row) -> None:
+        self._selected[row.required_version] = row.body
+
     def _is_collected(self, row: Row) -> None:
         version, body = row.required_version, row.body
         published, session = self._in_session(row), self._session
@@ -148,15 +156,26 @@ class History:
         self._dataset, self._collected[version] = body["dataset"], body
         session.collected.add(version)
         if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
-            self._check_batch(version, body)
+            path = batch_path(self._run_dir, version)
+            if self._is_recorded(path, row):
+                selected = self._selected.get(version, {})
+                self._require_none(self.samples.check(path, version, selected | body, session.config))
 
-    def _check_batch(self, version: int, body: Mapping[str, Any]) -> None:
-        path = batch_path(self._run_dir, version)
-        require(path.is_file(), f"{path.name}, the batch of version {version}, is missing")
+    def _is_recorded(self, path: Path, row: Row) -> bool:
+        """Requires that a file of samples is the one of `row`, the newest of its kind and version.
+
+        Returns False if a coordinator may have been killed after it had replaced the file and before it wrote the row.
+        """
+        require(path.is_file(), f"{path.name}, of a row {row.kind} of version {row.version}, is missing")
         found = hashlib.sha256(path.read_bytes()).hexdigest()
-        require(found == body["sha256"], f"{path.name} is not the file that was recorded: its SHA-256 is {found}")
-        for wrong in self.samples.check(path, version, body, self._session.config):
-            raise ViolationError(wrong)
+        may_be_new = (row.kind, row.version) in self._unrecorded
+        is_same = found == row.body["sha256"]
+        require(is_same or may_be_new, f"{path.name} is not the file that was recorded: its SHA-256 is {found}")
+        return is_same
+
+    def _require_none(self, wrong: Iterable[str]) -> None:
+        for sentence in wrong:
+            raise ViolationError(sentence)
 
     def _is_finished(self, row: Row) -> None:
         version, session, published = row.required_version, self._session, self._in_session(row)
@@ -172,15 +191,21 @@ class History:
         require(used in known, f"step {version} trained on samples of weights {used}, not on those of version {drawn}")
         session.version = self._finished = version
         self._ever_finished.add(version)
+        if facts := self.samples.facts.get(before):
+            self._require_none(differing(batch_path(self._run_dir, before), facts.metrics, row.body))
+
+    def _is_sampled_for_evaluation(self, row: Row) -> None:
+        path = self._run_dir / "evaluations" / row.body["file"]
+        is_newest = self._newest[row.kind, row.version, row.body["file"]] == row.seq
+        if is_newest and self._is_recorded(path, row):
+            self._evaluations.setdefault(row.required_version, []).append(path)
 
     def _is_evaluated(self, row: Row) -> None:
         version = row.required_version
         require(version == self._session.version, f"version {version} was evaluated while another one was served")
-        if self._newest[row.kind, version, None] == row.seq:
-            stamp = version, self._in_session(row).get(version, "")
-            for path in sorted(self._run_dir.glob(f"evaluations/*-step-{version:06d}.parquet")):
-                for wrong in self.samples.check_stamps(path, stamp):
-                    raise ViolationError(wrong)
+        stamp = version, self._in_session(row).get(version, "")
+        for path in self._evaluations.pop(version, []):
+            self._require_none(self.samples.check_evaluation(path, stamp, row.body))
 
     def _is_saved(self, row: Row) -> None:
         version, path = row.required_version, row.body["path"]
@@ -243,6 +268,26 @@ class History:
         """Returns where a checkpoint is now, also if the run's directory was moved."""
         moved = self._run_dir / Path(path).parent.name / Path(path).name
         return moved if moved.is_dir() else Path(path)
+
+
+def _name_of(row: Row) -> str | None:
+    """Returns the path or file that a row describes."""
+    return row.body.get("path", row.body.get("file"))
+
+
+def _being_written(rows: Sequence[Row]) -> set[tuple[str, int]]:
+    """Returns the kinds and versions of rows whose files the last session may have replaced as it ended.
+
+    These are evaluations of the version that it held, and batches that could be collected next.
+    """
+    begun = next((place for place in reversed(range(len(rows))) if rows[place].kind == Kind.BEGUN), len(rows))
+    last = rows[begun:]
+    held = [row.required_version for row in last if row.kind in (Kind.BEGUN, Kind.FINISHED)]
+    collected = [row.required_version for row in last if row.kind == Kind.COLLECTED]
+    evaluated = [row.required_version for row in last if row.kind == Kind.EVALUATED]
+    next_batches = held[-1:] if not collected else [max(collected) + 1]
+    written = {(Kind.EVAL_SAMPLES.value, version) for version in held[-1:] if version not in evaluated}
+    return written | {(Kind.COLLECTED.value, version) for version in next_batches}
 
 
 def require(is_so: bool, otherwise: str) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from rich.console import Console
 
 from services.common.counted import counted
-from services.common.errors import DataLoss, PreconditionFailed
+from services.common.errors import PreconditionFailed
 from services.common.rpc.history.files import line_files
 from services.coordinator.checks.verify.calls import CallChecks
 from services.coordinator.checks.verify.history import History, ViolationError
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.recorded import RecordedLedger, Row
 from services.coordinator.runs.resume import HISTORY
+from services.coordinator.runs.rows import reading
 
 METRICS = "metrics.jsonl"
 _NUM_SHOWN = 12
@@ -43,23 +44,23 @@ def verify(run_dir: Path) -> Verdict:
     Raises:
         NotFound: `run_dir` holds no run.
         PreconditionFailed: It is an SFT run.
-        DataLoss: The ledger is empty or cannot be read.
+        DataLoss: The ledger is empty, or a part of the record is damaged, so that nobody can say what it was.
     """
     # The run may go on meanwhile: the ledger is read next, and has everything that is in these parts of the files.
     written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
     with closing(RecordedLedger(run_dir)) as ledger:
         rows = ledger.rows()
-    if not rows:
-        raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
     if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
         raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
     history = History(run_dir, rows)
     for number, row in enumerate(rows, 1):
         try:
-            history.follow(row)
+            with reading(f"{run_dir}: row {row.seq} of the ledger, {row.kind}, or what it describes,"):
+                history.follow(row)
         except ViolationError as error:
             return Verdict(rows[:number], history.samples.num_samples, str(error))
-    num_samples, calls, shown = history.samples.num_samples, CallChecks(rows), deque[str](maxlen=_NUM_SHOWN)
+    num_samples, calls = history.samples.num_samples, CallChecks(rows, history.samples.facts)
+    shown = deque[str](maxlen=_NUM_SHOWN)
     try:
         _follow_calls(calls, written, shown)
     except ViolationError as error:
@@ -72,36 +73,32 @@ def _follow_calls(calls: CallChecks, written: Sequence[tuple[Path, int]], shown:
     """Checks the history of calls in the first bytes of files. The last line of a killed coordinator may be torn.
 
     Raises:
-        ViolationError: A line is damaged or contradicts what is known; it is the last of `shown`.
+        ViolationError: A line contradicts what is known; it is the last of `shown`.
+        DataLoss: A line is damaged.
     """
     for path, num_bytes in written:
         with path.open("rb") as file:
             whole = file.read(num_bytes).split(b"\n")[:-1]
         for number, text in enumerate(whole, 1):
             shown.append(f"{path.name}:{number}  {text.decode(errors='replace')}")
-            try:
-                line = json.loads(text)
-                calls.follow(line)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ViolationError(f"line {number} of {path.name} is damaged") from error
+            with reading(f"line {number} of {path}"):
+                calls.follow(json.loads(text))
 
 
 def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
     """Yields a sentence for every line of a step that contradicts the ledger.
 
-    Lines may be missing, because a full disk does not end a run, and the line of a step is written before its row.
+    Lines may be missing, because a full disk does not end a run, and the line of a step is written before its row. The
+    last line of a killed coordinator may be torn.
     """
     recorded = {row.required_version: row.body for row in rows if row.kind == Kind.FINISHED}
     evaluations = {row.required_version: row.body for row in rows if row.kind == Kind.EVALUATED}
     newest = next((row.required_version for row in reversed(rows) if row.kind in (Kind.FINISHED, Kind.BEGUN)), 0)
     before = 0
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
-        try:
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
+        with reading(f"line {number} of {path}"):
             line = json.loads(text)
-            step = line.pop("step")
-        except (ValueError, KeyError, AttributeError):
-            yield f"line {number} of {path.name} is damaged"
-            return
+            step = int(line.pop("step"))
         if "time/step_s" not in line:  # of an evaluation, whose time is in this line only
             evaluated = evaluations.get(step, {})
             if any(_text({name: line.get(name)}) != _text({name: value}) for name, value in evaluated.items()):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
-from services.common.errors import DataLoss
+from services.coordinator.runs.ledger import Kind, Ledger
 
 Row = Mapping[str, float]
 Item = TypeVar("Item")
@@ -67,27 +67,28 @@ _PANELS = (
 )
 
 
-def read_metrics(path: Path) -> list[Row]:
-    """Reads the steps and evaluations of metrics.jsonl; none if there is no file. Skips a line still being written.
+def read_metrics(path: Path, ledger: Ledger) -> tuple[list[Row], list[str]]:
+    """Reads the steps and evaluations of metrics.jsonl, and takes what it lacks from the ledger.
 
-    Raises:
-        DataLoss: A line is not a JSON object with a step.
+    Returns:
+        The rows in order, and a note about each damaged line, as a full disk may leave it. A line that is still being
+        written is no such line.
     """
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    rows = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    rows: dict[tuple[int, bool], Row] = {}  # by step, and whether it is an evaluation, which comes after the step
+    notes = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line.decode())
-            row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataLoss(
-                f"{path}, line {number}: not a JSON object with a step: {error!r}; resuming the run takes the line "
-                "from the ledger"
-            ) from error
-        rows.append(row)
-    return rows
+            row = {name: value for name, value in json.loads(line).items() if isinstance(value, int | float)}
+            rows[int(row["step"]), "time/step_s" not in row] = row
+        except (ValueError, KeyError, AttributeError):
+            notes.append(f"Line {number} of {path.name} is damaged; the ledger has its numbers.")
+    finished = ledger.last_finished() or 0
+    for kind in (Kind.FINISHED, Kind.EVALUATED):
+        for version, metrics in ((row.pop("version"), row) for row in ledger.all(kind)):
+            if version <= finished:
+                rows.setdefault((version, kind is Kind.EVALUATED), {"step": version, **metrics})
+    return [rows[place] for place in sorted(rows)], notes
 
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:

@@ -31,7 +31,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
     """
     opened = ledger.last(Kind.OPENED)
     if opened is None:
-        raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
+        raise DataLoss(f"{run_dir}: the ledger has no row that opened the run")
     config = json.loads(opened["config"])
     version = int(max((row["step"] for row in rows), default=0))
     num_steps = config["num_steps"]  # None if the length is set in epochs
@@ -90,9 +90,8 @@ def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:
     """
     sessions: list[tuple[float, float]] = []
     for time_s, kind in ledger.times():
-        begin = time_s if kind is Kind.OPENED else sessions[-1][0]
-        if kind is not Kind.OPENED:
-            sessions.pop()
+        is_first = kind == Kind.OPENED or not sessions
+        begin = time_s if is_first else sessions.pop()[0]
         sessions.append((begin, time_s))
     return sessions
 

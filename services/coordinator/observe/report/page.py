@@ -17,6 +17,7 @@ from services.coordinator.observe.report import curves, facts, samples
 from services.coordinator.observe.report.failures import failures
 from services.coordinator.observe.report.lanes import lanes
 from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.rows import reading
 from services.coordinator.text.tokenizer import Tokenizer
 
 _SCRIPTS = ("draw.js", "plots.js", "lanes.js", "samples.js", "page.js")
@@ -30,7 +31,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises:
         NotFound: `run_dir` holds no run, or the directory of `out` does not exist.
-        DataLoss: A file of the run is damaged.
+        DataLoss: The ledger is damaged.
     """
     path = out or run_dir / "report.html"
     if out and not out.parent.is_dir():
@@ -47,11 +48,15 @@ def gather(run_dir: Path) -> dict[str, object]:
     Raises:
         LockstepError: See `write_report`.
     """
-    rows = curves.read_metrics(run_dir / "metrics.jsonl")
     with closing(RecordedLedger(run_dir)) as ledger:
-        data = facts.head(run_dir, ledger, rows)
-    decode, notes = _decoder(run_dir, data["facts"])
+        rows, notes = curves.read_metrics(run_dir / "metrics.jsonl", ledger)
+        with reading(f"{run_dir}: the config or a number in the ledger"):
+            data = facts.head(run_dir, ledger, rows)
+    decode, note = _decoder(run_dir, data["facts"])
     found = samples.sources(run_dir)
+    if damaged := samples.unreadable(found):
+        notes.append(f"Not shown, because they are damaged: {', '.join(damaged)}.")
+        found = [source for source in found if source.path.name not in damaged]
     shown, left_out = samples.embed(found, decode)
     if scorers := dict.fromkeys(source["scorer"] for source in shown):
         data["facts"].append(("scorer", "; ".join(scorers)))
@@ -66,7 +71,7 @@ def gather(run_dir: Path) -> dict[str, object]:
         "histogram": samples.histogram(found),
         "samples": shown,
         "failures": [asdict(failure) for failure in failures(run_dir, curves.steps_of(rows))],
-        "notes": [*notes, *_left_out(shown, left_out)],
+        "notes": [*note, *notes, *_left_out(shown, left_out)],
     }
 
 

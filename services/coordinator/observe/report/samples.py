@@ -82,7 +82,9 @@ def embed(found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES) -
         left = int(max_bytes * share)
         most = left // max(1, min(len(some), _MIN_SOURCES))
         for source in _spread(some):
-            samples, num_bytes = _fit(source, decode, most)
+            if (table := _read(source)) is None:
+                continue
+            samples, num_bytes = _fit(source, table, decode, most)
             if (left := left - num_bytes) < 0:
                 break
             shown[source] = samples
@@ -91,10 +93,8 @@ def embed(found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES) -
 
 def histogram(found: Sequence[Source]) -> dict[str, object]:
     """Returns the histogram of each batch's rewards: `labels` of the bins, and `counts` by step."""
-    rewards = {
-        source.step: pq.read_table(source.path, columns=["reward"])["reward"].to_numpy()
-        for source in thin([source for source in found if not source.held_out])
-    }
+    batches = [(source, _read(source, ["reward"])) for source in thin([one for one in found if not one.held_out])]
+    rewards = {source.step: table["reward"].to_numpy() for source, table in batches if table is not None}
     if not rewards:
         return {"labels": [], "counts": {}}
     every = np.concatenate(list(rewards.values()))
@@ -103,7 +103,7 @@ def histogram(found: Sequence[Source]) -> dict[str, object]:
         labels = [f"{value:g}" for value in values]
         counts = {step: [int((some == value).sum()) for value in values] for step, some in rewards.items()}
         return {"labels": labels, "counts": counts}
-    finite = every[np.isfinite(every)]
+    finite = every[np.isfinite(every)]  # there are some: more than a few values differ
     edges = np.linspace(finite.min(), finite.max(), _NUM_BINS + 1)
     labels = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
     return {"labels": labels, "counts": {step: np.histogram(some, edges)[0].tolist() for step, some in rewards.items()}}
@@ -123,9 +123,21 @@ def _spread(some: Sequence[Source]) -> Iterator[Source]:
         gaps = [half for (low, high), middle in halves for half in ((low, middle), (middle, high))]
 
 
-def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[Shown, int]:
+def unreadable(found: Sequence[Source]) -> list[str]:
+    """Returns the names of the files that are no Parquet files, as a full disk or a broken copy may leave them."""
+    return [source.path.name for source in found if _read(source, ["reward"]) is None]
+
+
+def _read(source: Source, columns: Sequence[str] | None = None) -> pa.Table | None:
+    """Returns the samples of a file; None if it is damaged."""
+    try:
+        return pq.read_table(source.path, columns=columns)
+    except (pa.ArrowException, OSError):
+        return None
+
+
+def _fit(source: Source, table: pa.Table, decode: Decode, max_bytes: int) -> tuple[Shown, int]:
     """Returns a source's samples and their size in bytes, with every k-th prompt group so that they fit."""
-    table = pq.read_table(source.path)
     groups = np.unique(table["group"].to_numpy())
     every = max(
         1, table.nbytes // (8 * max_bytes)

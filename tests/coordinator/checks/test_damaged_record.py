@@ -1,0 +1,139 @@
+"""Tests that `verify`, `report` and `replay` name what is damaged in a run's directory instead of failing on it."""
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.common.errors import LockstepError
+from services.coordinator.checks.verify.session import verify
+from services.coordinator.cli.main import main
+from services.coordinator.observe.report.page import gather
+from services.coordinator.replay.record import Record
+from tests.coordinator.runs.killing import make_run, surviving_services
+
+NUM_STEPS = 2
+
+
+@pytest_asyncio.fixture(scope="module")
+async def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_run(tmp_path_factory.mktemp("damaged"), NUM_STEPS)
+    async with surviving_services() as services:
+        await services.run(config)
+    return config.run_dir
+
+
+@pytest.fixture
+def run_dir(undisturbed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(undisturbed, tmp_path / "run"))
+
+
+def replay(run_dir: Path) -> None:
+    """Reads everything that `lockstep replay` reads before it starts a service."""
+    with closing(Record(run_dir)) as record:
+        for step in range(1, NUM_STEPS + 1):
+            record.require_step(step)
+            for read in (record.batch, record.metrics, record.digest):
+                read(step)
+            record.start(step - 1)
+
+
+def try_all(run_dir: Path) -> list[str]:
+    """Runs all three. Returns what each of them said: a violation, the text of a typed error, or nothing."""
+    said: list[str] = []
+    for read in (lambda: verify(run_dir).violation, lambda: gather(run_dir) and "", lambda: replay(run_dir) or ""):
+        try:
+            said.append(read())
+        except LockstepError as error:
+            said.append(error.message)
+    return said
+
+
+def test_of_a_run_as_it_is_nothing_is_said(run_dir: Path) -> None:
+    assert try_all(run_dir) == ["", "", ""]
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "gone": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\x00\n{}\n[1]\nnull\n"),
+    "other JSON": lambda path: path.write_bytes(b"[1]\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_damaged_file_is_named(undisturbed: Path, tmp_path: Path, change: str) -> None:
+    for number, file in enumerate(sorted(path for path in undisturbed.rglob("*") if path.is_file())):
+        copy = Path(shutil.copytree(undisturbed, tmp_path / str(number)))
+        CHANGES[change](copy / file.relative_to(undisturbed))
+        said = try_all(copy)
+        if file.parent.name in ("batches", "evaluations", "checkpoints") or file.suffix == ".sqlite":
+            assert file.name in said[0], said
+
+
+def bodies(recorded: dict[str, Any]) -> Iterator[object]:
+    yield from ("", "x", "[]", "null", "{}", '{"a": 1}', b"\xff\x00")
+    for name in [*recorded][:4]:
+        yield json.dumps({other: value for other, value in recorded.items() if other != name})
+        yield from (json.dumps({**recorded, name: wrong}) for wrong in (None, "x", ["x"]))
+
+
+def damaged(run_dir: Path, column: str, seq: int, value: object) -> list[str]:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite", isolation_level=None)) as database:
+        (before,) = database.execute(f"SELECT {column} FROM decisions WHERE seq = ?", (seq,)).fetchone()
+        database.execute(f"UPDATE decisions SET {column} = ? WHERE seq = ?", (value, seq))
+        said = try_all(run_dir)
+        database.execute(f"UPDATE decisions SET {column} = ? WHERE seq = ?", (before, seq))
+    return said
+
+
+@pytest.mark.slow
+def test_a_damaged_row_of_any_kind_is_named(run_dir: Path) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database:
+        rows = database.execute("SELECT MIN(seq), kind, body FROM decisions GROUP BY kind").fetchall()
+    assert {"opened", "begun", "published", "collected", "finished", "eval_samples", "evaluated", "saved"} <= {
+        kind for _, kind, _ in rows
+    }
+    for seq, kind, body in rows:
+        for value in bodies(json.loads(body)):
+            said = damaged(run_dir, "body", seq, value)
+            if value in ("", "x", "[]", "null", b"\xff\x00"):
+                assert f"row {seq} of the ledger, {kind}, is damaged" in said[0], (kind, value, said)
+        for column, value in (("version", None), ("version", "x"), ("version", -1), ("kind", "x"), ("time", "x")):
+            damaged(run_dir, column, seq, value)
+
+
+def change_row(run_dir: Path, kind: str, change: Callable[[dict[str, Any]], object]) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database, database:
+        sql = "SELECT seq, body FROM decisions WHERE kind = ? ORDER BY seq DESC"
+        seq, body = database.execute(sql, (kind,)).fetchone()
+        change(changed := json.loads(body))
+        database.execute("UPDATE decisions SET body = ? WHERE seq = ?", (json.dumps(changed), seq))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda run: change_row(run, "published", lambda body: body.pop("digest")), 2),
+        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xe9\n"), 2),
+        (lambda run: (run / "ledger.sqlite").write_bytes(b""), 2),
+        (lambda run: change_row(run, "published", lambda body: body.update(digest="x")), 1),
+    ],
+    ids=["a field", "metrics.jsonl", "no rows", "a violation"],
+)
+def test_the_exit_code_tells_damage_from_a_violation(
+    run_dir: Path, damage: Callable[[Path], object], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(run_dir)
+    monkeypatch.setattr("sys.argv", ["lockstep", "verify", str(run_dir)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
