@@ -386,12 +386,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _as_blocks(answer: pb.TrainResponse) -> pb.TrainBlocksResponse:
-    return pb.TrainBlocksResponse(
-        version=answer.version,
-        metrics=answer.metrics,
-        replayed=answer.replayed,
-        samples_sha256=answer.samples_sha256,
-    )
+    return pb.TrainBlocksResponse(**{field.name: value for field, value in answer.ListFields()})
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:

@@ -158,8 +158,8 @@ class History:
         if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
             path = batch_path(self._run_dir, version)
             if self._is_recorded(path, row):
-                selected = self._selected.get(version, {})
-                self._require_none(self.samples.check(path, version, selected | body, session.config))
+                both = {**self._selected.get(version, {}), **body}
+                self._require_none(self.samples.check(path, version, both, session.config))
 
     def _is_recorded(self, path: Path, row: Row) -> bool:
         """Requires that a file of samples is the one of `row`, the newest of its kind and version.
