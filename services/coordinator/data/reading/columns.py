@@ -9,7 +9,6 @@ from services.coordinator.data.reading.bad_rows import BadRow
 from services.coordinator.data.reading.record import in_words
 from services.coordinator.text.chat_template import Message
 
-
 _KINDS = {str: "text", list: "a list of messages", (str, list): "text or a list of messages"}
 
 
@@ -55,7 +54,7 @@ def require(value: Any, name: str, kind: type | tuple[type, ...] = str) -> Any:
     return value
 
 
-def as_messages(prompt: str | Sequence[Message | None] | None) -> list[Message]:
+def as_messages(prompt: Any) -> list[Message]:
     """Converts a prompt to messages. Raises BadRow if it cannot be used."""
     prompt = require(prompt, "prompt", (str, list))
     if isinstance(prompt, str):
@@ -68,7 +67,7 @@ def as_messages(prompt: str | Sequence[Message | None] | None) -> list[Message]:
     return messages
 
 
-def as_conversation(value: Sequence[Message | None] | None) -> list[Message]:
+def as_conversation(value: Any) -> list[Message]:
     """Returns the messages up to the last one of the assistant. Raises BadRow if they cannot be used."""
     messages = _checked(require(value, "conversation", list))
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -18,7 +18,7 @@ from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.columns import is_messages
 from services.coordinator.data.reading.record import MAX_DEPTH, Record, Unusable, depth_of
-from services.coordinator.data.reading.sources import files_of, read_rows
+from services.coordinator.data.reading.sources import files_of, read_rows, warn_of_shared_files
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -92,6 +92,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             InvalidInput: A column is missing or has a wrong type, rows cannot be used or need a template and the model
                 has none, or there are too few for one batch.
         """
+        warn_of_shared_files(config.train, config.eval)
         examples = cls._read_all(config.train, config, tokenizer, "data.train")
         key, per_step = cls._limits(config).per_step
         if per_step > len(examples):
@@ -222,8 +223,10 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
 
 def hash_of(stored: object, what: str = "it") -> bytes:
-    """Returns a 128-bit hash of a row, or a part of it, as stored. Raises BadRow, which names `what`, if JSON or Unicode
-    cannot hold it.
+    """Returns a 128-bit hash of a row, or a part of it, as stored.
+
+    Raises:
+        BadRow: JSON or Unicode cannot hold it; names `what`.
     """
 
     def refuse(value: object) -> None:
@@ -234,6 +237,8 @@ def hash_of(stored: object, what: str = "it") -> bytes:
         content = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=False, default=refuse)
         if depth_of(content) <= MAX_DEPTH:
             return hashlib.blake2b(content.encode(), digest_size=16).digest()
+    except BadRow:
+        raise
     except UnicodeEncodeError as error:
         raise BadRow(f"{what} holds {error.object[error.start]!r}, half of a character of UTF-16") from error
     except ValueError as error:

@@ -122,7 +122,9 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     def _require_metric(self, extra: Record) -> None:
         column = self.config.metrics_column
         if column and not isinstance(value := extra.get(column), str | int | None):
-            raise BadRow(f"column {column}, data.metrics_column, is {in_words(value)}, not text, an integer or a boolean")
+            raise BadRow(
+                f"column {column}, data.metrics_column, is {in_words(value)}, not text, an integer or a boolean"
+            )
 
     def _example(self, row: PromptRow, pieces: list[list[int]]) -> PromptRow:
         return replace(row, pieces=() if row.render else row.pieces, tokens=np.array(pieces[0], np.uint32))

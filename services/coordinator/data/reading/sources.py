@@ -1,7 +1,9 @@
 """Reads the files of rows that a config names: Parquet or text, on this host or on the Hugging Face Hub."""
 
 import glob
-from collections.abc import Iterator, Mapping
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +14,8 @@ from services.coordinator.data.reading.hub import dataset_file, dataset_files
 from services.coordinator.data.reading.parquet import ParquetRows, read_table
 from services.coordinator.data.reading.record import Record
 from services.coordinator.data.reading.text_files import FORMS, read_text_rows
+
+_log = logging.getLogger(__name__)
 
 _MAGIC = b"PAR1"
 _ENDINGS = (".parquet", *FORMS, *(f"{ending}.gz" for ending in FORMS))
@@ -31,8 +35,8 @@ class Rows(Protocol):
 
 
 def files_of(path: Path, *, field: str) -> list[Path]:
-    """Returns the files that a path of a config names: itself, those that match a pattern, sorted, or files of a dataset
-    on the Hub.
+    """Returns the files that a path of a config names: itself, those that match its pattern, sorted, or files of a
+    dataset on the Hub.
 
     Raises:
         NotFound: No file matches the pattern.
@@ -46,6 +50,23 @@ def files_of(path: Path, *, field: str) -> list[Path]:
     if not files:
         raise NotFound(f"{field}: no file matches {path}", field=field)
     return files
+
+
+def warn_of_shared_files(train: Sequence[Path], held_out: Mapping[str, Path]) -> None:
+    """Logs a warning for each file that `train` has twice, and for each that `held_out` has too."""
+    trained = Counter(file for path in train for file in _identities(path, "data.train"))
+    for file, number in trained.items():
+        if number > 1:
+            _log.warning("data.train has %s %d times: its rows count as often", file, number)
+    for name, path in held_out.items():
+        for file in trained.keys() & _identities(path, f"data.eval.{name}"):
+            shared = "data.eval.%s is %s, which data.train has too: the run is evaluated on what it is trained on"
+            _log.warning(shared, name, file)
+
+
+def _identities(path: Path, field: str) -> list[Path]:
+    """Returns the files that a path names; those of the Hub as they are named, because asking it takes a while."""
+    return [path] if str(path).startswith("hf:") else [file.resolve() for file in files_of(path, field=field)]
 
 
 def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:

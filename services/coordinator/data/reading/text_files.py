@@ -121,7 +121,7 @@ def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
                 names = cells
             elif cells and len(rows) != max_rows:
                 if len(cells) != len(names):
-                    raise ValueError(f"{path} line {begin} has {len(cells)} cells, but the first line names {len(names)}")
+                    raise ValueError(f"{path} line {begin} has {len(cells)} cells, the first line {len(names)}")
                 rows.append(dict(zip(names, cells, strict=True)))
                 lines.append(begin)
             begin = reader.line_num + 1

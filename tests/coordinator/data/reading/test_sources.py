@@ -1,5 +1,6 @@
 """Files of rows: JSON Lines gives the rows that Parquet gives, and what cannot be read is named by line."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -104,13 +105,6 @@ def test_parquet_is_known_by_its_content(tmp_path: Path, name: str) -> None:
     assert rows_of(tmp_path / name) == [{"a": 1}]
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.parquet.gz", "x"])
-def test_another_ending_is_refused_with_the_forms(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"a": 1}\n')
-    with pytest.raises(InvalidInput, match=r"x.* is of no known form|x\.parquet\.gz is not a readable Parquet file"):
-        read_rows(tmp_path / name, field="data.train")
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"data\.train: .*none\.jsonl does not exist"):
         read_rows(tmp_path / "none.jsonl", field="data.train")
@@ -155,6 +149,10 @@ def test_several_files_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
     assert unclear.endswith("it has data/test.jsonl, data/train-1.jsonl, data/train-2.jsonl\n")
     with hub({"easy/train.jsonl": b"", "hard/train.jsonl": b""}) as endpoint:
         assert "easy/train.jsonl, hard/train.jsonl" in read_from_hub(endpoint, dataset, tmp_path)
+    several = {"train.json": b'[{"a": 1}]', "train.csv": b"a\n2\n", "dataset_infos.json": b"{}"}
+    with hub(several) as endpoint:
+        assert read_from_hub(endpoint, f"{dataset}/train.csv", tmp_path) == "[{'a': '2'}]\n"
+        assert read_from_hub(endpoint, dataset, tmp_path) == "[{'a': 1}]\n"
     with hub({"README.md": b""}) as endpoint:
         assert "it has no .parquet or .jsonl or .ndjson" in read_from_hub(endpoint, dataset, tmp_path)
     unreachable = read_from_hub(endpoint, dataset, tmp_path)
@@ -167,3 +165,93 @@ def test_several_files_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
 def test_other_urls_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"is not hf://datasets/OWNER/NAME\[@REVISION\]/FILE"):
         read_rows(Path("hf://openai/gsm8k"), field="data.train")
+
+
+LINES = '{"a": "é"}\n{"a": "2"}\n'
+LIST = '[{"a": "é"},\n {"a": "2"}]'
+CSV = 'a\r\né\r\n"2"\r\n'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("x.jsonl", LINES), ("x.ndjson", LINES), ("x.json", LINES), ("x.json", LIST), ("x.csv", CSV), ("x.JSONL", LINES)],
+)
+def test_forms_of_text(tmp_path: Path, name: str, text: str, encoding: str, is_compressed: bool) -> None:
+    content = text.encode(encoding)
+    path = tmp_path / (f"{name}.gz" if is_compressed else name)
+    path.write_bytes(gzip.compress(content) if is_compressed else content)
+    assert rows_of(path) == [{"a": "é"}, {"a": "2"}]
+    assert rows_of(path, max_rows=1) == [{"a": "é"}]
+
+
+def test_all_columns_of_csv_are_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(
+        'prompt,answer,level,note\n"1 + 1,\n= ""?""",2,1,\n\n"' + "x" * 200_000 + '",4,2,null\n'
+    )
+    first, second = load(tmp_path / "x.csv", tokenizer, max_prompt_tokens=10**6).prompts
+    assert (first.text, first.answer, first.extra) == ('1 + 1,\n= "?"', "2", {"level": "1", "note": ""})
+    assert (second.answer, second.extra) == ("4", {"level": "2", "note": "null"})
+    (tmp_path / "x.csv").write_text('prompt,answer\n"a\nb",1\n\nc,\n')
+    with pytest.raises(InvalidInput, match=r"x\.csv line 5: the answer is empty"):
+        load(tmp_path / "x.csv", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "x.json",
+            b'{"a": 1}\n{"a"\n',
+            r"is not a JSON list of objects, or one object a line: .*json line 2: Expecting",
+        ),
+        ("x.json", b'[{"a": 1}, 2]', r"x\.json row 2 is a number, not an object"),
+        ("x.json", b'[{"a": 1},\n{"a": }]', r"Expecting value: line 2 column 7"),
+        ("x.json", b'[{"a":\n"caf\xe9"}]', r"x\.json line 2 has the byte 0xe9: save the file as UTF-8"),
+        ("x.json", b"[]", r"x\.json is empty"),
+        ("x.csv", b"a,b\n1,2\n1\n", r"is not CSV: .*x\.csv line 3 has 1 cells, the first line 2"),
+        ("x.csv", b"a,b,a\n1,2,3\n", r"is not CSV: its first line names a twice"),
+        ("x.csv", b'a\n1\n"2\n', r"is not CSV: .*x\.csv line 3: unexpected end of data"),
+        ("x.csv", b"a\ncaf\xe9\n", r"x\.csv line 2 has the byte 0xe9: save the file as UTF-8"),
+        ("x.csv", b"a\n", r"x\.csv is empty"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n')[:-9], r"x\.jsonl\.gz cannot be read: Compressed file ended"),
+        (
+            "x.txt",
+            b'{"a": 1}',
+            r"x\.txt is of no known form: its name must end in \.parquet, \.jsonl, \.ndjson, \.json, \.csv",
+        ),
+    ],
+)
+def test_files_that_cannot_be_used_say_why(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidInput, match=rf"data\.train: .*{words}"):
+        read_rows(tmp_path / name, field="data.train")
+
+
+def test_patterns_on_this_host(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for part in ("2", "1"):
+        write_lines(tmp_path / f"part-{part}.jsonl", [{"prompt": part, "answer": part}])
+    write_lines(tmp_path / "part-[1].jsonl", [{"prompt": "3", "answer": "3"}])
+    (tmp_path / "part-0.jsonl").mkdir()
+    both = load(tmp_path / "part-?.jsonl", tokenizer)
+    assert [prompt.answer for prompt in both.prompts] == ["1", "2"]
+    assert [prompt.answer for prompt in load(tmp_path / "part-[1].jsonl", tokenizer).prompts] == ["3"]  # a name
+    with pytest.raises(NotFound, match=r"data\.train: no file matches .*x\*\.jsonl"):
+        load(tmp_path / "x*.jsonl", tokenizer)
+
+
+def test_a_file_that_is_used_twice_is_named(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "1"}])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    other = write_lines(tmp_path / "y.jsonl", [{"prompt": "b", "answer": "1"}])
+    load(path, tokenizer, eval={"y": str(other)})
+    assert caplog.messages == []
+    load(path, tokenizer, train=[str(path), str(tmp_path / "*.jsonl")], eval={"y": str(other)})
+    assert [message for message in caplog.messages if "times" in message] == [
+        f"data.train has {path} 3 times: its rows count as often"
+    ]
+    shared = f"data.eval.y is {other}, which data.train has too: the run is evaluated on what it is trained on"
+    assert shared in caplog.messages
