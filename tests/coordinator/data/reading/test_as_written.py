@@ -60,7 +60,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[PromptDataset]
     async def score(data: PromptDataset) -> list[float]:
         completions = [Completion(tokens=[7], finish_reason=FINISH_REASON_STOP)]
         groups = [SampledGroup(0, prompt, completions, PolicyStamp()) for prompt in data.prompts]
-        found = [await reward.score(group, TOKENIZER) for group in groups]
+        found = [await reward.score(group, TOKENIZER) for group in groups]  # type: ignore[arg-type]
         return [reward for group in found if group for reward in group.rewards.tolist()]
 
     async def end() -> None:
