@@ -105,7 +105,9 @@ class DataConfig(FilesConfig):
     """Maximum prompt length in tokens, including the chat template and special tokens. data.overlong says what happens
     to longer prompts."""
     answer_column: str = "answer"
-    """Column with the reference answers: text that is passed to the scorers."""
+    """Column with the reference answers: text that is passed to the scorers. It may be missing, or empty in some rows,
+    if no scorer reads it: those of kind format, length and model never do, judge if its template has no {answer}, code
+    and answer unless they read another column, and the reward of an environment needs none."""
     extra_columns: tuple[str, ...] | None = None
     """Other columns to pass to the scorers; null passes all."""
     metrics_column: str | None = None

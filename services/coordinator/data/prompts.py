@@ -10,7 +10,7 @@ import numpy as np
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.reading.rows import PromptFile, PromptRow, RowPrompt
+from services.coordinator.data.reading.rows import AnswerlessFile, PromptFile, PromptRow, RowPrompt
 from services.coordinator.text.chat_template import Message
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -79,9 +79,13 @@ class PromptDataset:
         self._order = order
 
     @classmethod
-    def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> "PromptDataset":
-        """Reads, checks and tokenizes `config.train`. Raises like RowFile.train."""
-        rows, order = PromptFile.train(config, tokenizer, seed)
+    def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int, needs_answer: bool = True) -> "PromptDataset":
+        """Reads, checks and tokenizes `config.train`; rows without an answer only if no scorer `needs_answer`.
+
+        Raises:
+            LockstepError: See RowFile.train.
+        """
+        rows, order = (PromptFile if needs_answer else AnswerlessFile).train(config, tokenizer, seed)
         _require_few_values(config, rows)
         return cls(Prompts(rows), order)
 
@@ -102,9 +106,9 @@ class PromptDataset:
         return [self.prompts[int(index)] for index in self._order.indices(step)]
 
 
-def load_eval(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """Returns the held-out prompts by set name, each set in file order. Raises like RowFile.held_out."""
-    held_out = PromptFile.held_out(config, tokenizer)
+def load_eval(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool = True) -> dict[str, Prompts]:
+    """Returns the held-out prompts by set name, each set in file order. See PromptDataset.load."""
+    held_out = (PromptFile if needs_answer else AnswerlessFile).held_out(config, tokenizer)
     for rows in held_out.values():
         _require_few_values(config, rows)
     return {name: Prompts(rows) for name, rows in held_out.items()}

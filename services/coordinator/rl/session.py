@@ -119,9 +119,10 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
-    train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed)
+    needs_answer = config.reward.reads_answers
+    train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed, needs_answer=needs_answer)
     require_enough(len(train_data), config)
-    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer))
+    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer, needs_answer=needs_answer))
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:

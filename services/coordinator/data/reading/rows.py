@@ -80,10 +80,12 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     def _check_columns(self) -> pa.DataType:
         prompt, answer, wanted = self.config.prompt_column, self.config.answer_column, self.config.extra_columns
         kind, types = self._type(prompt, "data.prompt_column"), self._file.types
-        if answer in types or self.needs_answer:
+        if self.needs_answer:
             self._require(is_text(self._type(answer, "data.answer_column")), answer, self.field, "not text")
+        # A column that is not text, and need not be, is a column like any other.
+        self._answer = answer if answer in types and is_text(types[answer]) else None
         self._extra = wanted
-        for name in [name for name in types if name not in (prompt, answer)] if wanted is None else wanted:
+        for name in [name for name in types if name not in (prompt, self._answer)] if wanted is None else wanted:
             problem = "which JSON cannot represent: list the columns to use in data.extra_columns"
             self._require(is_json(self._type(name, "data.extra_columns")), name, self.field, problem)
         if metrics_column := self.config.metrics_column:
@@ -98,15 +100,15 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         return kind
 
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
-        names = self.config.prompt_column, self.config.answer_column
-        prompt, answer = map(record.get, names)
+        names = self.config.prompt_column, self._answer
+        prompt, answer = (None if name is None else record.get(name) for name in names)
         others = [name for name in record if name not in names] if self._extra is None else self._extra
         extra = {name: record[name] for name in others if name in record}
         messages = as_messages(prompt)
-        if self.needs_answer or answer is not None:
+        if self.needs_answer or not isinstance(answer, str | None):
             require(answer, "answer")
         self._require_metric(extra)
-        content_hash = _hash([prompt, answer, extra], dict(zip(names, (prompt, answer), strict=True)) | extra)
+        content_hash = _hash([prompt, answer, extra], {names[0]: prompt, self.config.answer_column: answer} | extra)
         own = answer, json.dumps(extra)
         if not self.is_templated:
             if not isinstance(prompt, str):
