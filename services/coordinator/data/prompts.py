@@ -10,7 +10,7 @@ import numpy as np
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.reading.rows import PromptFile, PromptRow, RowPrompt
+from services.coordinator.data.reading.rows import AnswerlessFile, PromptFile, PromptRow, RowPrompt
 from services.coordinator.text.chat_template import Message
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -30,9 +30,10 @@ class Prompt:
     text: str
     """The text that was tokenized, after the chat template."""
     tokens: tuple[int, ...]
-    answer: str
+    answer: str | None
+    """None if the row has none, which only rows that no scorer reads may do."""
     extra: dict[str, object]
-    """Further columns, as JSON values."""
+    """Further columns that the row has, as JSON values."""
     messages: tuple[Message, ...]
     """Messages that the chat template rendered as `text`, including the system prompt. Without a template, one message
     with an empty role and the whole text."""
@@ -78,9 +79,13 @@ class PromptDataset:
         self._order = order
 
     @classmethod
-    def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> "PromptDataset":
-        """Reads, checks and tokenizes `config.train`. Raises like RowFile.train."""
-        rows, order = PromptFile.train(config, tokenizer, seed)
+    def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int, needs_answer: bool = True) -> "PromptDataset":
+        """Reads, checks and tokenizes `config.train`; rows without an answer only if no scorer `needs_answer`.
+
+        Raises:
+            LockstepError: See RowFile.train.
+        """
+        rows, order = (PromptFile if needs_answer else AnswerlessFile).train(config, tokenizer, seed)
         _require_few_values(config, rows)
         return cls(Prompts(rows), order)
 
@@ -101,9 +106,9 @@ class PromptDataset:
         return [self.prompts[int(index)] for index in self._order.indices(step)]
 
 
-def load_eval(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """Returns the held-out prompts by set name, each set in file order. Raises like RowFile.held_out."""
-    held_out = PromptFile.held_out(config, tokenizer)
+def load_eval(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool = True) -> dict[str, Prompts]:
+    """Returns the held-out prompts by set name, each set in file order. See PromptDataset.load."""
+    held_out = (PromptFile if needs_answer else AnswerlessFile).held_out(config, tokenizer)
     for rows in held_out.values():
         _require_few_values(config, rows)
     return {name: Prompts(rows) for name, rows in held_out.items()}
@@ -118,7 +123,7 @@ def _require_few_values(config: DataConfig, rows: Sequence[PromptRow]) -> None:
     column = config.metrics_column
     if column is None:
         return
-    values = {value_name(row.extra[column]) for row in rows}
+    values = {value_name(row.extra.get(column)) for row in rows}
     if len(values) > _MOST_VALUES:
         raise InvalidInput(
             f"data.metrics_column: column {column!r} has {len(values)} values, more than {_MOST_VALUES}: name a column "

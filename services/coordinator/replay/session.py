@@ -143,7 +143,7 @@ class _Session:
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
         tokenizer = _tokenizer(run.config, self.record.run_dir)
-        data = PromptDataset.load(run.config.data, tokenizer, seed=run.config.seed)
+        data = _prompts(run.config, tokenizer)
         reward = Rewards(addresses.reward, run.config, addresses.transport)
         try:
             await reward.open(run.run_id)
@@ -155,7 +155,7 @@ class _Session:
         config, tokenizer = run.config, _tokenizer(run.config, self.record.run_dir)
         if config.environment is None:
             raise InvalidInput("--what environment: the run has no environment", field="what")
-        data = PromptDataset.load(config.data, tokenizer, seed=config.seed)
+        data = _prompts(config, tokenizer)
         rewards = Rewards(addresses.reward, config, addresses.transport)
         try:
             await rewards.open(run.run_id)
@@ -203,6 +203,11 @@ def _tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     """Loads the tokenizer of the model or, if the model is on another host, of the model card that the trainer sent."""
     model = Path(config.model) if Path(config.model).is_dir() else run_dir / "model_card"
     return Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
+
+
+def _prompts(config: Config, tokenizer: Tokenizer) -> PromptDataset:
+    needs_answer = config.reward.reads_answers
+    return PromptDataset.load(config.data, tokenizer, seed=config.seed, needs_answer=needs_answer)
 
 
 def _verdict(differences: Sequence[Difference]) -> str:

@@ -139,7 +139,7 @@ _Dataset = tuple[Tokenizer, dict[str, Prompts]]
 
 
 def _load(config: Config, tokenizer: Tokenizer) -> _Dataset:
-    return tokenizer, load_eval(config.data, tokenizer)
+    return tokenizer, load_eval(config.data, tokenizer, needs_answer=config.reward.reads_answers)
 
 
 async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluated: str) -> Evaluation:

@@ -50,6 +50,12 @@ class Dataset:
     train: PromptDataset
     eval: dict[str, Prompts]
 
+    def others(self, config: Config) -> dict[str, str]:
+        """Returns the digests of what must not change in a run beside the training data, by name."""
+        held_out = {f"data.eval.{name}": prompts.digest for name, prompts in self.eval.items()}
+        # Without an environment, the rows show every change of the template that matters.
+        return held_out | ({"the chat template": self.tokenizer.template_digest} if config.environment else {})
+
 
 async def run_session(config: Config, given: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
     """Runs `config` until all steps are done or the frontend stops the run.
@@ -72,6 +78,8 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
         with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
             if outcome := outcome_if_finished(run, frontend.say):
                 return outcome
+            if loaded and not (config.environment and given.reward):  # whose tools are a part of the prompts
+                run.record.require_same_data(loaded.train.digest, loaded.others(config))
             async with _opened(run, sessions.restarts, given, frontend, loaded) as context:
                 loop = train_lagged if config.trainer.lag.versions else train
                 await loop(run, context)
@@ -111,9 +119,10 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
-    train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed)
+    needs_answer = config.reward.reads_answers
+    train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed, needs_answer=needs_answer)
     require_enough(len(train_data), config)
-    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer))
+    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer, needs_answer=needs_answer))
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
@@ -123,7 +132,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
     data = data or load_late(config, trainer.opened.model_card, _load)
-    run.record.require_same_data(data.train.digest)
+    run.record.use_data(data.train.digest, data.others(config))
     opened = services.reward.services[0].opened
     warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment)
     frontend.say(run.describe_start(version, trainer.opened.version))

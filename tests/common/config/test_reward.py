@@ -89,3 +89,25 @@ def test_a_key_may_go_over_tls_or_to_loopback(url):
 def test_wrong_settings_are_refused_by_name(setting):
     with pytest.raises(InvalidInput, match=next(iter(setting))):
         parse([{"kind": "exact"}], **setting)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "reads"),
+    [
+        ({"kind": "exact"}, True),
+        ({"kind": "python", "path": "a:b"}, True),
+        (HTTP, True),
+        ({"kind": "answer"}, True),
+        ({"kind": "answer", "answers_key": "answers"}, False),
+        ({"kind": "code"}, False),
+        ({"kind": "code", "tests_key": None}, True),
+        ({"kind": "format", "pattern": "a"}, False),
+        ({"kind": "length", "target_tokens": 1, "max_tokens": 2}, False),
+        ({"kind": "model", "path": "a"}, False),
+        (JUDGE, False),
+        ({**JUDGE, "template": "{completion} {answer}"}, True),
+        ({**JUDGE, "template": "{completion} {{answer}}"}, False),
+    ],
+)
+def test_which_scorers_read_the_answer(scorer: dict[str, object], reads: bool) -> None:
+    assert parse([scorer]).reads_answers is reads

@@ -138,6 +138,19 @@ class TestPrompts:
         with pytest.raises(NotFound, match=r"data\.eval\.x: none\.parquet does not exist"):
             load_eval(config("unused.parquet", eval={"x": "none.parquet"}), tokenizer)
 
+    def test_answers_that_no_scorer_reads(self, tokenizer, write_parquet):
+        def answers(**columns):
+            path = write_parquet(prompt=["a", "b"], **columns)
+            data = PromptDataset.load(config(path), tokenizer, seed=0, needs_answer=False)
+            held_out = load_eval(config("x", eval={"x": str(path)}), tokenizer, needs_answer=False)
+            assert held_out["x"][1] == data.prompts[1]
+            return [(prompt.answer, prompt.extra) for prompt in data.prompts]
+
+        assert answers() == [(None, {}), (None, {})]
+        assert answers(answer=["1", ""]) == [("1", {}), ("", {})]
+        assert answers(answer=["1", None]) == [("1", {}), (None, {})]
+        assert answers(answer=[1, 2]) == [(None, {"answer": 1}), (None, {"answer": 2})]  # as the row has it
+
 
 class TestBatches:
     def test_all_follows_from_dataset_seed_and_step(self, tokenizer, write_parquet):
@@ -229,7 +242,7 @@ class TestBadInput:
             PromptDataset.load(config(path), tokenizer, seed=0)
 
     def test_nan_is_not_json(self, load, write_parquet):
-        with pytest.raises(InvalidInput, match="row 2: an extra column holds NaN"):
+        with pytest.raises(InvalidInput, match="row 2: column level holds NaN or infinity, which is not JSON"):
             load(write_parquet(**columns(2), level=[0.5, float("nan")]))
 
     def test_overlong(self, load, write_parquet, tokenizer, caplog):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import Strict
 from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.model import ModelConfig
-from services.common.config.reward.remote import HttpConfig, JudgeConfig
+from services.common.config.reward.remote import HttpConfig, JudgeConfig, parse_template
 from services.common.config.reward.scorer import ITEM_FIELDS, BaseScorerConfig
 from services.common.import_path import IMPORT_PATH
 
@@ -150,6 +150,11 @@ class RewardConfig(Strict):
     """What to do if a sample could not be scored. zero: its reward is 0; drop_group: its prompt group is left out of
     the batch; fail: the run fails."""
 
+    @property
+    def reads_answers(self) -> bool:
+        """Returns whether a scorer may read the rows' answers."""
+        return any(map(_reads_answer, self.scorers))
+
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         names = [scorer.component for scorer in self.scorers]
@@ -157,3 +162,17 @@ class RewardConfig(Strict):
         if twice:
             raise ValueError(f"scorers: {', '.join(twice)} is used twice; give each scorer a different `name`")
         return self
+
+
+def _reads_answer(scorer: ScorerConfig) -> bool:
+    match scorer:
+        case FormatConfig() | LengthConfig() | ModelConfig():
+            return False
+        case AnswerConfig():
+            return scorer.answers_key is None
+        case CodeConfig():
+            return scorer.tests_key is None
+        case JudgeConfig():
+            return "answer" in [field for _, field in parse_template(scorer.template)]
+        case _:
+            return True

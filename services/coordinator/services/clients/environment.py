@@ -65,7 +65,8 @@ class EpisodeClient:
         Raises:
             EpisodeFailed: The environment failed.
         """
-        row = {"prompt": prompt.row_prompt, "answer": prompt.answer, **prompt.extra}
+        answer = {} if prompt.answer is None else {"answer": prompt.answer}
+        row = {"prompt": prompt.row_prompt, **answer, **prompt.extra}
         request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row))
         answer = await self._service.call(EnvironmentService.Reset, request, self._reply_s)
         _require_success(answer)

@@ -218,6 +218,19 @@ async def test_an_environment_gets_the_prompt_of_the_row_and_not_the_rendered_on
     assert json.loads(request.row_json) == {"prompt": own, "answer": prompt.answer, "level": 1}
 
 
+async def test_an_environment_gets_no_answer_of_a_row_that_has_none():
+    environment = FakeEnvironment(ends_after(1))
+    config = make_config(environment={"kind": "python", "path": "m:C"})
+    async with (
+        replicas(1) as fakes,
+        episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
+    ):
+        prompt = replace(make_prompt(3), answer=None, extra={"level": None})
+        await collector.one(0, prompt, Draw(1, SAMPLING, STAMP, STAMP.version))
+    (request,) = environment.resets
+    assert json.loads(request.row_json) == {"prompt": prompt.row_prompt, "level": None}
+
+
 async def test_a_lost_episode_is_played_again():
     (undisturbed,) = await played(FakeEnvironment(ends_after(3)))
     environment = FakeEnvironment(ends_after(3))
