@@ -9,6 +9,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.evaluation.section import EvalSetConfig
 from services.common.config.rollout.section import SamplingConfig
+from services.common.rewards import reaches
 from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import Prompts
@@ -60,7 +61,7 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
     metrics = {"reward": numbers["reward/mean"]}
     _, prompt_of = np.unique(samples["group"].to_numpy(), return_inverse=True)
     num_samples = np.bincount(prompt_of)
-    num_passed = np.bincount(prompt_of, samples["reward"].to_numpy() >= settings.pass_threshold)
+    num_passed = np.bincount(prompt_of, reaches(samples["reward"].to_numpy(), settings.pass_threshold))
     for k in settings.pass_k:
         chances = [pass_at_k(n, int(c), k) for n, c in zip(num_samples.tolist(), num_passed, strict=True)]
         metrics[f"pass@{k}"] = float(np.mean(chances))

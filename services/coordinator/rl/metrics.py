@@ -7,10 +7,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches.kept import decode_kept
+from services.common.rewards import all_equal, is_constant
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
 from services.coordinator.rl.health import warning_metrics
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
+
+_FLOAT32 = 1e-6  # resolution of a batch's columns of float32, a few times their spacing
 
 
 def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
@@ -50,7 +53,7 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
     truncated = pc.equal(batch["finish_reason"], "length").to_numpy()
     metrics = {
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/std": 0.0 if all_equal(rewards) else float(rewards.std()),
         "reward/mixed_groups": _share_of_mixed_groups(batch["group"].to_numpy(), rewards),
         "completion/tokens_mean": float(lengths.mean()),
         "completion/tokens_max": float(lengths.max()),
@@ -101,8 +104,9 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
     if _has(batch, "values") and _has(batch, "returns"):
         values_M, returns_M = (per_token(batch, name, "metrics")[mask_N] for name in ("values", "returns"))
         metrics["value/mean"] = float(values_M.mean())
-        if spread := returns_M.var():
-            metrics["value/explained_variance"] = float(1 - (returns_M - values_M).var() / spread)
+        if not all_equal(returns_M, _FLOAT32):
+            unexplained = (returns_M - values_M).var() / returns_M.var()
+            metrics["value/explained_variance"] = float(1 - unexplained)
     return metrics
 
 
@@ -127,5 +131,5 @@ def component_means(components: pa.ChunkedArray) -> dict[str, float]:
 
 def _share_of_mixed_groups(groups: np.ndarray, rewards: np.ndarray) -> float:
     """Returns the fraction of prompt groups with different rewards; the others have zero advantage and no gradient."""
-    parts = [rewards[groups == group] for group in np.unique(groups)]
-    return float(np.mean([part.min() < part.max() for part in parts]))
+    _, group_of = np.unique(groups, return_inverse=True)
+    return float(np.mean(~is_constant(rewards, group_of)))

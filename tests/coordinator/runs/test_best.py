@@ -111,6 +111,8 @@ async def test_evaluations_of_weights_that_the_run_has_left_do_not_count(opened:
         ({"patience": 1, "mode": "min"}, [0.5, 0.4, 0.4], 3),
         ({"patience": 2, "min_delta": 0.1}, [0.1, 0.15, 0.19], 3),
         ({"patience": 2, "min_delta": 0.1}, [0.1, 0.15, 0.25, 0.3], None),
+        ({"patience": 2, "min_delta": 0.1}, [0.7, 0.8, 0.8], 3),  # 0.7 + 0.1 is a little less than 0.8
+        ({"patience": 2}, [0.3, 0.1 + 0.2, 0.3], 3),
         ({"patience": 1}, [float("nan"), float("nan"), 0.1, float("nan")], 4),
     ],
 )

@@ -11,6 +11,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason
 from services.common.batches.kept import join_kept
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
@@ -111,7 +112,7 @@ class EpisodeCollector(Collector):
             stream.add_turn(completion, *(group.routes or [b""]), *group.kept)
             text = self._dialog.text(completion.tokens)
             reply = await client.step(text, len(completion.tokens), completion.finish_reason)
-            stream.rewards.append(self._settings.weight * reply.reward)
+            stream.rewards.append(weighted_sum([(self._settings.weight, reply.reward)]))
             if reply.done:
                 reason = completion.finish_reason
                 break
@@ -134,11 +135,11 @@ class EpisodeCollector(Collector):
         if played.failure:
             name = FailureReason.FAILURE_REASON_CRASHED
             return Score(failure=Failure(reason=name, scorer=ENVIRONMENT, message=played.failure.message))
-        total = Score()
-        total.CopyFrom(score)
-        total.components["environment"] = played.episode.reward
-        total.reward += played.episode.reward
-        return total
+        whole = Score()
+        whole.CopyFrom(score)
+        whole.components["environment"] = played.episode.reward
+        whole.reward = total([score.reward, *played.episode.turn_rewards])
+        return whole
 
 
 def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config) -> Dialog:
