@@ -55,7 +55,7 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
 
     `reward` is the mean over all samples, `pass@k` the mean of pass_at_k over the prompts, `tokens_mean` the mean
     completion length in tokens, `truncated` the fraction of completions that reached max_tokens. Each reward component
-    adds its mean under its own name.
+    adds its mean over all samples under its own name.
     """
     numbers = batch_metrics(samples)
     metrics = {"reward": numbers["reward/mean"]}

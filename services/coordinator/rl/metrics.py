@@ -1,5 +1,6 @@
 """Computes the metrics of a step. Batch metrics depend only on the batch, so replaying a step reproduces them."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -61,7 +62,8 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
         "batch/samples": float(batch.num_rows),
         "batch/tokens": float(lengths.sum()),
     }
-    metrics |= {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
+    components = {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
+    metrics = {**metrics, **components, **metrics}  # a component cannot override these
     return metrics | episode_metrics(batch) | token_metrics(batch)
 
 
@@ -121,12 +123,12 @@ def _has(batch: pa.Table, name: str) -> bool:
 
 
 def component_means(components: pa.ChunkedArray) -> dict[str, float]:
-    """Returns the mean of every reward component over the samples that have it."""
+    """Returns the mean of every reward component over all samples, as for the reward: a sample without it counts 0."""
     values: dict[str, list[float]] = {}
     for row in components.to_pylist():
         for name, value in row:
             values.setdefault(name, []).append(value)
-    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+    return {name: math.fsum(numbers) / len(components) for name, numbers in values.items()}
 
 
 def _share_of_mixed_groups(groups: np.ndarray, rewards: np.ndarray) -> float:

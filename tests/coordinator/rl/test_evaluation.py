@@ -204,6 +204,7 @@ async def test_samples_that_cannot_be_scored_count_as_0_and_are_reported(evaluat
     # p0: -, 0, 0.5, 1; p1: 0, 0, 0, 0; p2: -, -, 1, 0.5
     assert metrics["eval/math/failed"] == 3.0
     assert metrics["eval/math/reward"] == pytest.approx(3.0 / 12)
+    assert metrics["eval/math/math"] == pytest.approx(2 * 3.0 / 12)  # over the same samples as the reward
     assert metrics["eval/math/pass@1"] == pytest.approx((1 / 4 + 0 + 1 / 4) / 3)
     assert metrics["eval/math/pass@4"] == pytest.approx(2 / 3)
 

@@ -20,5 +20,5 @@ def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     next_M = np.roll(values_M, -1)
     bootstraps = samples.truncated_S[samples.trained_S] & config.bootstrap_truncated
     next_M[samples.last] = np.where(bootstraps, values_M[samples.last], 0.0)
-    errors_M = samples.token_rewards(by_turn=True) + config.gamma * next_M - values_M
+    errors_M = samples.token_rewards_M + config.gamma * next_M - values_M
     return discounted_sums(errors_M, samples.count_S, config.gamma * config.lam)

@@ -101,18 +101,18 @@ class Samples:
         """Returns the index of the last trained token, among all M, of each sample that has trained tokens."""
         return np.cumsum(self.count_S)[self.trained_S] - 1
 
-    def token_rewards(self, *, by_turn: bool) -> np.ndarray:
-        """Returns each token's reward, float64 [M]: minus its KL penalty, plus the sample's reward at its last token.
+    @property
+    def token_rewards_M(self) -> np.ndarray:
+        """Returns each token's reward: minus its KL penalty, plus the reward that it ends with.
 
-        With `by_turn`, the environment's reward of each turn is at the last trained token of that turn, and only the
-        rest of the sample's reward is at its last one.
+        That is the environment's reward of a turn at the turn's last trained token, and the rest of the sample's reward
+        at the sample's last one.
         """
-        rewards_M, rest_S = -self.penalty_M, self.rewards_S.copy()
-        if by_turn:
-            starts = np.flatnonzero(self.turn_starts_M)
-            rest_S -= np.bincount(self.sample_M[starts], self.turn_rewards_K, minlength=len(rest_S))
-            rewards_M[np.append(starts[1:], len(rewards_M))[: len(starts)] - 1] += self.turn_rewards_K
-        rewards_M[self.last] += rest_S[self.trained_S]
+        starts, rewards_M = np.flatnonzero(self.turn_starts_M), -self.penalty_M
+        ends = np.append(starts[1:], len(rewards_M))[: len(starts)] - 1
+        rewards_M[ends] += self.turn_rewards_K
+        of_turns_S = np.bincount(self.sample_M[starts], self.turn_rewards_K, minlength=len(self.rewards_S))
+        rewards_M[self.last] += (self.rewards_S - of_turns_S)[self.trained_S]
         return rewards_M
 
     def to_lists(self, numbers_M: np.ndarray) -> pa.Array:
