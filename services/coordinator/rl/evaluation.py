@@ -17,6 +17,7 @@ from services.coordinator.rl.metrics import batch_metrics, component_means
 from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
+from services.coordinator.runs.scorer_change import versions_of
 
 
 async def evaluate(
@@ -29,6 +30,7 @@ async def evaluate(
     is the number of such samples, if there are any.
     """
     metrics: dict[str, float] = {}
+    scored: dict[str, str] = {}
     with run.phase(Phase.EVALUATING):
         for name, prompts in eval_data.items():
             settings = run.config.evaluation.settings(name)
@@ -40,7 +42,8 @@ async def evaluate(
                 numbers["failed"] = float(num_failed)
             metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
             run.record.keep_evaluation(name, samples, stamp)
-    run.finish_evaluation(stamp.version, metrics)
+            scored = versions_of(samples)
+    run.finish_evaluation(stamp.version, metrics, scored)
     return metrics
 
 
