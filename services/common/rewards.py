@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 
 RESOLUTION = 1e-13
-"""Rewards are equal if they differ by at most this, or by at most this share of the larger one if that is above 1.
+"""Rewards are equal if they differ by at most this or, above 1, by at most this share of them.
 
 It is 450 times the spacing of floats, which covers the rounding of sums of hundreds of scores, and far below what
 anybody means by a difference: at rewards of 1e6, differences of 1e-6 still count.
