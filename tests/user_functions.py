@@ -22,6 +22,11 @@ def misshapen(tokens: Tokens, config: LossConfig):
     return tokens.logprobs_N[:1], {}
 
 
+def names(tokens: Tokens, config: LossConfig, *, metric: str):
+    """Returns the loss of REINFORCE, and a metric of this name."""
+    return -tokens.advantages_N * tokens.logprobs_N, {metric: torch.ones_like(tokens.logprobs_N)}
+
+
 def ranks(samples: Samples, config: AdvantageConfig, *, scale: float = 1.0) -> np.ndarray:
     """Returns the rank of each token's sample among all samples by reward, from -scale / 2 to scale / 2."""
     order_S = samples.rewards_S.argsort().argsort()

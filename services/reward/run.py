@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, Reason
+from services.common.rewards import weighted_sum
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.answer import AnswerScorer
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected
@@ -93,7 +94,7 @@ class ScoringRun:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:
-        reward, components, failure = 0.0, {}, None
+        components, failure = dict[str, float](), None
         for config, result in zip(self._config.scorers, results, strict=True):
             outcome = result.reason.lower() if isinstance(result, ScoringError) else "scored"
             self._metrics.count(config.component, outcome)
@@ -101,7 +102,8 @@ class ScoringRun:
                 failure = failure or Failure(result.reason, config.component, result.detail, result.traceback)
                 continue
             components[config.component] = result
-            reward += config.weight * result
+        scored = [scorer for scorer in self._config.scorers if scorer.component in components]
+        reward = weighted_sum((scorer.weight, components[scorer.component]) for scorer in scored)
         if not failure and not math.isfinite(reward):  # each score is finite, but not their weighted sum
             detail = f"the weighted sum of {components} is {reward}: lower the weights or the scale of the scores"
             failure = Failure(FailureReason.ERROR, " + ".join(components), detail)

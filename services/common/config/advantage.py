@@ -64,7 +64,7 @@ class AdvantageConfig(Strict):
     rloo: r - mean of the group's other samples, arXiv 2402.14740;
     opo: r - mean weighted by length in tokens, arXiv 2505.23585;
     gpg: r - mean, scaled up to make up for groups whose rewards are all equal, arXiv 2504.02546;
-    per_turn: discounted return of each turn - mean over the group's turns;
+    per_turn: discounted return of each turn - mean over the same turn of the group's samples, arXiv 2505.11821;
     reinforce_plus_plus: return of each token, whitened, arXiv 2501.03262;
     reinforce_plus_plus_baseline: r - mean, whitened, arXiv 2501.03262;
     remax: return of each token - reward of the greedy completion, arXiv 2310.10505;

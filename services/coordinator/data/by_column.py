@@ -14,6 +14,7 @@ def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict
     if column is None:
         return {}
     rewards: dict[str, list[np.ndarray]] = defaultdict(list)
+    name = value_name(column)
     for group in groups:
         rewards[value_name(group.prompt.extra.get(column))].append(group.rewards)
-    return {f"reward[{column}={value}]": float(np.concatenate(rewards[value]).mean()) for value in sorted(rewards)}
+    return {f"reward[{name}={value}]": float(np.concatenate(rewards[value]).mean()) for value in sorted(rewards)}

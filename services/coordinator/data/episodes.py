@@ -6,6 +6,7 @@ from typing import Self
 
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
+from services.common.rewards import total
 from services.coordinator.text.tokenizer import Tokenizer
 
 
@@ -38,7 +39,7 @@ class Episode:
     @property
     def reward(self) -> float:
         """Returns the sum of the turns' rewards."""
-        return sum(self.turn_rewards)
+        return total(self.turn_rewards)
 
     def loss_mask(self, num_tokens: int) -> list[bool]:
         """Returns whether the policy sampled each of `num_tokens` tokens."""

@@ -115,7 +115,7 @@ def load_eval(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool = 
 
 
 def value_name(value: object) -> str:
-    """Returns a value of data.metrics_column as a part of a metric's name, in which a slash would separate parts."""
+    """Returns data.metrics_column, or a value of it, as a part of a metric's name; a slash would separate parts."""
     return str(value).replace("/", "|")
 
 
@@ -123,10 +123,19 @@ def _require_few_values(config: DataConfig, rows: Sequence[PromptRow]) -> None:
     column = config.metrics_column
     if column is None:
         return
-    values = {value_name(row.extra.get(column)) for row in rows}
+    values = {str(row.extra.get(column)) for row in rows}
     if len(values) > _MOST_VALUES:
         raise InvalidInput(
             f"data.metrics_column: column {column!r} has {len(values)} values, more than {_MOST_VALUES}: name a column "
             "with few values, such as a task or a level",
             field="data.metrics_column",
         )
+    named: dict[str, str] = {}
+    for value in values:
+        if (other := named.setdefault(value_name(value), value)) != value:
+            both = " and ".join(map(repr, sorted((value, other))))
+            raise InvalidInput(
+                f"data.metrics_column: {both} of column {column!r} would be one metric, since a name has | for /: "
+                "change one of them",
+                field="data.metrics_column",
+            )

@@ -25,6 +25,7 @@ from services.coordinator.runs.run import Run
 
 _ROWS = 12
 _EPISODE_LINES = 14
+_WIDEST_SETS = 24  # characters of a column's header
 _FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
 
 
@@ -71,6 +72,7 @@ class Terminal(Reporter):
         self._console, self._num_steps = console, num_steps
         self.shows_samples = console.is_terminal
         self._rows: list[list[str]] = []
+        self._held_out = "held-out"  # later the names of the held-out sets, in the order of their rewards
         self._step_s: deque[float] = deque(maxlen=_ROWS)
         self._phase = ""
         self._episode: tuple[int, Conversation] | None = None
@@ -97,11 +99,14 @@ class Terminal(Reporter):
         self._episode = version, conversation
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        rewards = [value for name, value in in_order(metrics).items() if name.endswith("/reward")]
-        shown = " ".join(f"{value:.3f}" for value in rewards)
+        named = {name.split("/")[1]: value for name, value in in_order(metrics).items() if name.endswith("/reward")}
+        rewards = {name: f"{value:.3f}" for name, value in named.items()}
         if self._rows:
-            self._rows[-1][1] = shown
-        self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
+            self._rows[-1][1] = " ".join(rewards.values())
+        sets = " ".join(rewards)
+        self._held_out = sets if len(sets) <= _WIDEST_SETS else "held-out"
+        pairs = rewards.values() if len(rewards) == 1 else (f"{name} {value}" for name, value in rewards.items())
+        self._console.print(f"held-out reward after step {version}: {', '.join(pairs)}", soft_wrap=True)
 
     def close(self) -> None:
         self._phase = ""
@@ -127,7 +132,7 @@ class Terminal(Reporter):
     def _table(self, height: int) -> Table:
         """Builds a table of the last rows and the most important columns, as many as fit."""
         num_rows = max(1, min(_ROWS, height - _FRAME))
-        lines = [_NAMES, *self._rows[-num_rows:]]
+        lines = [[_NAMES[0], self._held_out, *_COLUMNS], *self._rows[-num_rows:]]
         table = Table(caption=self._phase, caption_justify="left", expand=False)
         columns = [[line[index] for line in lines] for index in fitting(lines, _BY_IMPORTANCE, self._console.width)]
         for name, *_ in columns:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from lockstep.types.v1.types_pb2 import FinishReason
 
 from services.common.config.run import Config
+from services.common.rewards import weighted_sum
 from services.common.tasks import gather
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.episodes import Episode
@@ -51,9 +52,8 @@ class _Player:
             for turn, tokens in enumerate(episode.turns(row["tokens"])):
                 text, reason = self._dialog.text(tokens), self._reason(tokens, episode.turn_begins[turn])
                 reply = await client.step(text, len(tokens), reason)
-                found = _differences(
-                    f"{at} turn {turn} reward", episode.turn_rewards[turn], self._weight * reply.reward
-                )
+                reward = weighted_sum([(self._weight, reply.reward)])
+                found = _differences(f"{at} turn {turn} reward", episode.turn_rewards[turn], reward)
                 if turn < len(replies) - 1:
                     found += _differences(f"{at} turn {turn} done", False, reply.done)
                     now = self._dialog.reply(tokens, reply.messages)

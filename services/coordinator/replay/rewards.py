@@ -6,6 +6,7 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from services.common.errors import LockstepError, NotFound, Reason
+from services.common.rewards import total
 from services.common.tasks import gather
 from services.coordinator.data.episodes import Episode
 from services.coordinator.data.groups import FINISH_REASONS, SampledGroup
@@ -76,7 +77,7 @@ def _sample(row: Row, score: Score, scorer: str) -> Iterator[Difference]:
     recorded = {"reward": row["reward"], "scorer": row["scorer"], **dict(row["components"])}
     episode = Episode.of(row)
     of_episode = {"environment": episode.reward} if episode else {}
-    reward = score.reward + (episode.reward if episode else 0.0)
+    reward = total([score.reward, *(episode.turn_rewards if episode else ())])
     components = {**dict.fromkeys(dict(row["components"])), **of_episode, **score.components}
     now = {"reward": reward, "scorer": scorer, **components}
     for one in compare(recorded, now):

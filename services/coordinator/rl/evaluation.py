@@ -9,6 +9,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.evaluation.section import EvalSetConfig
 from services.common.config.rollout.section import SamplingConfig
+from services.common.rewards import reaches
 from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import Prompts
@@ -16,6 +17,7 @@ from services.coordinator.rl.metrics import batch_metrics, component_means
 from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
+from services.coordinator.runs.scorer_change import versions_of
 
 
 async def evaluate(
@@ -28,6 +30,7 @@ async def evaluate(
     is the number of such samples, if there are any.
     """
     metrics: dict[str, float] = {}
+    scored: dict[str, str] = {}
     with run.phase(Phase.EVALUATING):
         for name, prompts in eval_data.items():
             settings = run.config.evaluation.settings(name)
@@ -39,7 +42,8 @@ async def evaluate(
                 numbers["failed"] = float(num_failed)
             metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
             run.record.keep_evaluation(name, samples, stamp)
-    run.finish_evaluation(stamp.version, metrics)
+            scored = versions_of(samples)
+    run.finish_evaluation(stamp.version, metrics, scored)
     return metrics
 
 
@@ -54,13 +58,13 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
 
     `reward` is the mean over all samples, `pass@k` the mean of pass_at_k over the prompts, `tokens_mean` the mean
     completion length in tokens, `truncated` the fraction of completions that reached max_tokens. Each reward component
-    adds its mean under its own name.
+    adds its mean over all samples under its own name.
     """
     numbers = batch_metrics(samples)
     metrics = {"reward": numbers["reward/mean"]}
     _, prompt_of = np.unique(samples["group"].to_numpy(), return_inverse=True)
     num_samples = np.bincount(prompt_of)
-    num_passed = np.bincount(prompt_of, samples["reward"].to_numpy() >= settings.pass_threshold)
+    num_passed = np.bincount(prompt_of, reaches(samples["reward"].to_numpy(), settings.pass_threshold))
     for k in settings.pass_k:
         chances = [pass_at_k(n, int(c), k) for n, c in zip(num_samples.tolist(), num_passed, strict=True)]
         metrics[f"pass@{k}"] = float(np.mean(chances))

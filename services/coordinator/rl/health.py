@@ -15,7 +15,8 @@ _COLLAPSE, _UNMIXED, _DROPPED = (
     f"{_PREFIX}{name}" for name in ("entropy_collapse", "steps_without_mixed_group", "dropped_groups")
 )
 _FIRST_ENTROPY = f"{_PREFIX}first_entropy"
-_FAILED = "sampling/failed/"
+# Metrics of failures -> what they are in a warning: groups by scorer and reason, and tries of an episode by reason.
+_FAILED = {"sampling/failed/": "", "environment/failed_": "environment/"}
 
 
 def warning_metrics(step: int, metrics: Metrics, before: Metrics, settings: WarningsConfig) -> dict[str, float]:
@@ -62,13 +63,14 @@ def _mixed(step: int, metrics: Metrics, before: Metrics, most: int) -> dict[str,
 
 
 def _dropped(step: int, metrics: Metrics, most: float) -> dict[str, float]:
-    """Warns of groups that have no score, with the scorer that failed most often."""
+    """Warns of groups that have no score, with the scorer or environment that failed most often."""
     dropped = metrics.get("sampling/dropped_no_score", 0.0)
     share = dropped / metrics["sampling/prompts"] if metrics.get("sampling/prompts") else 0.0
     if share > most:
-        failed = {name.removeprefix(_FAILED): n for name, n in metrics.items() if name.startswith(_FAILED)}
+        pairs = [(name, prefix) for name in metrics for prefix in _FAILED if name.startswith(prefix)]
+        failed = {_FAILED[prefix] + name.removeprefix(prefix): metrics[name] for name, prefix in pairs}
         often = sorted(failed.items(), key=lambda pair: -pair[1])
-        why = ", ".join(f"{name} in {number:g}" for name, number in often) or "unknown"
+        why = ", ".join(f"{name} in {number:g}" for name, number in often)
         log.warning(
             "step %d: %.0f%% of the prompt groups (%g) were dropped because a sample had no score: %s; the log has "
             "each failure (observability.warnings.dropped_groups)",

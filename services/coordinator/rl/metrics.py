@@ -1,5 +1,6 @@
 """Computes the metrics of a step. Batch metrics depend only on the batch, so replaying a step reproduces them."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -7,10 +8,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches.kept import decode_kept
+from services.common.rewards import all_equal, is_constant
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
 from services.coordinator.rl.health import warning_metrics
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
+
+_FLOAT32 = 1e-6  # resolution of a batch's columns of float32, a few times their spacing
 
 
 def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
@@ -50,7 +54,7 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
     truncated = pc.equal(batch["finish_reason"], "length").to_numpy()
     metrics = {
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/std": 0.0 if all_equal(rewards) else float(rewards.std()),
         "reward/mixed_groups": _share_of_mixed_groups(batch["group"].to_numpy(), rewards),
         "completion/tokens_mean": float(lengths.mean()),
         "completion/tokens_max": float(lengths.max()),
@@ -58,7 +62,8 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
         "batch/samples": float(batch.num_rows),
         "batch/tokens": float(lengths.sum()),
     }
-    metrics |= {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
+    components = {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
+    metrics = {**metrics, **components, **metrics}  # a component cannot override these
     return metrics | episode_metrics(batch) | token_metrics(batch)
 
 
@@ -101,8 +106,9 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
     if _has(batch, "values") and _has(batch, "returns"):
         values_M, returns_M = (per_token(batch, name, "metrics")[mask_N] for name in ("values", "returns"))
         metrics["value/mean"] = float(values_M.mean())
-        if spread := returns_M.var():
-            metrics["value/explained_variance"] = float(1 - (returns_M - values_M).var() / spread)
+        if not all_equal(returns_M, _FLOAT32):
+            unexplained = (returns_M - values_M).var() / returns_M.var()
+            metrics["value/explained_variance"] = float(1 - unexplained)
     return metrics
 
 
@@ -117,15 +123,15 @@ def _has(batch: pa.Table, name: str) -> bool:
 
 
 def component_means(components: pa.ChunkedArray) -> dict[str, float]:
-    """Returns the mean of every reward component over the samples that have it."""
+    """Returns the mean of every reward component over all samples, as for the reward: a sample without it counts 0."""
     values: dict[str, list[float]] = {}
     for row in components.to_pylist():
         for name, value in row:
             values.setdefault(name, []).append(value)
-    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+    return {name: math.fsum(numbers) / len(components) for name, numbers in values.items()}
 
 
 def _share_of_mixed_groups(groups: np.ndarray, rewards: np.ndarray) -> float:
     """Returns the fraction of prompt groups with different rewards; the others have zero advantage and no gradient."""
-    parts = [rewards[groups == group] for group in np.unique(groups)]
-    return float(np.mean([part.min() < part.max() for part in parts]))
+    _, group_of = np.unique(groups, return_inverse=True)
+    return float(np.mean(~is_constant(rewards, group_of)))

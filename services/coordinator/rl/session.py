@@ -22,6 +22,7 @@ from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
+from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import warn_of_other_versions
 from services.coordinator.services.clients.trainer import Model
@@ -134,7 +135,8 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     data = data or load_late(config, trainer.opened.model_card, _load)
     run.record.use_data(data.train.digest, data.others(config))
     opened = services.reward.services[0].opened
-    warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment)
+    evaluated = run.record.ledger.last(Kind.SCORED)
+    warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment, evaluated)
     frontend.say(run.describe_start(version, trainer.opened.version))
     shown = frontend.begin(run, version)
     freq = config.observability.sample_freq

@@ -5,16 +5,19 @@ from collections.abc import Mapping, Sequence
 from services.common.config.evaluation.best import BestConfig, EarlyStoppingConfig
 from services.common.errors import InvalidInput
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
+from services.coordinator.runs.scorer_change import change_between
 
 
 def evaluations(ledger: Ledger, last: int) -> list[Decision]:
     """Returns the evaluation of each version up to `last`, oldest first.
 
     A run that went back to an older checkpoint may have evaluated a version twice: only the weights that the run has
-    now count.
+    now count. Only evaluations by the scorers and the environment of the newest one count: those by others cannot be
+    compared with it.
     """
     newest = {row["version"]: row for row in ledger.all(Kind.EVALUATED) if row["version"] <= last}
-    return [newest[version] for version in sorted(newest) if ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)]
+    versions = [one for one in sorted(newest) if ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, one)]
+    return [newest[version] for version in versions if not change_between(ledger, version, versions[-1])]
 
 
 def require_metric(metrics: Mapping[str, float], config: BestConfig, field: str) -> None:

@@ -32,6 +32,7 @@ class Kind(StrEnum):
     COLLECTED = "collected"  # SHA-256 of a step's Parquet file, the stamp that its samples were generated from
     FINISHED = "finished"  # metrics of a step
     EVAL_SAMPLES = "eval_samples"  # name and SHA-256 of the Parquet file of a held-out set, before its metrics
+    SCORED = "scored"  # names and versions of the scorers and environment of the evaluation that is recorded next
     EVALUATED = "evaluated"  # metrics of an evaluation
     STOPPED = "stopped"  # early stopping ended the run here: metric, value, and the step and value of the best
     EXPORTED = "exported"  # path of the final policy

@@ -22,6 +22,7 @@ from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
 from services.coordinator.runs.reporter import Reporter, Tolerant
 from services.coordinator.runs.resume import Start, step_of
+from services.coordinator.runs.scorer_change import Versions
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +149,14 @@ class Run(Generic[ConfigT]):
             return settings.eval_before_train and bool(self.config.data.eval)
         return _due(version, settings.eval_freq, self.num_steps)
 
-    def finish_evaluation(self, version: int, metrics: dict[str, float]) -> None:
+    def finish_evaluation(self, version: int, metrics: dict[str, float], scored: Versions | None = None) -> None:
         """Reports and records the metrics of an evaluation, and ends the run if early stopping says so. Its time is not
         counted in the next step.
+
+        Args:
+            version: The version that was evaluated.
+            metrics: Its metrics.
+            scored: The versions of scorers and environment, if the samples have rewards.
 
         Raises:
             InvalidInput: It does not have the metric that the config names.
@@ -163,6 +169,8 @@ class Run(Generic[ConfigT]):
         seconds = self.clock.take(Phase.EVALUATING)
         for reporter in self.reporters:
             reporter.evaluation(version, metrics | {"time/evaluating_s": seconds})
+        if scored:
+            self.record.ledger.record(Kind.SCORED, version, **scored)
         self.record.ledger.record(Kind.EVALUATED, version, **metrics)
         self._end_if_stalled(version)
 

@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
     """Exports the final policy if the run has done all its steps and `checkpoint.export_at_end` is set."""
-    directory, export_path = run.config.run_dir, None
+    export_path = None
     if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
         export_path = run.record.export_path
         if not run.record.set_aside_export(run.version):
             with run.phase(Phase.CHECKPOINTING):
                 await trainer.export(str(export_path))
             run.record.record_export(run.version)
-    return Outcome(directory, run.version, run.num_steps, run.record.evaluations(), export_path, run.checkpoints.best())
+    return Outcome.of(run, run.version, run.num_steps, export_path)
 
 
 async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:

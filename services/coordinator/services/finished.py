@@ -28,7 +28,7 @@ def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outc
     else:
         say(f"{config.name} already has its {counted(version, 'step')}; raise num_steps or use another name")
     path = run.record.export_path if config.checkpoint.export_at_end else None
-    return Outcome(config.run_dir, version, last, run.record.evaluations(), path, run.checkpoints.best())
+    return Outcome.of(run, version, last, path)
 
 
 def _is_due(run: Run[AnyConfig], version: int, *, is_early: bool) -> bool:

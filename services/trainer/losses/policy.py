@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from services.common.config.trainer.loss import LossConfig
+from services.common.errors import InvalidInput
 from services.trainer.losses.cispo import cispo
 from services.trainer.losses.correction import correction
 from services.trainer.losses.covariance import clip_cov, kl_cov
@@ -62,7 +63,7 @@ def policy_loss(
     weights_N = token_weights(config, columns, totals)
     policy_loss = (weights_N * factor_N * losses_N).sum()
     loss = policy_loss - config.entropy_coef * (weights_N * entropy_N).sum()
-    means = {"entropy": entropy_N, "ratio_mean": tokens.log_ratio_N.exp(), **means, **corrected}
+    means = _joined({"entropy": entropy_N, "ratio_mean": tokens.log_ratio_N.exp(), **corrected}, means, config)
     if config.kl_coef:
         kl_N = KL_ESTIMATES[config.kl_kind](logprobs_N, tokens.columns["ref_logprobs"])
         loss = loss + config.kl_coef * (weights_N * kl_N).sum()
@@ -71,3 +72,17 @@ def policy_loss(
     for name, values_N in means.items():
         metrics[name] = (columns["loss_mask"] * values_N.detach()).sum() / totals.num_tokens
     return loss, metrics
+
+
+def _joined(
+    own: dict[str, torch.Tensor], of_kind: dict[str, torch.Tensor], config: LossConfig
+) -> dict[str, torch.Tensor]:
+    """Returns both tables. Raises InvalidInput if a user's loss returns a metric that every update has."""
+    taken = {*own, "loss", "policy_loss", "grad_norm", "lr", *(["kl"] if config.kl_coef else [])}
+    if clash := sorted(taken & of_kind.keys()):
+        raise InvalidInput(
+            f"trainer.loss.import_path: {config.import_path} returned the metric {clash[0]}, which every update has; "
+            "give it another name",
+            field="trainer.loss.import_path",
+        )
+    return own | of_kind

@@ -21,6 +21,9 @@ def group(index: int, rewards: list[float], **extra: object) -> ScoredGroup:
 def test_each_sample_counts_once_for_its_value() -> None:
     groups = [group(0, [1.0, 0.0], task="sum"), group(1, [1.0], task="a/b"), group(2, [1.0, 1.0], task="sum")]
     assert rewards_by_column(groups, "task") == {"reward[task=a|b]": 1.0, "reward[task=sum]": 0.75}
+    assert rewards_by_column([group(0, [1.0], **{"a/reward": "x/reward"})], "a/reward") == {
+        "reward[a|reward=x|reward]": 1.0  # and not the reward of a set, whose name ends with /reward
+    }
     assert rewards_by_column(groups, None) == {}
     assert rewards_by_column([group(0, [0.5], level=None)], "level") == {"reward[level=None]": 0.5}
 
@@ -37,6 +40,9 @@ def test_columns_that_make_no_metrics_are_refused(tokenizer, write_parquet) -> N
     for column, problem in (("number", "has 60 values"), ("share", "not text, integers"), ("none", "none")):
         with pytest.raises(InvalidInput, match=problem):
             PromptDataset.load(config(path, metrics_column=column), tokenizer, seed=0)
+    path_of_two = write_parquet("two.parquet", **rows, task=["a/b", "a|b"] * 30)
+    with pytest.raises(InvalidInput, match=r"'a/b' and 'a\|b' of column 'task' would be one metric"):
+        PromptDataset.load(config(path_of_two, metrics_column="task"), tokenizer, seed=0)
     with pytest.raises(InvalidInput, match="has 60 values"):
         load_eval(config(path, eval={"all": path}, metrics_column="number"), tokenizer)
     for wrong in ({"metrics_column": "task", "extra_columns": ["level"]}, {"metrics_column": "answer"}):

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.errors import NotFound
 from services.coordinator.observe.report import curves, samples
-from services.coordinator.observe.report.failures import failures
+from services.coordinator.observe.report.failures import Failure, failures
 from services.coordinator.observe.report.page import gather, render, write_report
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import LEDGER
@@ -382,6 +382,16 @@ def test_rewards_by_column_are_a_plot() -> None:
         "task=sum": ([1, 2], [0.5, 0.75]),
         "test task=sum": ([0, 2], [0.25, 1.0]),
     }
+
+
+def test_failed_episodes_are_failures(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    where = "2026-01-01 00:00:0{} W services.coordinator.services.clients.failure_log: prompt p-1 sample {}"
+    lines = [where.format(n, n) + ": environment: invalid_reply: done is 1" for n in (1, 2)]
+    (tmp_path / "logs" / "coordinator.log").write_text("\n".join(lines))
+    assert failures(tmp_path, []) == [
+        Failure("environment", "INVALID_REPLY", 2, "2026-01-01 00:00:02", "done is 1"),
+    ]
 
 
 def test_warnings_of_steps_are_failures(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_column
     assert len(lines[1].split("┃")) - 2 == num_columns
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [row[0] for row in rows] == [str(step) for step in range(NUM_STEPS - num_rows + 1, NUM_STEPS + 1)]
-    assert rows[-1][1] == "1.000 0.250"  # by the sets' names
+    assert rows[-1][1] == "1.000 0.250" and lines[1].split("┃")[2].strip() == "easy hard"
     assert all({*row} - {row[0], row[1]} <= NUMBERS for row in rows)
     assert [len({*row} & NUMBERS) for row in rows] == [num_columns - 2] * num_rows
 
@@ -86,6 +86,7 @@ def test_a_file_gets_a_line_for_each_step():
     head, *lines = console.file.getvalue().splitlines()
     assert head.split()[-6:] == ["generate", "s", "train", "s", "publish", "s"]
     steps = [line for line in lines if not line.startswith("held-out")]
+    assert "held-out reward after step 10: easy 1.000, hard 0.250" in lines
     assert len(steps) == NUM_STEPS and len(lines) == NUM_STEPS + 3
     assert {len(line) for line in (head, *steps)} == {len(head)}
     assert all({*line.split()[1:]} == NUMBERS for line in steps)

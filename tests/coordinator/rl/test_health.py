@@ -4,9 +4,12 @@ import logging
 from collections.abc import Mapping
 
 import pytest
+from lockstep.reward.v1 import reward_pb2 as pb
 
 from services.common.config.observability import WarningsConfig
 from services.coordinator.rl.health import warning_metrics
+from services.coordinator.services.clients.environment import EnvironmentFailure
+from services.coordinator.services.clients.reward import reason_name
 from services.coordinator.services.clients.rewards import Rewards
 from tests.coordinator.fake_services import make_config
 
@@ -47,6 +50,21 @@ def test_dropped_groups_are_named_with_the_scorer(caplog: pytest.LogCaptureFixtu
     assert [one["warning/dropped_groups"] for one in found] == [1 / 16, 1 / 4]
     (line,) = lines
     assert "25% of the prompt groups (4) were dropped" in line and "math/ERROR in 3, format/TIMEOUT in 1" in line
+
+
+def test_dropped_groups_are_named_with_every_reason_of_an_environment(caplog: pytest.LogCaptureFixture) -> None:
+    dropped = {"sampling/prompts": 8.0, "sampling/dropped_no_score": 8.0, "sampling/failed/math/ERROR": 20.0}
+    failed = {f"environment/failed_{reason}": float(n) for n, reason in enumerate(EnvironmentFailure, 1)}
+    (line,) = steps(caplog, dropped | failed | {"environment/cache_hit_share": 0.5})[1]
+    named = [f"environment/{reason} in {n}" for n, reason in enumerate(EnvironmentFailure, 1)]
+    assert ": math/ERROR in 20, " + ", ".join(reversed(named)) + "; the log has" in line
+
+
+@pytest.mark.parametrize("number", [*pb.FailureReason.values(), 99])
+def test_every_reason_of_a_scorer_has_a_name(number: int) -> None:
+    name = pb.FailureReason.Name(number) if number in pb.FailureReason.values() else "UNSPECIFIED"
+    failure = pb.Failure(reason=number)  # type: ignore[arg-type]
+    assert reason_name(failure) == name.removeprefix("FAILURE_REASON_")
 
 
 def test_warnings_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:

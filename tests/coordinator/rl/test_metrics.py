@@ -3,9 +3,13 @@
 import math
 
 import pytest
+from pydantic import ValidationError
 
 from services.common.config.advantage import AdvantageConfig
+from services.common.config.evaluation.section import EvalSetConfig
+from services.common.config.reward.section import RewardConfig
 from services.coordinator.rl.advantages import compute_advantages
+from services.coordinator.rl.evaluation import set_metrics
 from services.coordinator.rl.metrics import _idle, batch_metrics
 from tests.coordinator.rl.advantages.harness import row, table
 
@@ -16,10 +20,10 @@ def scored(group: int, reward: float, num_tokens: int, finish_reason: str, compo
 
 def test_metrics_of_a_batch():
     rows = [
-        scored(0, 1.0, 2, "stop", {"math": 1.0, "format": 0.0}),
+        scored(0, 1.0, 2, "stop", {"math": 1.0, "format": 0.5}),
         scored(0, 0.0, 4, "length", {"math": 0.0}),
         scored(1, 1.0, 6, "stop", {"math": 1.0}),
-        scored(1, 1.0, 8, "stop", {"math": 1.0}),
+        scored(1, 0.7 + 0.2 + 0.1, 8, "stop", {"math": 1.0}),  # a little less than 1, which does not make it another
     ]
     assert batch_metrics(table(rows)) == pytest.approx(
         {
@@ -27,7 +31,7 @@ def test_metrics_of_a_batch():
             "reward/std": math.sqrt(3) / 4,
             "reward/mixed_groups": 0.5,
             "reward/math": 0.75,
-            "reward/format": 0.0,  # of the one sample that has it
+            "reward/format": 0.125,  # as in the reward, samples that do not have it count 0
             "completion/tokens_mean": 5.0,
             "completion/tokens_max": 8.0,
             "completion/truncated": 0.25,
@@ -35,6 +39,19 @@ def test_metrics_of_a_batch():
             "batch/tokens": 20.0,
         }
     )
+
+
+def test_no_scorer_has_the_name_of_another_metric():
+    samples = table([row(reward, components=[("exact", reward)]) for reward in (0.0, 1.0)])
+    settings = EvalSetConfig(temperature=1, num_samples=2, pass_k=(1, 2))
+    names = {name.removeprefix("reward/") for name in batch_metrics(samples) if name.startswith("reward/")}
+    names |= set_metrics(samples, settings).keys() | {"failed", "reward[task=x]"}
+    for name in names - {"exact"}:
+        with pytest.raises(ValidationError, match=r"is taken by another metric|should match pattern"):
+            RewardConfig.model_validate({"scorers": [{"kind": "exact", "name": name}]})
+        # A run that was begun before has its metrics as they are.
+        renamed = table([row(reward, components=[(name, 9.0)]) for reward in (0.0, 1.0)])
+        assert batch_metrics(renamed)["reward/mean"] == set_metrics(renamed, settings)["reward"] == 0.5
 
 
 @pytest.mark.parametrize(

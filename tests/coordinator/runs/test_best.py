@@ -103,6 +103,15 @@ async def test_evaluations_of_weights_that_the_run_has_left_do_not_count(opened:
     assert best and (best["version"], best[METRIC]) == (2, 0.6)
 
 
+async def test_evaluations_by_other_scorers_do_not_count(opened: Open) -> None:
+    run, trainer = opened(keep_best=METRIC, max_ckpts_to_keep=9), FakeTrainer()
+    for scorer, value, expected in (("a", 0.9, 1), ("b", 0.5, 2), ("b", 0.6, 3), ("b", 0.4, 3), ("a", 0.8, 1)):
+        await step(run, None, models=(trainer,))
+        run.finish_evaluation(run.version, {METRIC: value}, {"scorer": scorer, "environment": ""})
+        best = run.checkpoints.best()
+        assert best and best["version"] == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "values", "last"),
     [
@@ -111,6 +120,8 @@ async def test_evaluations_of_weights_that_the_run_has_left_do_not_count(opened:
         ({"patience": 1, "mode": "min"}, [0.5, 0.4, 0.4], 3),
         ({"patience": 2, "min_delta": 0.1}, [0.1, 0.15, 0.19], 3),
         ({"patience": 2, "min_delta": 0.1}, [0.1, 0.15, 0.25, 0.3], None),
+        ({"patience": 2, "min_delta": 0.1}, [0.7, 0.8, 0.8], 3),  # 0.7 + 0.1 is a little less than 0.8
+        ({"patience": 2}, [0.3, 0.1 + 0.2, 0.3], 3),
         ({"patience": 1}, [float("nan"), float("nan"), 0.1, float("nan")], 4),
     ],
 )

@@ -1,14 +1,25 @@
 """Tests that a run that resumes with an edited reward or environment says so."""
 
+import contextlib
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lockstep.reward.v1 import reward_pb2
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.files.transfer import seal
+from services.coordinator.observe.console import literal_console
+from services.coordinator.observe.outcome import Outcome, show
+from services.coordinator.observe.report.facts import head
+from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.runs.record import batch_path
+from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import warn_of_other_versions
-from tests.coordinator.fake_services import make_config
+from tests.coordinator.fake_services import FakeReward, collector, make_config, make_prompt, replicas
 from tests.coordinator.fake_steps import steps
 
 
@@ -33,6 +44,51 @@ def test_only_what_changed_is_named_with_both_versions(newest: Path, caplog: pyt
     scorer, environment = caplog.messages
     assert scorer == "scorer fake 2 was fake 1 in the newest batch of this run: rewards may differ"
     assert environment.startswith("environment python 1/b was ")
+
+
+def test_a_change_since_an_evaluation_is_named_too(newest: Path, caplog: pytest.LogCaptureFixture):
+    evaluated = {"scorer": "fake 1 + python 1/a", "environment": "e 1"}
+    warn_of_other_versions(None, "fake 1 + python 1/b", "e 2", evaluated)
+    assert caplog.messages == [
+        "scorer python 1/b was python 1/a in the newest evaluation of this run: rewards may differ",
+        "environment e 2 was e 1 in the newest evaluation of this run: rewards may differ",
+    ]
+    caplog.clear()
+    warn_of_other_versions(newest, "fake 2", "", {"scorer": "fake 1", "environment": ""})
+    assert len(caplog.messages) == 1, "the batch has said it"
+
+
+class Scorer(FakeReward):
+    def __init__(self, version: str):
+        super().__init__(set())
+        self.version = version
+
+    async def OpenRun(self, request: Any, context: Any) -> reward_pb2.OpenRunResponse:
+        return reward_pb2.OpenRunResponse(scorer=self.version)
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        scores = [reward_pb2.Score(reward=1.0) for _ in request.candidates]
+        return seal(request, reward_pb2.ScoreResponse(scores=scores, scorer=self.version))
+
+
+async def test_an_outcome_says_that_its_numbers_were_scored_differently(tmp_path: Path):
+    """The first numbers of a run are those before training. A run that goes on with another reward has other ones."""
+    config = make_config(runs_dir=tmp_path, data={"train": "x", "eval": {"test": "y"}, "prompts_per_step": 8})
+    shown: list[str] = []
+    for version, scorer in enumerate(("fake 1", "fake 1", "fake 2")):
+        stamp = PolicyStamp(version=version, digest="d")
+        with contextlib.closing(Run(config, open_run(config))) as run:
+            run.begin(version, [])
+            async with replicas(1) as fakes, collector(config, fakes, Scorer(scorer), stamp) as collects:
+                await evaluate(run, collects, {"test": [make_prompt(0)]}, stamp)
+            output = io.StringIO()
+            show(Outcome.of(run, version, 3, None), {}, literal_console(file=output, width=80), number=".2f")
+            shown.append(output.getvalue())
+    said = "These columns cannot be compared, they were scored differently: scorer fake 1 became fake 2."
+    assert [said in text for text in shown] == [False, False, True]
+    with contextlib.closing(RecordedLedger(config.run_dir)) as ledger:
+        facts = dict(head(config.run_dir, ledger, [])["facts"])
+    assert facts["held-out"].endswith(", not to be compared: scorer fake 1 became fake 2")
 
 
 def test_a_run_without_batches_or_with_a_damaged_one_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -1,5 +1,7 @@
 """Scorers that need no worker, and the regular expression that does."""
 
+import itertools
+
 import pytest
 
 from services.reward.scorers.base import FailureReason
@@ -10,6 +12,14 @@ async def score(open_run, item, **scorer):
         (outcome,) = await run.score([item])
     assert outcome.failure is None
     return outcome.reward
+
+
+async def test_the_order_of_scorers_does_not_change_a_bit_of_the_reward(open_run, make_item):
+    for weights in itertools.permutations((0.7, 0.2, 0.1)):
+        scorers = [{"kind": "exact", "name": f"s{weight}", "weight": weight} for weight in weights]
+        async with open_run(*scorers) as run:
+            right, wrong = await run.score([make_item("42", "42"), make_item("41", "42")])
+        assert (right.reward, wrong.reward) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(

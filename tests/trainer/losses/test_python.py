@@ -12,7 +12,7 @@ from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.python import require_importable
 
 
-def loss_of(path: str, **kwargs: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_of(path: str, **kwargs: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     config = LossConfig(kind="python", import_path=path, kwargs=kwargs)
     logprobs_N = torch.tensor([-1.0, -2.0])
     ones_N = torch.ones(2)
@@ -32,6 +32,13 @@ def test_its_losses_are_weighted_and_its_metrics_averaged() -> None:
 def test_a_wrong_shape_is_named() -> None:
     with pytest.raises(InvalidInput, match=r"misshapen returned loss of shape \[1\].* each of the 2 tokens"):
         loss_of("tests.user_functions:misshapen")
+
+
+def test_a_metric_that_every_update_has_is_refused() -> None:
+    _, metrics = loss_of("tests.user_functions:names", metric="kl")  # there is no other, without a KL penalty
+    for name in {*metrics, "grad_norm", "lr"} - {"kl"}:
+        with pytest.raises(InvalidInput, match=f"names returned the metric {name}, .* give it another name"):
+            loss_of("tests.user_functions:names", metric=name)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.rewards import is_above
 
 
 class BestConfig(Strict):
@@ -30,7 +31,7 @@ class BestConfig(Strict):
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Returns whether `value` is better than another by more than `by`. NaN never is."""
-        return value > than + by if self.mode == "max" else value < than - by
+        return is_above(value, than, by) if self.mode == "max" else is_above(-value, -than, by)
 
 
 class EarlyStoppingConfig(BestConfig):

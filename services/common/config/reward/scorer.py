@@ -11,7 +11,8 @@ class BaseScorerConfig(Strict):
     """Holds the keys that every scorer has."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Name of this scorer's component in results and metrics; null uses the kind. Required if a kind is used twice."""
+    """Name of this scorer's component in results and metrics; null uses the kind. Required if a kind is used twice.
+    Names of other metrics, such as mean or reward, are refused."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Weight of this score in the reward; 0 only records the score."""
 

@@ -125,6 +125,10 @@ ScorerConfig = Annotated[
 ]
 
 
+METRICS_OF_REWARDS = ("mean", "std", "mixed_groups", "reward", "tokens_mean", "truncated", "failed")
+"""Metrics of a batch (reward/<name>) or of a held-out set (eval/<set>/<name>) beside those of the scorers."""
+
+
 class RewardConfig(Strict):
     """Configures the reward of a sample: the weighted sum of its scores."""
 
@@ -161,6 +165,8 @@ class RewardConfig(Strict):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"scorers: {', '.join(twice)} is used twice; give each scorer a different `name`")
+        if taken := sorted(set(names) & set(METRICS_OF_REWARDS)):
+            raise ValueError(f"scorers: the name {taken[0]} is taken by another metric; give the scorer another `name`")
         return self
 
 

@@ -11,6 +11,7 @@ from services.common.errors import DataLoss
 from services.coordinator.observe.report.curves import Row
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.recorded import RecordedLedger, is_running
+from services.coordinator.runs.scorer_change import change_between
 
 
 class Head(TypedDict):
@@ -104,7 +105,12 @@ def _held_out(ledger: RecordedLedger) -> str:
         return ""
     first, last = (evaluation.get(names[0], float("nan")) for evaluation in (evaluations[0], evaluations[-1]))
     what = names[0].removeprefix("eval/")
-    return f"{what} {first:.3f}" + (f" → {last:.3f}" if len(evaluations) > 1 else "")
+    change = change_between(ledger, evaluations[0]["version"], evaluations[-1]["version"])
+    return (
+        f"{what} {first:.3f}"
+        + (f" → {last:.3f}" if len(evaluations) > 1 else "")
+        + (f", not to be compared: {change}" if change else "")
+    )
 
 
 def _versions(opened: Decision) -> str:

@@ -11,8 +11,9 @@ def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Sums r_t + gamma * V_(t+1) - V_t, discounted by gamma * lam, over the trained tokens of each sample.
 
     V_t is the value of the state before token t. Tokens that are not trained on are skipped, as they are part of the
-    next state. The value after the last token is 0. For a truncated sample with bootstrap_truncated it is the value
-    before the last token, because the critic does not evaluate the state after it.
+    next state. The reward of a turn is that of its last token. The value after the last token is 0. For a truncated
+    sample with bootstrap_truncated it is the value before the last token, because the critic does not evaluate the
+    state after it.
     """
     values_M = samples.values_M
     assert values_M is not None, "kind gae needs values"

@@ -1,18 +1,22 @@
 """Implements advantages that compare a sample with the others of its prompt; all its tokens get the same advantage.
 
-r is the sample's reward minus the KL penalties of its tokens, if there is a KL penalty.
+r is the sample's reward minus the KL penalties of its tokens, if there is a KL penalty. In a group whose r are all
+equal, every advantage is exactly 0.
 """
 
 import numpy as np
 
 from services.common.config.advantage import AdvantageConfig
+from services.common.rewards import is_constant
 from services.coordinator.rl.advantages.samples import Samples
 
 
 def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Subtracts the mean of each group (0, 1, ... without gaps); exactly 0 if all numbers of a group are equal."""
-    _, first = np.unique(groups, return_index=True)
-    relative = numbers - numbers[first][groups]
+    """Subtracts the mean of each group (0, 1, ...); exactly 0 if all numbers of a group are equal up to rounding."""
+    first = np.zeros(groups.max(initial=-1) + 1)
+    first[groups] = numbers  # one number of each group: large numbers lose no digits in the mean of the differences
+    relative = numbers - first[groups]
+    relative[is_constant(numbers, groups)[groups]] = 0.0
     return relative - _mean(relative, groups, np.ones(len(groups)))
 
 

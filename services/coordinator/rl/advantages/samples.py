@@ -103,9 +103,16 @@ class Samples:
 
     @property
     def token_rewards_M(self) -> np.ndarray:
-        """Returns each token's reward: minus its KL penalty, plus the sample's reward at the last trained token."""
-        rewards_M = -self.penalty_M
-        rewards_M[self.last] += self.rewards_S[self.trained_S]
+        """Returns each token's reward: minus its KL penalty, plus the reward that it ends with.
+
+        That is the environment's reward of a turn at the turn's last trained token, and the rest of the sample's reward
+        at the sample's last one.
+        """
+        starts, rewards_M = np.flatnonzero(self.turn_starts_M), -self.penalty_M
+        ends = np.append(starts[1:], len(rewards_M))[: len(starts)] - 1
+        rewards_M[ends] += self.turn_rewards_K
+        of_turns_S = np.bincount(self.sample_M[starts], self.turn_rewards_K, minlength=len(self.rewards_S))
+        rewards_M[self.last] += (self.rewards_S - of_turns_S)[self.trained_S]
         return rewards_M
 
     def to_lists(self, numbers_M: np.ndarray) -> pa.Array:

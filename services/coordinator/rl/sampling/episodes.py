@@ -11,6 +11,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason
 from services.common.batches.kept import join_kept
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
@@ -20,13 +21,28 @@ from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import environment_seed, seed_of
 from services.coordinator.rl.sampling.collect import Collector, Draw
-from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
+from services.coordinator.services.clients.environment import (
+    EnvironmentFailure,
+    Environments,
+    EpisodeClient,
+    EpisodeFailed,
+)
 from services.coordinator.services.clients.failure_log import ENVIRONMENT, Cause
 from services.coordinator.services.clients.replica import Affinity
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.opening import Services
 from services.coordinator.text.tokenizer import Tokenizer
+
+# Why a sample has no score, by why its episode failed.
+_SCORE_REASONS = {
+    EnvironmentFailure.TIMEOUT: FailureReason.FAILURE_REASON_TIMEOUT,
+    EnvironmentFailure.CRASHED: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.REFUSED: FailureReason.FAILURE_REASON_ERROR,
+    EnvironmentFailure.INVALID_REPLY: FailureReason.FAILURE_REASON_ERROR,
+    EnvironmentFailure.LOST: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.UNSPECIFIED: FailureReason.FAILURE_REASON_UNSPECIFIED,
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ class EpisodeCollector(Collector):
             stream.add_turn(completion, *(group.routes or [b""]), *group.kept)
             text = self._dialog.text(completion.tokens)
             reply = await client.step(text, len(completion.tokens), completion.finish_reason)
-            stream.rewards.append(self._settings.weight * reply.reward)
+            stream.rewards.append(weighted_sum([(self._settings.weight, reply.reward)]))
             if reply.done:
                 reason = completion.finish_reason
                 break
@@ -132,13 +148,13 @@ class EpisodeCollector(Collector):
     def _total(self, score: Score, played: _Played) -> Score:
         """Returns the score with the environment's reward; a failed episode has a failure and no reward."""
         if played.failure:
-            name = FailureReason.FAILURE_REASON_CRASHED
-            return Score(failure=Failure(reason=name, scorer=ENVIRONMENT, message=played.failure.message))
-        total = Score()
-        total.CopyFrom(score)
-        total.components["environment"] = played.episode.reward
-        total.reward += played.episode.reward
-        return total
+            reason = _SCORE_REASONS[played.failure.failure]
+            return Score(failure=Failure(reason=reason, scorer=ENVIRONMENT, message=played.failure.message))
+        whole = Score()
+        whole.CopyFrom(score)
+        whole.components["environment"] = played.episode.reward
+        whole.reward = total([score.reward, *played.episode.turn_rewards])
+        return whole
 
 
 def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config) -> Dialog:

@@ -20,6 +20,7 @@ import numpy as np
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
 from services.common.megatron.layout import samples_at_once
+from services.common.rewards import all_equal, reaches
 from services.common.tasks import task_group
 from services.coordinator.data.groups import ScoredGroup
 from services.coordinator.data.prompts import Prompt
@@ -114,7 +115,8 @@ class _Selection:
         self._config, self._draw, self._follower, self._why_no_score = config, draw, follower, why_no_score
         self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
         at_once = config.selection.over_sampling.at_once(self._wanted)
-        budget = max(at_once, int(self._wanted * dynamic.max_rounds)) if dynamic.enabled else at_once
+        most = int(self._wanted * dynamic.max_rounds + 1e-9)  # 100 * 1.15 is a little less than 115
+        budget = max(at_once, most) if dynamic.enabled else at_once
         self._next = islice(enumerate(prompts), budget)
         self._tried: dict[int, _Attempt] = {}  # index in the order of prompts -> result, in the order of arrival
         self._num_started = self._num_useful = 0
@@ -152,8 +154,8 @@ class _Selection:
             return Drop.NO_SCORE
         if self._config.selection.overlong.mask_truncated and group.is_truncated.all():
             return Drop.ALL_TRUNCATED
-        numbers = group.numbers(dynamic.component)
-        return Drop.ZERO_VARIANCE if dynamic.enabled and numbers.min() == numbers.max() else None
+        is_useless = dynamic.enabled and all_equal(group.numbers(dynamic.component))
+        return Drop.ZERO_VARIANCE if is_useless else None
 
     def _is_decided(self) -> bool:
         """Returns whether no draw in progress can still change the batch."""
@@ -230,7 +232,7 @@ class _Selection:
         if not curriculum.enabled:
             return {}
         scored = [tried.group for tried in counted if tried.group]
-        passed = [group.numbers(curriculum.component) >= curriculum.pass_threshold for group in scored]
+        passed = [reaches(group.numbers(curriculum.component), curriculum.pass_threshold) for group in scored]
         return {
             group.prompt.prompt_id: (len(is_passed), int(is_passed.sum()))
             for group, is_passed in zip(scored, passed, strict=True)

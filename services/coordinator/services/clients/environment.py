@@ -37,6 +37,15 @@ class EnvironmentFailure(StrEnum):
     INVALID_REPLY = "invalid_reply"
     LOST = "lost"
     """The reward service was lost or restarted, and its episodes with it."""
+    UNSPECIFIED = "unspecified"
+    """The reward service named no reason, or one that this coordinator does not know."""
+
+
+_PREFIX = "ENVIRONMENT_FAILURE_REASON_"
+_FAILURES = {
+    number: EnvironmentFailure(name.removeprefix(_PREFIX).lower())
+    for name, number in pb.EnvironmentFailureReason.items()
+}
 
 
 class EpisodeFailed(LockstepError):
@@ -169,6 +178,6 @@ class _Service:
 
 def _require_success(answer: pb.ResetResponse | pb.StepResponse) -> None:
     if answer.HasField("failure"):
-        name = pb.EnvironmentFailureReason.Name(answer.failure.reason)
-        word = name.removeprefix("ENVIRONMENT_FAILURE_REASON_").lower()
-        raise EpisodeFailed(EnvironmentFailure(word), answer.failure.message)
+        raise EpisodeFailed(
+            _FAILURES.get(answer.failure.reason, EnvironmentFailure.UNSPECIFIED), answer.failure.message
+        )

@@ -98,7 +98,7 @@ class Reward:
         self._require_finite(answer, group.prompt.prompt_id)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not keep_failed:
-            self.failures[f"{failed[0].scorer}/{_reason(failed[0])}"] += 1
+            self.failures[f"{failed[0].scorer}/{reason_name(failed[0])}"] += 1
         if failed:
             self._take_note(failed[0], group.prompt.prompt_id)
             if not keep_failed and self._config.on_failure == "drop_group":
@@ -156,11 +156,13 @@ class Reward:
                 raise LockstepError(message, reason=Reason.REWARD_FAILED)
 
     def _take_note(self, failure: pb.Failure, prompt_id: str) -> None:
-        cause = Cause(f"scorer {failure.scorer}", _reason(failure), failure.message)
+        cause = Cause(f"scorer {failure.scorer}", reason_name(failure), failure.message)
         if self._config.on_failure == "fail":
             raise LockstepError(f"prompt {prompt_id}: {cause}", reason=Reason.REWARD_FAILED)
         self._failure_log.add(cause, f"prompt {prompt_id}")
 
 
-def _reason(failure: pb.Failure) -> str:
-    return pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")
+def reason_name(failure: pb.Failure) -> str:
+    """Returns the word of a failure's reason, also if the service knows reasons that this coordinator does not."""
+    is_known = failure.reason in pb.FailureReason.values()
+    return (pb.FailureReason.Name(failure.reason) if is_known else "UNSPECIFIED").removeprefix("FAILURE_REASON_")

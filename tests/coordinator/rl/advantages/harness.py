@@ -110,9 +110,10 @@ def _advantages(row: Row, rows: list[Row], config: AdvantageConfig) -> list[floa
     if config.kind == "gpg":
         return [(own - mean) * _gpg_factor(rows, config)] * num_tokens
     if config.kind == "per_turn":
-        pool = [x for r in peers for x in _turn_returns(r, config)]
+        pools = itertools.zip_longest(*(_turn_returns(r, config) for r in peers))
+        means = [statistics.fmean(x for x in pool if x is not None) for pool in pools]
         returns, turns = _turn_returns(row, config), _turns(row)
-        return [returns[t] - statistics.fmean(pool) if t is not None else 0.0 for t in turns]
+        return [returns[t] - means[t] if t is not None else 0.0 for t in turns]
     return _token_advantages(row, config)
 
 

@@ -57,7 +57,7 @@ def test_opo_weighs_rewards_by_length():
 
 def test_gpg_scales_up_for_groups_without_a_signal():
     # Two of five samples are in a group whose rewards differ: (r - 0.5) * 5 / 2
-    rows = [row(1), row(0), row(1, group=1), row(1, group=1), row(1, group=1)]
+    rows = [row(1), row(0), row(0.3, group=1), row(0.3, group=1), row(0.1 + 0.2, group=1)]
     assert computed(rows, kind="gpg") == [[1.25], [-1.25], [0], [0], [0]]
 
 
@@ -141,18 +141,18 @@ def test_whitening_leaves_the_targets_of_the_critic_alone():
 
 
 def test_turns_of_a_group_are_compared_with_one_another():
-    # Three turns of a sample with reward 1 and discount 0.5 return 0.25, 0.5, 1, one turn with reward 0 returns 0:
-    # mean 1.75 / 4 = 0.4375, independent of the turns' lengths.
-    rows = [row(1, 7, loss_mask=[YES, YES, NO, YES, NO, NO, YES]), row(0, 2)]
+    # Three turns of a sample with reward 1 and discount 0.5 return 0.25, 0.5, 1; two turns with reward 0 return 0, and
+    # one turn with reward 0.5 returns 0.5: means 0.25 and 0.25, independent of the turns' lengths. Nothing is like the
+    # third turn.
+    rows = [row(1, 7, loss_mask=[YES, YES, NO, YES, NO, NO, YES]), row(0, 3, loss_mask=[YES, NO, YES]), row(0.5, 2)]
     assert computed(rows, kind="per_turn", gamma=0.5) == [
-        [-0.1875, -0.1875, 0, 0.0625, 0, 0, 0.5625],
-        [-0.4375, -0.4375],
+        [0, 0, 0, 0.25, 0, 0, 0],
+        [-0.25, 0, -0.25],
+        [0.25, 0.25],
     ]
-    # Adjacent samples whose turns touch: 0.5 and 1, 0.25: mean 1.75 / 3
+    # Adjacent samples whose turns touch: 0.5 and 1, 0.25
     rows = [row(1, 3, loss_mask=[YES, NO, YES]), row(0.25, 3, loss_mask=[YES, NO, NO])]
-    first, second = computed(rows, kind="per_turn", gamma=0.5)
-    assert first == pytest.approx([0.5 - 1.75 / 3, 0, 1 - 1.75 / 3], abs=1e-6)
-    assert second == pytest.approx([0.25 - 1.75 / 3, 0, 0], abs=1e-6)
+    assert computed(rows, kind="per_turn", gamma=0.5) == [[0.125, 0, 0], [-0.125, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -280,18 +280,17 @@ def turns(*rewards: float, rest: float = 0.0) -> dict[str, Any]:
 
 
 def test_a_turn_is_credited_with_the_rewards_from_it_on():
-    # Returns with discount 0.5: 1 + 0.5 * (0 + 0.5 * (2 + 4)) = 2.5, 3, 6; and 1 for the other: mean 12.5 / 4 = 3.125.
-    rows = [turns(1, 0, 2, rest=4), turns(1)]
+    # Returns with discount 0.5: 1 + 0.5 * (0 + 0.5 * (2 + 4)) = 2.5, 3, 6; and 1, 0, 0 for the other.
+    rows = [turns(1, 0, 2, rest=4), turns(1, 0, 0)]
     first, second = computed(rows, kind="per_turn", gamma=0.5)
-    assert first == [-0.625, -0.625, 0, -0.125, -0.125, 0, 2.875, 2.875]
-    assert second == [-2.125, -2.125]
+    assert first == [0.75, 0.75, 0, 1.5, 1.5, 0, 3, 3]
+    assert second == [-advantage for advantage in first]
 
 
 def test_turns_between_which_the_environment_says_nothing_are_turns():
     both = row(3, 2, turn_begins=[0, 1], turn_ends=[1, 2], turn_rewards=[1.0, 2.0], environment="e 1")
-    one = row(0, 1, turn_begins=[0], turn_ends=[1], turn_rewards=[0.0], environment="e 1")
-    first, second = computed([both, one], kind="per_turn")  # returns 3 and 2, and 0
-    assert [*first, *second] == pytest.approx([3 - 5 / 3, 2 - 5 / 3, -5 / 3], abs=1e-6)
+    other = row(0, 2, turn_begins=[0, 1], turn_ends=[1, 2], turn_rewards=[1.0, -1.0], environment="e 1")
+    assert computed([both, other], kind="per_turn") == [[1.5, 1.5], [-1.5, -1.5]]  # returns 3 and 2, 0 and -1
 
 
 @pytest.mark.parametrize("kind", ["per_turn", "dr_grpo", "grpo", "rloo"])
@@ -304,3 +303,17 @@ def test_a_further_turn_costs_nothing_by_itself(kind: str):
     """
     rows = [turns(1), turns(0, 1), turns(0, 0, 0, 1)]
     assert not any(itertools.chain(*computed(rows, kind=kind)))
+
+
+def test_a_token_is_credited_with_no_turn_before_its_own():
+    # Token by token, with discount 0.5 and the environment's tokens left out: the turns' rewards 8 and 16 are at the
+    # second tokens, and the 16 that the episode earns beside them at the last one.
+    config = {"kind": "reinforce_plus_plus", "gamma": 0.5, "whiten": "none"}
+    assert computed([turns(8, 16, rest=16)], **config) == [[8, 16, 0, 16, 32]]
+    critic = {"values": [0.0] * 5}
+    assert computed([turns(8, 16, rest=16) | critic], **config | {"kind": "gae"}) == [[8, 16, 0, 16, 32]]
+    # The greedy completion has one reward for all its turns: 40 - 30 at every token.
+    assert computed([turns(8, 16, rest=16) | {"baseline": 30.0}], kind="remax") == [[10, 10, 0, 10, 10]]
+    # A turn without a trained token: its reward is in the rest.
+    cut = turns(8, 16, 4) | {"loss_mask": [YES, YES, NO, NO, NO, NO, YES, YES]}
+    assert computed([cut], **config) == [[6.5, 13, 0, 0, 0, 0, 10, 20]]

@@ -22,6 +22,9 @@ from tests.coordinator.rl.advantages.harness import (
     trained,
     unmasked_batches,
 )
+from tests.coordinator.rl.advantages.harness import (
+    row as sample,
+)
 
 # Advantages are float32, with a relative rounding error of 2^-24. All other numbers are float64 around 1, or around
 # 1 / eps of that.
@@ -86,6 +89,36 @@ def test_groups_do_not_see_each_other_without_whitening(kind: str, rows: list[Ro
 def test_a_constant_in_all_rewards_changes_nothing(kind: str, rows: list[Row], constant: float) -> None:
     shifted = [row | {"reward": row["reward"] + constant} for row in rows]
     assert_close(computed(shifted, kind=kind, whiten="none"), computed(rows, kind=kind, whiten="none"))
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+@pytest.mark.parametrize("whiten", ["none", "group", "batch"])
+@quickly
+@given(st.lists(st.integers(1, 999), min_size=2, max_size=9), st.sampled_from([-1e6, -0.3, 1e-3, 1.0, 1e6]))
+def test_rewards_that_differ_by_rounding_only_teach_exactly_nothing(kind: str, whiten: str, parts: list, whole: float):
+    """Adds the same scores in different orders: only an eps that nobody would set shows what is left of rounding."""
+    scores = [whole * part / sum(parts) for part in parts]
+    rewards = [sum(scores), sum(reversed(scores)), sum(sorted(scores)), whole]
+    rows = [sample(reward, 1 + index, group) for index, reward in enumerate(rewards) for group in (0, 1)]
+    assert not any(flat(computed(rows, kind=kind, whiten=whiten, eps=1e-30)))
+
+
+@quickly
+@given(batches, st.lists(st.integers(-100, 100), min_size=1, max_size=5), st.integers(0, 10), st.booleans())
+def test_turns_that_earn_the_same_teach_exactly_nothing(rows: list[Row], rewards: list[int], gamma: int, is_env: bool):
+    """Samples of a group that earn the same at every turn have advantage 0, however long their turns are."""
+    tenths = [reward / 10 for reward in rewards]
+    rows = [sample(0.0, 0, one["group"]) | _turns_of(tenths, len(one["tokens"]), is_env=is_env) for one in rows]
+    assert not any(flat(computed(rows, kind="per_turn", gamma=gamma / 10)))
+
+
+def _turns_of(rewards: list[float], size: int, *, is_env: bool) -> dict[str, Any]:
+    """Returns the columns of a sample with a turn of `size` tokens, and one that is not trained on, for each reward."""
+    num_tokens, begins = len(rewards) * (size + 1), [turn * (size + 1) for turn in range(len(rewards))]
+    columns = {"tokens": [4] * num_tokens, "logprobs": [-1.0] * num_tokens, "reward": sum(rewards[::-1])}
+    columns["loss_mask"] = ([True] * size + [False]) * len(rewards)
+    episode = {"turn_begins": begins, "turn_ends": [begin + size for begin in begins], "turn_rewards": rewards}
+    return columns | (episode | {"environment": "e 1"} if is_env else {})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("grpo", "gae")])

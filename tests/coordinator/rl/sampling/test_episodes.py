@@ -248,6 +248,17 @@ async def test_a_group_whose_environment_keeps_failing_is_dropped_and_never_rewa
     assert raised.value.reason is Reason.ENVIRONMENT_FAILED
 
 
+@pytest.mark.parametrize("number", [*pb.EnvironmentFailureReason.values(), 99])
+async def test_every_reason_of_an_environment_has_a_name(number: Any):
+    (group,) = await played(FakeEnvironment(ends_after(1), [number] * 2), keep_failed=True, max_retries=0)
+    known = (
+        pb.EnvironmentFailureReason.Name(number) if number in pb.EnvironmentFailureReason.values() else "UNSPECIFIED"
+    )
+    word = known.removeprefix("ENVIRONMENT_FAILURE_REASON_").lower()
+    assert played_on.metrics[f"environment/failed_{word}"] == 2.0  # type: ignore[attr-defined]
+    assert group is not None and f"environment: {word}: on demand" == group.scores[0].failure.message
+
+
 async def test_an_evaluation_counts_failed_episodes_as_failed():
     groups = await played(FakeEnvironment(ends_after(1), [CRASHED] * 2), keep_failed=True, max_retries=0)
     (group,) = groups

@@ -46,7 +46,7 @@ def group_of(index: int, prompt: Prompt, rewards: list[float], lengths: str = "s
 
 KINDS: dict[str, Callable[[int, Prompt], ScoredGroup | None]] = {
     "mixed": lambda index, prompt: group_of(index, prompt, [0, 1]),
-    "same": lambda index, prompt: group_of(index, prompt, [1, 1]),
+    "same": lambda index, prompt: group_of(index, prompt, [0.3, 0.1 + 0.2]),
     "unscored": lambda index, prompt: None,
     "truncated": lambda index, prompt: group_of(index, prompt, [0, 1], "ll"),
 }
@@ -165,6 +165,14 @@ async def test_the_variance_of_a_component_ignores_a_length_penalty():
         return ScoredGroup(**{**vars(group), "scores": scores})
 
     assert [group.index for group in (await select(config, map(make_prompt, range(2)), draw)).groups] == [1]
+
+
+async def test_the_curriculum_counts_the_passes_that_there_are_on_paper():
+    async def draw(index: int, prompt: Prompt) -> ScoredGroup:
+        return group_of(index, prompt, [0.7 + 0.2 + 0.1, 1 - 1e-6])
+
+    config = config_of(1, selection={"curriculum": {"enabled": True}})
+    assert (await select(config, map(make_prompt, range(1)), draw)).outcomes == {"p0": (2, 1)}
 
 
 async def test_a_failure_of_one_call_ends_the_others():
