@@ -39,6 +39,7 @@ async def evaluate(
                 numbers["failed"] = float(num_failed)
             metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
             run.record.keep_evaluation(name, samples, stamp)
+    await run.record.ledger.free()
     run.finish_evaluation(stamp.version, metrics)
     return metrics
 

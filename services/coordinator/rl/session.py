@@ -22,6 +22,7 @@ from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
+from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import warn_of_other_versions
 from services.coordinator.services.clients.trainer import Model
@@ -69,6 +70,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
     frontend.start()
     loaded, sessions = data or load_data(config, given), Sessions(config, given)
     while True:
+        await await_ledger(sessions.config)
         with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
             if outcome := outcome_if_finished(run, frontend.say):
                 return outcome
@@ -91,6 +93,7 @@ async def _opened(
             open_services(run, addresses) as services,
             following_replicas(run, services.rollout, restarts),
         ):
+            await run.record.ledger.free()
             yield _begin(run, services, data, frontend)
 
 
@@ -130,6 +133,8 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     shown = frontend.begin(run, version)
     freq = config.observability.sample_freq
     samples = [LastSample(config.run_dir, data.tokenizer.decode, shown, freq)] if freq else []
+    publisher = make_publisher(services, run)
+    publisher.before_record = run.record.ledger.free
     run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
     run.begin(version, [*files(run, version), *samples, shown])
     return LoopContext(
@@ -137,7 +142,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
         eval_data=data.eval,
         collector=make_collector(services, data.tokenizer, config),
         trainer=trainer,
-        publisher=make_publisher(services, run),
+        publisher=publisher,
         forwards=Forwards(list(services.auxiliary.values()), config, services.rollout.lengths),
         critic=critic,
     )

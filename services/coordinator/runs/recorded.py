@@ -1,7 +1,6 @@
 """Reads a run's directory without keeping a lock and without creating or changing files."""
 
 import fcntl
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,9 @@ from services.common.errors import DataLoss, NotFound
 from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import LEDGER
+
+# How long a command waits for a process that keeps others from reading.
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class RecordedLedger(Ledger):
 
     Raises:
         NotFound: `run_dir` holds no run.
+        Unavailable: STORAGE_FAILED: another process keeps the file from being read.
+        DataLoss: The file is damaged.
     """
 
     def __init__(self, run_dir: Path):
@@ -53,26 +57,35 @@ class RecordedLedger(Ledger):
             raise NotFound(
                 f"{run_dir} holds no run: there is no {LEDGER}; give the directory of a run", field="run_dir"
             )
-        # Without a write-ahead log, SQLite would create one to read the file; immutable prevents that. An existing log
-        # has to be read.
-        unchanging = "" if path.with_name(f"{LEDGER}-wal").exists() else "&immutable=1"
-        self._db = Database(path, f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}")
+        self._path = path
+        self._db = Database(path, f"file:{quote(str(path.absolute()))}?mode={_mode(path)}", patience_s=_PATIENCE_S)
 
     def times(self) -> list[tuple[float, Kind]]:
-        """Returns (seconds since 1970, kind) of each decision, oldest first."""
+        """Returns (seconds since 1970, kind) of each decision, oldest first, without kinds of a newer release."""
         rows = self._db.execute("SELECT time, kind FROM decisions ORDER BY seq")
-        return [(time_s, Kind(kind)) for time_s, kind in rows]
+        return [(time_s, Kind(kind)) for time_s, kind in rows if kind in {*Kind}]
 
     def rows(self) -> list[Row]:
         """Returns all decisions, oldest first."""
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone():
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'"):
             return []  # its coordinator was killed before it had made the tables
         rows = self._db.execute("SELECT seq, time, kind, version, body FROM decisions ORDER BY seq")
-        return [Row(seq, time_s, kind, version, json.loads(body)) for seq, time_s, kind, version, body in rows]
+        return [Row(seq, time_s, kind, version, self._body(body)) for seq, time_s, kind, version, body in rows]
 
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+
+
+def _mode(path: Path) -> str:
+    """Returns how to open the ledger at `path`, so that reading it creates no file."""
+    with path.open("rb") as file:
+        uses_wal = file.read(20)[18:19] == b"\2"  # of SQLite's header
+    journal, wal = (path.with_name(f"{path.name}-{kind}") for kind in ("journal", "wal"))
+    if uses_wal and not wal.exists():
+        return "ro&immutable=1"  # without a write-ahead log, SQLite would create one; an existing one has to be read
+    is_cut = not uses_wal and journal.exists() and journal.stat().st_size
+    return "rw" if is_cut else "ro"  # what a killed process left half written has to be taken back first
 
 
 def is_running(run_dir: Path) -> bool:

@@ -25,6 +25,9 @@ from services.coordinator.runs.resume import Start, step_of
 
 log = logging.getLogger(__name__)
 
+# A run that failed does not wait longer for another process to let go of its ledger.
+_FAILURE_PATIENCE_S = 10.0
+
 ConfigT = TypeVar("ConfigT", bound=AnyConfig, covariant=True, default=Config)
 
 
@@ -198,8 +201,9 @@ class Run(Generic[ConfigT]):
         self.clock.restart()
 
     def record_failure(self, error: Exception) -> None:
-        """Records the error that ends this session. If the ledger cannot take it either, only the log has it."""
+        """Records the error that ends this session. If the ledger does not take it soon, only the log has it."""
         reason, message = described(error)
+        self.record.ledger.set_patience(_FAILURE_PATIENCE_S)
         try:
             self.record.ledger.record(Kind.FAILED, self.version, reason=reason, message=message)
         except LockstepError as failure:
