@@ -46,7 +46,6 @@ async def train_lagged(run: Run, context: LoopContext) -> None:
         batches.append(drawing.result())
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
-        await run.record.ledger.free()
         run.finish_step(version, metrics_of(run, trained, batch))
         await save_and_evaluate(run, context, stamp)
         run.checkpoints.check()

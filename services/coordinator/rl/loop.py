@@ -36,7 +36,6 @@ async def train(run: Run, context: LoopContext) -> None:
                 version, trained = await blocks.commit(batch) or await update(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
-        await run.record.ledger.free()
         run.finish_step(version, step_metrics(run, trained, batch))
         await save_and_evaluate(run, context, stamp)
         run.checkpoints.check()

@@ -198,10 +198,10 @@ def _holder(path: Path) -> str:
 
 def _command(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
     except OSError:
         return "ended"
-    return " ".join(words).strip()[:80]
+    return " ".join(words)[:80]
 
 
 def damaged(path: Path, what: object) -> DataLoss:

@@ -218,9 +218,9 @@ class Ledger:
                 if file.stat().st_ino == inode:
                     continue
             raise PreconditionFailed(
-                f"{file.absolute()} is gone: it was deleted or replaced while this run had it open; bring the "
-                f"directory back as it was, with {self._path.name} and {self._path.name}-wal, then run the same "
-                "command again",
+                f"{file.absolute()} cannot be written: it is gone, deleted or replaced while this run had it open; "
+                f"bring the directory back as it was, with {self._path.name} and {self._path.name}-wal, then run the "
+                "same command again",
                 reason=Reason.STORAGE_FAILED,
                 path=str(file.absolute()),
             )
