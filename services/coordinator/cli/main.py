@@ -182,15 +182,21 @@ def push(
 
 @app.command()
 def report(
-    run_dir: _RunDir,
+    run_dir: Annotated[list[Path], typer.Argument(help="Directory of a run; several to compare them here.")],
     out: Annotated[
         Path | None, typer.Option(help="File to write; report.html in the run's directory by default.")
     ] = None,
 ) -> None:
-    """Write an HTML page with a run's curves, samples and failures. It needs no network to view."""
+    """Write an HTML page with a run's curves, samples and failures, or compare several runs in a table."""
+    from services.coordinator.observe.report.compare import show_comparison
     from services.coordinator.observe.report.page import write_report
 
-    _console.print(f"wrote {write_report(run_dir, out)}", soft_wrap=True)
+    if len(run_dir) == 1:
+        _console.print(f"wrote {write_report(run_dir[0], out)}", soft_wrap=True)
+    elif out:
+        raise InvalidInput("--out: a comparison is printed, not written; give one run for a page", field="out")
+    else:
+        show_comparison(run_dir, _console)
 
 
 @app.command()

@@ -1,7 +1,6 @@
 """Reads a run's state and events from its directory, whichever process ran it."""
 
 import json
-import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +21,7 @@ def read_run(directory: Path) -> pb.Run | None:
     try:
         run.version = max((version for version, _ in _lines(directory)), default=0)
         opened, failed, is_early = _last_session(directory, run.version)
-    except (LockstepError, sqlite3.Error) as error:
+    except LockstepError as error:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"
         return run
     if opened is None or "reward" not in (config := json.loads(opened["config"])):

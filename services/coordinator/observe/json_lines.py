@@ -18,6 +18,8 @@ _Place = tuple[int, bool]
 class JsonLines(Reporter):
     """Writes one JSON object per step or evaluation.
 
+    Lines that the disk does not take are written later, as soon as it takes them.
+
     A resumed run removes lines that the ledger does not have, because their steps will be repeated. It takes missing
     and different lines from the ledger, which lacks only the time of an evaluation. A file with damaged lines is kept
     as metrics.damaged.jsonl.
@@ -38,15 +40,30 @@ class JsonLines(Reporter):
             partial = path.with_suffix(".partial")
             partial.write_text("".join(f"{lines[place]}\n" for place in sorted(lines) if place[0] <= version))
             partial.rename(path)
-            self._file = path.open("a", buffering=1)
+            self._file, self._waiting = path.open("ab", buffering=0), b""
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": version, **metrics}) + "\n")
+        self._waiting += (json.dumps({"step": version, **metrics}) + "\n").encode()
+        self._write()
 
     evaluation = step
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        """Writes the waiting lines. If the disk takes only a part, nothing is written and all are tried again later."""
+        begin, left = self._file.tell(), self._waiting
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(begin)
+            raise
+        self._waiting = b""
 
 
 def _recorded(ledger: Ledger) -> Iterator[tuple[_Place, str]]:

@@ -25,7 +25,7 @@ from services.coordinator.runs.run import Run
 
 _ROWS = 12
 _EPISODE_LINES = 14
-_WIDEST_SETS = 24  # characters of a column's header
+_MAX_NAME = 12
 _FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
 
 
@@ -72,9 +72,8 @@ class Terminal(Reporter):
         self._console, self._num_steps = console, num_steps
         self.shows_samples = console.is_terminal
         self._rows: list[list[str]] = []
-        self._held_out = "held-out"  # later the names of the held-out sets, in the order of their rewards
         self._step_s: deque[float] = deque(maxlen=_ROWS)
-        self._phase = ""
+        self._phase, self._sets = "", _NAMES[1]
         self._episode: tuple[int, Conversation] | None = None
         self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
         if console.is_terminal:
@@ -93,20 +92,20 @@ class Terminal(Reporter):
         self._rows = [*self._rows[1 - _ROWS :], row]
         self._step_s.append(metrics["time/step_s"])
         if not self._console.is_terminal:
-            self._console.print(_line(row), soft_wrap=True)
+            self._console.print(_line([f"{version}/{self._num_steps}", *row[1:]]), soft_wrap=True)
 
     def conversation(self, version: int, conversation: Conversation) -> None:
         self._episode = version, conversation
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        named = {name.split("/")[1]: value for name, value in in_order(metrics).items() if name.endswith("/reward")}
-        rewards = {name: f"{value:.3f}" for name, value in named.items()}
+        ordered = {name: value for name, value in in_order(metrics).items() if name.endswith("/reward")}
+        rewards = {name.removeprefix("eval/").removesuffix("/reward"): value for name, value in ordered.items()}
         if self._rows:
-            self._rows[-1][1] = " ".join(rewards.values())
-        sets = " ".join(rewards)
-        self._held_out = sets if len(sets) <= _WIDEST_SETS else "held-out"
-        pairs = rewards.values() if len(rewards) == 1 else (f"{name} {value}" for name, value in rewards.items())
-        self._console.print(f"held-out reward after step {version}: {', '.join(pairs)}", soft_wrap=True)
+            short = {_short(name): f"{value:.3f}" for name, value in rewards.items()}
+            self._sets = " ".join(f"{name:>{len(value)}}" for name, value in short.items()) or self._sets
+            self._rows[-1][1] = " ".join(f"{value:>{len(name)}}" for name, value in short.items())
+        shown = ", ".join(f"{name} {value:.3f}".removeprefix(f"{_NAMES[1]} ") for name, value in rewards.items())
+        self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
 
     def close(self) -> None:
         self._phase = ""
@@ -132,9 +131,10 @@ class Terminal(Reporter):
     def _table(self, height: int) -> Table:
         """Builds a table of the last rows and the most important columns, as many as fit."""
         num_rows = max(1, min(_ROWS, height - _FRAME))
-        lines = [[_NAMES[0], self._held_out, *_COLUMNS], *self._rows[-num_rows:]]
+        lines = [(_NAMES[0], self._sets, *_NAMES[2:]), *self._rows[-num_rows:]]
         table = Table(caption=self._phase, caption_justify="left", expand=False)
-        columns = [[line[index] for line in lines] for index in fitting(lines, _BY_IMPORTANCE, self._console.width)]
+        wanted = [index for index in _BY_IMPORTANCE if index != _SCORE or any(line[index] for line in lines[1:])]
+        columns = [[line[index] for line in lines] for index in fitting(lines, wanted, self._console.width)]
         for name, *_ in columns:
             table.add_column(name, justify="right", no_wrap=True)
         for cells in zip(*(rest for _, *rest in columns), strict=True):
@@ -149,13 +149,22 @@ _COLUMNS = {
     "entropy": lambda m: f"{m['train/entropy']:.3f}",
     "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
     "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
-    "generate s": lambda m: f"{m['time/generating_s']:.2f}",
+    # Generating and scoring overlap: each has the time in which it had work. Rewards of a lagged step, for example, may
+    # come in another step's time, which then has none.
+    "score s": lambda m: f"{m['time/score_busy_s']:.2f}" if "time/score_busy_s" in m else "",
+    "generate s": lambda m: f"{m.get('time/generate_busy_s', m['time/generating_s']):.2f}",
     "train s": lambda m: f"{m['time/training_s']:.2f}",
     "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
 }
 _NAMES = ("step", "held-out", *_COLUMNS)
-_FIRST = ("step", "reward", "held-out", "grad norm", "entropy", "gap max", "generate s", "train s")
+_SCORE = _NAMES.index("score s")
+_FIRST = ("step", "reward", "held-out", "grad norm", "generate s", "score s", "train s", "entropy", "gap max")
 _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
+
+
+def _short(name: str) -> str:
+    """Returns the name of a held-out set, cut to the width that a column has for it."""
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
 
 
 def _line(cells: Sequence[str]) -> str:

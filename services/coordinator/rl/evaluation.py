@@ -43,6 +43,7 @@ async def evaluate(
             metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
             run.record.keep_evaluation(name, samples, stamp)
             scored = versions_of(samples)
+    await run.record.ledger.free()
     run.finish_evaluation(stamp.version, metrics, scored)
     return metrics
 

@@ -23,6 +23,7 @@ from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import warn_of_other_versions
 from services.coordinator.services.clients.trainer import Model
@@ -76,6 +77,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
     frontend.start()
     loaded, sessions = data or load_data(config, given), Sessions(config, given)
     while True:
+        await await_ledger(sessions.config)
         with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
             if outcome := outcome_if_finished(run, frontend.say):
                 return outcome
@@ -100,6 +102,7 @@ async def _opened(
             open_services(run, addresses) as services,
             following_replicas(run, services.rollout, restarts),
         ):
+            await run.record.ledger.free()
             yield _begin(run, services, data, frontend)
 
 
@@ -141,6 +144,8 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     shown = frontend.begin(run, version)
     freq = config.observability.sample_freq
     samples = [LastSample(config.run_dir, data.tokenizer.decode, shown, freq)] if freq else []
+    publisher = make_publisher(services, run)
+    publisher.before_record = run.record.ledger.free
     run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
     run.begin(version, [*files(run, version), *samples, shown])
     return LoopContext(
@@ -148,7 +153,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
         eval_data=data.eval,
         collector=make_collector(services, data.tokenizer, config),
         trainer=trainer,
-        publisher=make_publisher(services, run),
+        publisher=publisher,
         forwards=Forwards(list(services.auxiliary.values()), config, services.rollout.lengths),
         critic=critic,
     )

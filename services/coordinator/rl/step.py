@@ -98,6 +98,7 @@ async def collect(
     samples = with_advantages(config, samples, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     metrics = selected.metrics | collector.take_metrics()
+    await run.record.ledger.free()  # the batch is recorded next
     decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
     return CollectedBatch(
         samples, version, stamp, decision, selected.outcomes, context.data.digest, len(context.data), kl

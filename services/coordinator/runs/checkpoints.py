@@ -105,6 +105,7 @@ class Checkpoints:
             return
         shutil.rmtree(path, ignore_errors=True)  # left by a coordinator that ended before recording it
         digest = await model.save(path, held_version)
+        await self._ledger.free()
         self._ledger.record(kind, step, path=path, manifest_digest=digest)
 
     async def _delete_all_but(self, num_kept: int, kind: Kind) -> None:
@@ -112,5 +113,6 @@ class Checkpoints:
         best = self.best()
         kept = self._path(kind, best["version"]) if best else ""
         for old in [path for path in list(newest_first)[num_kept:] if path != kept]:
+            await self._ledger.free()
             self._ledger.record(Kind.DELETED, path=old)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)

@@ -1,71 +1,229 @@
-"""Wraps a SQLite connection, with failures as typed errors that have the file's path."""
+"""Wraps a SQLite connection: failures are typed errors with the file's path, and locks of others are awaited."""
 
+import asyncio
+import logging
+import math
+import os
+import re
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from services.common.errors import DataLoss, LockstepError, PreconditionFailed, Reason
+from services.common.errors import (
+    DataLoss,
+    InternalError,
+    LockstepError,
+    Overloaded,
+    PreconditionFailed,
+    Reason,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 _FIXES = {
     sqlite3.SQLITE_FULL: "free space on that disk",
     sqlite3.SQLITE_READONLY: "make it writable for this user",
+    sqlite3.SQLITE_PERM: "make it writable for this user",
+    sqlite3.SQLITE_AUTH: "make it writable for this user",
     sqlite3.SQLITE_CANTOPEN: "bring its directory back, or make it writable for this user",
+    sqlite3.SQLITE_IOERR: "check the disk",
+    sqlite3.SQLITE_NOLFS: "use a disk that takes larger files",
+    sqlite3.SQLITE_PROTOCOL: "keep runs_dir on a disk whose file locks work, such as a local one",
 }
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+# Waits of SQLite itself, in which Ctrl-C and the event loop have to wait too, are not longer than this.
+_SLICE_S = 0.5
+# A locked file can only be tried again: SQLite tells nobody when it becomes free.
+_RETRY_S = 0.1
+_FIRST_WARNING_S, _WARN_EVERY_S = 1.0, 60.0
+# File systems whose locks or shared memory do not reach every host, which a write-ahead log needs.
+_SHARED = re.compile(r"nfs|cifs|smb|9p|afs|ceph|lustre|gpfs|beegfs|gluster|ocfs|gfs2|orangefs|pvfs|virtiofs|fuse")
 
 
 class Database:
     """Runs SQL on the file at `path`; each statement outside a transaction is synced to disk.
 
+    Args:
+        path: The file.
+        address: The SQLite URI to open instead of `path`.
+        patience_s: How long a statement waits, with warnings, for another process that holds a lock on the file.
+
     Raises:
+        Unavailable: STORAGE_FAILED: another process still holds a lock after `patience_s`.
         PreconditionFailed: STORAGE_FAILED: the file cannot be written or read.
-        DataLoss: The file is damaged.
+        DataLoss: The file is damaged, or has other tables.
     """
 
-    def __init__(self, path: Path, address: str = ""):
-        """Opens `path`, or the SQLite URI `address` for it."""
-        self._path = path
+    def __init__(self, path: Path, address: str = "", patience_s: float = math.inf):
+        self._path, self.patience_s = path, patience_s
         with self._typed():
-            self._connection = sqlite3.connect(address or path, isolation_level=None, uri=bool(address))
+            self._connection = sqlite3.connect(
+                address or path, isolation_level=None, uri=bool(address), timeout=_SLICE_S
+            )
 
     @property
     def in_transaction(self) -> bool:
         """Returns whether a transaction is open. SQLite ends it by itself after some failures."""
         return self._connection.in_transaction
 
-    def execute(self, sql: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
-        """Runs one statement."""
-        with self._typed():
-            return self._connection.execute(sql, values)
+    def execute(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """Runs one statement and returns its rows."""
+        return self._patiently(lambda: self._connection.execute(sql, values).fetchall())
+
+    def insert(self, sql: str, values: tuple[Any, ...]) -> int:
+        """Runs one INSERT and returns the id of its row."""
+        number = self._patiently(lambda: self._connection.execute(sql, values).lastrowid)
+        assert number is not None
+        return number
 
     def executemany(self, sql: str, rows: list[tuple[Any, ...]]) -> None:
         """Runs one statement for each row."""
-        with self._typed():
-            self._connection.executemany(sql, rows)
+        self._patiently(lambda: self._connection.executemany(sql, rows))
+
+    async def free(self) -> None:
+        """Waits until no other process holds a lock on the file, without blocking the event loop; warns meanwhile."""
+        if self.in_transaction:
+            return
+        wait = _Wait(self._path)
+        while not self._try_lock():
+            wait.warn()
+            await asyncio.sleep(_RETRY_S)
+        wait.end()
+
+    def add_function(self, name: str, function: Callable[..., Any]) -> None:
+        """Lets statements call `function` as `name`."""
+        self._connection.create_function(name, -1, function, deterministic=True)
 
     def close(self) -> None:
         """Closes the file."""
         self._connection.close()
 
+    def _try_lock(self) -> bool:
+        with self._typed():
+            self._connection.execute("PRAGMA busy_timeout=0").close()
+            try:
+                self._connection.execute("BEGIN EXCLUSIVE").close()
+                self._connection.execute("ROLLBACK").close()
+            except sqlite3.OperationalError as error:
+                if _code(error) in _LOCKED:
+                    return False
+                raise
+            finally:
+                self._connection.execute(f"PRAGMA busy_timeout={int(_SLICE_S * 1e3)}").close()
+        return True
+
+    def _patiently(self, action: Callable[[], ResultT]) -> ResultT:
+        wait = _Wait(self._path)
+        with self._typed():
+            while True:
+                try:
+                    result = action()
+                except sqlite3.OperationalError as error:
+                    if _code(error) not in _LOCKED or wait.waited_s() >= self.patience_s:
+                        raise
+                    wait.warn()
+                else:
+                    wait.end()
+                    return result
+
     @contextmanager
     def _typed(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.DatabaseError as error:
-            if (failure := _failure(self._path.absolute(), error)) is None:
-                raise
-            raise failure from error
+        except sqlite3.Error as error:
+            raise _failure(self._path.absolute(), error) from error
+        except UnicodeDecodeError as error:  # SQLite's message quotes bytes of the file
+            raise damaged(self._path, error) from error
 
 
-def _failure(path: Path, error: sqlite3.DatabaseError) -> LockstepError | None:
-    """Returns the typed error, or None if the statement itself is wrong."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without the extended part
-    if code in _DAMAGED:
-        return DataLoss(f"{path} is damaged: {error}; restore it from a backup, or use another name")
-    if code not in _FIXES and code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS):
-        return None
-    fix = _FIXES.get(code, "check the disk")
-    message = f"{path} cannot be written: {error}; {fix}, then run the same command again"
-    return PreconditionFailed(message, reason=Reason.STORAGE_FAILED, path=str(path))
+def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Returns whether `path` is on a file system that other hosts may mount too, or that passes files on (FUSE)."""
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return False
+    # Of mounts at one place, the last counts.
+    places = {Path(place.encode().decode("unicode_escape")): kind for _, place, kind, *_ in lines}
+    there = path.resolve()
+    kind = next((places[at] for at in (there, *there.parents) if at in places), "")
+    return _SHARED.search(kind) is not None
+
+
+class _Wait:
+    """Warns of a lock that another process holds: after a second, and then every minute."""
+
+    def __init__(self, path: Path):
+        self._path, self._began, self._next_s, self._has_warned = path, time.monotonic(), _FIRST_WARNING_S, False
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def warn(self) -> None:
+        if (waited := self.waited_s()) < self._next_s:
+            return
+        self._next_s, self._has_warned = waited + _WARN_EVERY_S, True
+        log.warning(
+            "%s has been locked by %s for %.0f s; this waits until it is free, and then goes on",
+            self._path,
+            _holder(self._path),
+            waited,
+        )
+
+    def end(self) -> None:
+        if self._has_warned:
+            log.warning("%s is free again after %.0f s; going on", self._path, self.waited_s())
+
+
+def _holder(path: Path) -> str:
+    """Returns who holds the lock on the database at `path`, as far as the kernel says so."""
+    files = set[int]()
+    for name in (path, path.with_name(f"{path.name}-shm")):
+        with suppress(OSError):
+            files.add(name.stat().st_ino)
+    holders: dict[bool, list[int]] = {True: [], False: []}  # by whether the lock excludes all others
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, *waits, _, _, kind, pid, place, _, _ = line.split()
+            if not waits and int(place.rpartition(":")[2]) in files:
+                holders[kind == "WRITE"].append(int(pid))
+    found = sorted({*(holders[True] or holders[False])} - {os.getpid()})
+    return ", ".join(f"process {pid} ({_command(pid)})" for pid in found if pid > 0) or "another process"
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+    except OSError:
+        return "ended"
+    return " ".join(words)[:80]
+
+
+def damaged(path: Path, what: object) -> DataLoss:
+    """Returns the error of a database at `path` whose content is not what was written."""
+    return DataLoss(f"{path.absolute()} is damaged: {what}; restore it from a backup, or use another name")
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without the extended part
+
+
+def _failure(path: Path, error: sqlite3.Error) -> LockstepError:
+    """Returns the typed error: what failed, where, and what to do."""
+    code = _code(error)
+    if code in _LOCKED:
+        message = f"{path} is locked by {_holder(path)}: {error}; end that process, then run the same command again"
+        return Unavailable(message, reason=Reason.STORAGE_FAILED, path=str(path))
+    if code in _FIXES:
+        message = f"{path} cannot be written: {error}; {_FIXES[code]}, then run the same command again"
+        return PreconditionFailed(message, reason=Reason.STORAGE_FAILED, path=str(path))
+    if code == sqlite3.SQLITE_NOMEM:
+        return Overloaded(f"{path}: {error}; free memory of this host", reason=Reason.OUT_OF_MEMORY)
+    if isinstance(error, sqlite3.InterfaceError | sqlite3.ProgrammingError):
+        return InternalError(f"{path}: {error}")
+    return damaged(path, error)

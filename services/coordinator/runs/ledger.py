@@ -1,19 +1,20 @@
 """Records every decision of a run, with hashes of its inputs, in a SQLite file that is synced to disk."""
 
-import errno
 import fcntl
 import json
+import re
 import time
+import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import LockstepError, PreconditionFailed
+from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.storage import writing
 from services.common.rpc.history.calls import note_row
-from services.coordinator.runs.database import Database
+from services.coordinator.runs.database import Database, damaged, is_shared
 from services.coordinator.runs.rows import checked_row
 
 Decision = dict[str, Any]
@@ -42,11 +43,24 @@ class Kind(StrEnum):
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
 
 
+_TABLES = (
+    "CREATE TABLE decisions (seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, version INTEGER, "
+    "body TEXT NOT NULL, crc INTEGER)",
+    "CREATE INDEX by_kind ON decisions (kind, version)",
+    "CREATE TABLE outcomes (step INTEGER, prompt_id TEXT, num_samples INTEGER NOT NULL, num_passed INTEGER NOT NULL, "
+    "PRIMARY KEY (step, prompt_id)) WITHOUT ROWID",
+)
+
+
 class Ledger:
     """Holds an append-only list of decisions. A lock file lets only one coordinator have it open.
 
+    Every method waits, with warnings, as long as another process holds a lock on the database. The loop first awaits
+    `free`, so that the event loop goes on meanwhile.
+
     Raises:
-        PreconditionFailed: Another coordinator has the run open.
+        PreconditionFailed: Another coordinator has the run open; or STORAGE_FAILED, as of `Database`.
+        DataLoss: The file is damaged.
     """
 
     def __init__(self, path: Path):
@@ -64,23 +78,30 @@ class Ledger:
         self._db = Database(path)
         try:
             self._make_tables()
+            self._require_intact()
         except LockstepError:
             self.close()
             raise
-        self._inode = path.stat().st_ino
+        self._inodes = {file: file.stat().st_ino for file in self._files()}
 
     def _make_tables(self) -> None:
-        self._db.execute("PRAGMA journal_mode=WAL")
+        # A write-ahead log lets others read at any time, but its index is memory that only one host sees.
+        ((mode,),) = self._db.execute(f"PRAGMA journal_mode={'TRUNCATE' if is_shared(self._path) else 'WAL'}")
+        if mode not in ("wal", "truncate"):  # no shared memory here
+            self._db.execute("PRAGMA journal_mode=TRUNCATE")
         self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute(
-            "CREATE TABLE IF NOT EXISTS decisions "
-            "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, version INTEGER, body TEXT NOT NULL)"
-        )
-        self._db.execute("CREATE INDEX IF NOT EXISTS by_kind ON decisions (kind, version)")
-        self._db.execute(
-            "CREATE TABLE IF NOT EXISTS outcomes (step INTEGER, prompt_id TEXT, num_samples INTEGER NOT NULL, "
-            "num_passed INTEGER NOT NULL, PRIMARY KEY (step, prompt_id)) WITHOUT ROWID"
-        )
+        for sql in _TABLES:
+            self._db.execute(re.sub("TABLE|INDEX", r"\g<0> IF NOT EXISTS", sql, count=1))
+        if not any(name == "crc" for _, name, *_ in self._db.execute("PRAGMA table_info(decisions)")):
+            self._db.execute("ALTER TABLE decisions ADD COLUMN crc INTEGER")  # of a run of an older release
+
+    async def free(self) -> None:
+        """Waits until no other process holds a lock on the database. Warns meanwhile, and says which process it is."""
+        await self._db.free()
+
+    def set_patience(self, seconds: float) -> None:
+        """Makes later methods raise Unavailable if another process still holds a lock after `seconds`."""
+        self._db.patience_s = seconds
 
     def record(self, kind: Kind, version: int | None = None, **body: object) -> int:
         """Appends a decision and syncs it to disk. Returns its sequence number.
@@ -90,9 +111,8 @@ class Ledger:
         """
         self._require_file()
         row = (time.time(), kind.value, version, json.dumps(body))
-        cursor = self._db.execute("INSERT INTO decisions (time, kind, version, body) VALUES (?, ?, ?, ?)", row)
-        number = cursor.lastrowid
-        assert number is not None
+        sql = "INSERT INTO decisions (time, kind, version, body, crc) VALUES (?, ?, ?, ?, ?)"
+        number = self._db.insert(sql, (*row, _crc(*row)))
         if self._db.in_transaction:
             self._in_transaction.append((number, kind, version))
         else:
@@ -106,24 +126,24 @@ class Ledger:
 
     def last(self, kind: Kind, version: int | None = None) -> Decision | None:
         """Returns the newest decision of a kind, optionally only of one version; None if there is none."""
-        row = self._db.execute(
+        rows = self._db.execute(
             "SELECT seq, version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2) "
             "ORDER BY seq DESC LIMIT 1",
             (kind.value, version),
-        ).fetchone()
-        return self._decision(kind, *row) if row else None
+        )
+        return self._decision(kind, *rows[0]) if rows else None
 
     def num_rows(self) -> int:
         """Returns the sequence number of the newest decision; 0 if there is none."""
-        return self._db.execute("SELECT IFNULL(MAX(seq), 0) FROM decisions").fetchone()[0]
+        return self._db.execute("SELECT IFNULL(MAX(seq), 0) FROM decisions")[0][0]
 
     def last_finished(self) -> int | None:
         """Returns the newest finished step of the history that the services hold; None if no coordinator began."""
-        row = self._db.execute(
+        rows = self._db.execute(
             "SELECT version FROM decisions WHERE kind IN (?, ?) ORDER BY seq DESC LIMIT 1",
             (Kind.BEGUN.value, Kind.FINISHED.value),
-        ).fetchone()
-        return row[0] if row else None
+        )
+        return rows[0][0] if rows else None
 
     def is_newer(self, kind: Kind, than: Kind, version: int | None = None) -> bool:
         """Returns whether there is a decision of `kind` that is newer than every decision of kind `than`.
@@ -131,8 +151,8 @@ class Ledger:
         With `version`, only decisions of this version count.
         """
         newest = "SELECT IFNULL(MAX(seq), 0) FROM decisions WHERE (?3 IS NULL OR version = ?3) AND kind ="
-        row = self._db.execute(f"SELECT ({newest} ?1) > ({newest} ?2)", (kind.value, than.value, version)).fetchone()
-        return bool(row[0])
+        rows = self._db.execute(f"SELECT ({newest} ?1) > ({newest} ?2)", (kind.value, than.value, version))
+        return bool(rows[0][0])
 
     def failure(self) -> Decision | None:
         """Returns the error that ended the last session; None if none did."""
@@ -154,7 +174,7 @@ class Ledger:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Makes the writes inside the block atomic: either all are kept or none."""
-        self._db.execute("BEGIN")
+        self._db.execute("BEGIN EXCLUSIVE")  # waits for other processes here, and not at the end
         try:
             yield
             self._db.execute("COMMIT")
@@ -167,11 +187,41 @@ class Ledger:
         finally:
             self._in_transaction = []
 
+    def _require_intact(self) -> None:
+        """Raises DataLoss if the file's structure is broken, or a row is not what was written."""
+        self._db.add_function("row_crc", _crc)
+        changed = (
+            "SELECT seq, kind FROM decisions WHERE crc IS NOT row_crc(time, kind, version, body) "
+            "AND seq >= (SELECT MIN(seq) FROM decisions WHERE crc IS NOT NULL) LIMIT 1"  # older releases wrote none
+        )
+        found = [f"row {seq} ({kind}) is not what was written" for seq, kind in self._db.execute(changed)]
+        schema = {sql for (sql,) in self._db.execute("SELECT sql FROM sqlite_master")}
+        found += [f"it has no `{sql}`" for sql in _TABLES if sql not in schema]
+        found += [what for (what,) in self._db.execute("PRAGMA integrity_check(1)") if what != "ok"]
+        if found:
+            raise damaged(self._path, found[0])
+
+    def _files(self) -> list[Path]:
+        """Returns the database's files that hold decisions: the write-ahead log has the newest."""
+        return [file for file in (self._path, self._path.with_name(f"{self._path.name}-wal")) if file.exists()]
+
     def _require_file(self) -> None:
-        """Checks that the open file is still the one at its path: writes to a deleted file succeed and are lost."""
-        with writing(self._path):
-            if self._path.stat().st_ino != self._inode:
-                raise OSError(errno.ESTALE, "another file has taken its place", str(self._path))
+        """Checks that the open files are still those at their paths: writes to a deleted file succeed and are lost.
+
+        Raises:
+            PreconditionFailed: STORAGE_FAILED: one is gone, or another file has taken its place.
+        """
+        for file, inode in self._inodes.items():
+            with writing(file), suppress(FileNotFoundError):
+                if file.stat().st_ino == inode:
+                    continue
+            raise PreconditionFailed(
+                f"{file.absolute()} cannot be written: it is gone, deleted or replaced while this run had it open; "
+                f"bring the directory back as it was, with {self._path.name} and {self._path.name}-wal, then run the "
+                "same command again",
+                reason=Reason.STORAGE_FAILED,
+                path=str(file.absolute()),
+            )
 
     def keep_outcomes(self, step: int, outcomes: Mapping[str, tuple[int, int]]) -> None:
         """Stores (samples, samples that passed) by prompt id and replaces what `step` had before a restart."""
@@ -195,3 +245,7 @@ class Ledger:
         """Closes the file and releases its lock."""
         self._db.close()
         self._lock.close()
+
+
+def _crc(time_s: float, kind: str, version: int | None, body: str) -> int:
+    return zlib.crc32(json.dumps([time_s, kind, version, body]).encode())

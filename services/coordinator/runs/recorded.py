@@ -12,6 +12,9 @@ from services.coordinator.runs.ledger import Ledger
 from services.coordinator.runs.resume import LEDGER
 from services.coordinator.runs.rows import checked_row
 
+# How long a command waits for a process that keeps others from reading.
+_PATIENCE_S = 10.0
+
 
 @dataclass(frozen=True)
 class Row:
@@ -45,6 +48,7 @@ class RecordedLedger(Ledger):
 
     Raises:
         NotFound: `run_dir` holds no run.
+        Unavailable: STORAGE_FAILED: another process keeps the file from being read.
         DataLoss: The ledger is empty or damaged.
     """
 
@@ -54,10 +58,8 @@ class RecordedLedger(Ledger):
             raise NotFound(
                 f"{run_dir} holds no run: there is no {LEDGER}; give the directory of a run", field="run_dir"
             )
-        # Without a write-ahead log, SQLite would create one to read the file; immutable prevents that. An existing log
-        # has to be read.
-        unchanging = "" if path.with_name(f"{LEDGER}-wal").exists() else "&immutable=1"
-        self._path, self._db = path, Database(path, f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}")
+        self._path = path
+        self._db = Database(path, f"file:{quote(str(path.absolute()))}?mode={_mode(path)}", patience_s=_PATIENCE_S)
         try:
             self._require_rows()
         except LockstepError:
@@ -65,7 +67,7 @@ class RecordedLedger(Ledger):
             raise
 
     def _require_rows(self) -> None:
-        has_table = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone()
+        has_table = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'")
         if not has_table or not self.num_rows():  # its coordinator was killed before it had opened the run
             raise DataLoss(f"{self._path}: the ledger is empty; the run was never opened")
 
@@ -95,6 +97,17 @@ class RecordedLedger(Ledger):
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+
+
+def _mode(path: Path) -> str:
+    """Returns how to open the ledger at `path`, so that reading it creates no file."""
+    with path.open("rb") as file:
+        uses_wal = file.read(20)[18:19] == b"\2"  # of SQLite's header
+    journal, wal = (path.with_name(f"{path.name}-{kind}") for kind in ("journal", "wal"))
+    if uses_wal and not wal.exists():
+        return "ro&immutable=1"  # without a write-ahead log, SQLite would create one; an existing one has to be read
+    is_cut = not uses_wal and journal.exists() and journal.stat().st_size
+    return "rw" if is_cut else "ro"  # what a killed process left half written has to be taken back first
 
 
 def is_running(run_dir: Path) -> bool:

@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import StrEnum
 from typing import Protocol
 
 from services.coordinator.data.conversation import Conversation
@@ -19,6 +20,14 @@ class ReplicaCounts(Protocol):
     def num_dead(self) -> int:
         """Returns the number of replicas that were lost and have not come back."""
         ...
+
+
+class Ending(StrEnum):
+    """Says how a session of a run ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
 
 
 class Reporter:
@@ -43,24 +52,36 @@ class Reporter:
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         """Reports an evaluation of the weights of `version`: `eval/<set>/<metric>` and `time/evaluating_s`."""
 
+    def end(self, ending: Ending) -> None:
+        """Says how the run ended, just before `close`."""
+
     def close(self) -> None:
         """Releases the reporter's resources at the end of the run."""
 
 
 class Tolerant(Reporter):
-    """Passes everything on to `reporter`. A disk or a terminal that fails it is logged once and does not end the run.
+    """Passes everything on to `reporter`. Each kind of failure is logged once; none ends the run.
 
-    The ledger has everything that a reporter of a file did not write.
+    The ledger has everything that a reporter did not write.
     """
 
     def __init__(self, reporter: Reporter):
-        self._reporter, self._has_failed = reporter, False
+        self._reporter, self._logged = reporter, set[type[Exception]]()
 
     def watch(self, rollout: ReplicaCounts) -> None:
-        self._reporter.watch(rollout)
+        with self._tolerating():
+            self._reporter.watch(rollout)
 
-    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
-        return self._reporter.phase(name, version)
+    @contextmanager
+    def phase(self, name: str, version: int) -> Iterator[None]:
+        with ExitStack() as shown:
+            with self._tolerating():
+                shown.enter_context(self._reporter.phase(name, version))
+            try:
+                yield
+            finally:
+                with self._tolerating():
+                    shown.close()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         with self._tolerating():
@@ -70,6 +91,10 @@ class Tolerant(Reporter):
         with self._tolerating():
             self._reporter.evaluation(version, metrics)
 
+    def end(self, ending: Ending) -> None:
+        with self._tolerating():
+            self._reporter.end(ending)
+
     def close(self) -> None:
         with self._tolerating():
             self._reporter.close()
@@ -78,10 +103,11 @@ class Tolerant(Reporter):
     def _tolerating(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            if not self._has_failed:
-                log.warning("%s misses steps: %s; the run goes on", type(self._reporter).__name__, error)
-            self._has_failed = True
+        except Exception as error:  # noqa: BLE001 what shows a run must not end it
+            if type(error) not in self._logged:
+                name, kind = type(self._reporter).__name__, type(error).__name__
+                log.warning("%s misses what it should show: %s: %s; the run goes on", name, kind, error)
+            self._logged.add(type(error))
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from services.common.config.reading.any import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
 from services.common.versions import installed
+from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 
 LEDGER = "ledger.sqlite"
@@ -46,6 +48,13 @@ class Start:
     critic_checkpoint: str = ""
     required_step: int | None = None
     """Step that the trainer must hold; None if it may have kept a newer one of this run."""
+
+
+async def await_ledger(config: AnyConfig) -> None:
+    """Waits until no other process holds a lock on the run's ledger, if there is one, so that `open_run` need not."""
+    if (path := config.run_dir / LEDGER).is_file():
+        with closing(Database(path)) as database:
+            await database.free()
 
 
 def open_run(config: AnyConfig) -> Start:

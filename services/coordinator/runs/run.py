@@ -20,11 +20,14 @@ from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
 from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
-from services.coordinator.runs.reporter import Reporter, Tolerant
+from services.coordinator.runs.reporter import Ending, Reporter, Tolerant
 from services.coordinator.runs.resume import Start, step_of
 from services.coordinator.runs.scorer_change import Versions
 
 log = logging.getLogger(__name__)
+
+# A run that failed does not wait longer for another process to let go of its ledger.
+_FAILURE_PATIENCE_S = 10.0
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig, covariant=True, default=Config)
 
@@ -39,6 +42,8 @@ class Run(Generic[ConfigT]):
         self.required_step = start.required_step
         self.stopping = self.is_stalled = self.has_begun = self.is_closed = False
         self.version = 0
+        self.ending: Ending | None = None
+        """How the session ended, if it did not end by itself."""
         self.watchers: Sequence[Reporter] = ()
         self.reporters: Sequence[Reporter] = ()
         self.record, self.clock = RunRecord(config.run_dir, start.ledger), StepClock()
@@ -206,8 +211,9 @@ class Run(Generic[ConfigT]):
         self.clock.restart()
 
     def record_failure(self, error: Exception) -> None:
-        """Records the error that ends this session. If the ledger cannot take it either, only the log has it."""
-        reason, message = described(error)
+        """Records the error that ends this session. If the ledger does not take it soon, only the log has it."""
+        self.ending, (reason, message) = Ending.FAILED, described(error)
+        self.record.ledger.set_patience(_FAILURE_PATIENCE_S)
         try:
             self.record.ledger.record(Kind.FAILED, self.version, reason=reason, message=message)
         except LockstepError as failure:
@@ -217,7 +223,10 @@ class Run(Generic[ConfigT]):
         """Closes the reporters and the ledger. A save in progress is not recorded."""
         self.is_closed = True
         self.checkpoints.abandon()
-        for reporter in self.reporters or self.watchers:
+        is_cut = self.stopping and self.version < self.num_steps
+        ending = self.ending or (Ending.INTERRUPTED if is_cut else Ending.FINISHED)
+        for reporter in self.reporters or [Tolerant(one) for one in self.watchers]:
+            reporter.end(ending)
             reporter.close()
         self.record.ledger.close()
 

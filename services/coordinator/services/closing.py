@@ -34,6 +34,7 @@ async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
         if not run.record.set_aside_export(run.version):
             with run.phase(Phase.CHECKPOINTING):
                 await trainer.export(str(export_path))
+            await run.record.ledger.free()
             run.record.record_export(run.version)
     return Outcome.of(run, run.version, run.num_steps, export_path)
 

@@ -8,6 +8,7 @@ from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PAR
 
 from services.common.errors import InvalidInput
 from services.common.tasks import gather
+from services.coordinator.runs.reporter import Tolerant
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.environment import Environments, open_environments
 from services.coordinator.services.clients.rewards import Rewards
@@ -49,7 +50,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
     rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
     for watcher in run.watchers:
-        watcher.watch(rollout)
+        Tolerant(watcher).watch(rollout)
     try:
         held = await trainer.open(run.run_id, run.resume_from)
         if config.trainer.lag.versions and held != run.first_version:

@@ -17,6 +17,7 @@ from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.watchers import watchers
+from services.coordinator.runs.reporter import Ending
 from services.coordinator.runs.resume import HISTORY, Start, open_run
 from services.coordinator.runs.run import ConfigT, Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
@@ -58,6 +59,9 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
             yield run
         except Exception as error:
             run.record_failure(error)
+            raise
+        except BaseException:
+            run.ending = Ending.INTERRUPTED
             raise
 
 

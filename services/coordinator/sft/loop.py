@@ -78,6 +78,7 @@ async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer) -> None
         batch, stamp = data.train.batch(version), PolicyStamp(version=version)
         with run.phase(Phase.TRAINING):
             version, trained = await trainer.train(batch, run.batch_id(stamp), stamp)
+        await run.record.ledger.free()
         run.finish_step(version, step_metrics(run, trained, batch))
         await _save_and_evaluate(run, data, trainer, version)
     with run.phase(Phase.CHECKPOINTING):
@@ -104,6 +105,7 @@ async def evaluate(
             losses = [await trainer.nll(part) for part in _parts(run, rows, version)]
             nll = sum(loss for loss, _ in losses) / sum(num_tokens for _, num_tokens in losses)
             metrics |= {f"eval/{name}/nll": nll, f"eval/{name}/perplexity": float(np.exp(nll))}
+    await run.record.ledger.free()
     run.finish_evaluation(version, metrics)
 
 

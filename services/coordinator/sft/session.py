@@ -12,6 +12,7 @@ from services.coordinator.observe.frontend import cancel_on_sigterm, stop_on_sig
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
+from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
 from services.coordinator.services.closing import close_run, finish
 from services.coordinator.services.finished import outcome_if_finished
@@ -48,6 +49,7 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
 async def _run_once(
     config: SftConfig, given: Addresses, console: Console, data: SftData | None, restarts: Restarts
 ) -> Outcome:
+    await await_ledger(config)
     with recorded_run(config, console) as run:
         if data is not None:
             use_rows(run, data.train, data.held_out)

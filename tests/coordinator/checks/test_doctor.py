@@ -37,12 +37,14 @@ from services.coordinator.checks.doctor.running import (
     examine_services,
 )
 from services.coordinator.cli.main import app, main
+from services.coordinator.runs import ledger
 from services.coordinator.services import devices
 from services.coordinator.services.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
+from tests.small_disk import small_disk
 from tests.support import PATIENCE_S, ROOT, free_port
 
 SETUP = "make setup-gpu"
@@ -114,6 +116,19 @@ def test_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         port = taken.getsockname()[1]
         monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
         assert_fails(host.check_ports(1, local), FAIL, "is free", "stop the processes that listen")
+
+
+def test_a_ledger_in_runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = host.check_ledger(tmp_path / "not" / "yet")
+    assert (finding.verdict, str(tmp_path) in finding.found, "write-ahead" in finding.found) == (OK, True, True)
+    for module in (host, ledger):
+        monkeypatch.setattr(module, "is_shared", lambda path: True)
+    finding = host.check_ledger(tmp_path)
+    assert (finding.verdict, "network file system" in finding.found) == (OK, True)
+    assert list(tmp_path.iterdir()) == []
+    with small_disk(tmp_path / "disk") as disk:
+        disk.make_read_only()
+        assert_fails(host.check_ledger(disk.path), FAIL, "Read-only", "set runs_dir to a local disk")
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

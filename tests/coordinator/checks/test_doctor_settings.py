@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -104,3 +105,28 @@ def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert memory(0, 0)[0].verdict is FAIL
     monkeypatch.setattr(settings, "visible_gpus", lambda: ["0"])
     assert memory(0, 0) == []
+
+
+def test_trackers_are_imported_and_w_and_b_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**tracker: str) -> Finding:
+        config = config_with(observability={"trackers": [tracker]})
+        (one,) = [
+            one for one in settings.examine_settings(config, Addresses(("r",), ("s",), "t")) if one.check == "tracker"
+        ]
+        return one
+
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for kind in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, kind, None)
+        assert_fails(found(kind=kind), FAIL, f"{kind} cannot be imported", f"pip install 'lockstep-rl[{kind}]'")
+        monkeypatch.setitem(sys.modules, kind, ModuleType(kind))
+    assert found(kind="mlflow").verdict is OK and found(kind="wandb", mode="offline").verdict is OK
+    assert_fails(found(kind="wandb"), FAIL, "no API key", "wandb login")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password key\n")
+    assert found(kind="wandb").verdict is OK
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
+    assert_fails(found(kind="wandb"), FAIL, "no API key", "wandb login")
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert found(kind="wandb").verdict is OK

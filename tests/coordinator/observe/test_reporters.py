@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,44 @@ def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_column
     assert rows[-1][1] == "1.000 0.250" and lines[1].split("┃")[2].strip() == "easy hard"
     assert all({*row} - {row[0], row[1]} <= NUMBERS for row in rows)
     assert [len({*row} & NUMBERS) for row in rows] == [num_columns - 2] * num_rows
+
+
+MEASURED = STEP | {"time/generating_s": 64.51, "time/generate_busy_s": 0.10, "time/score_busy_s": 64.4}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_scoring_is_not_shown_as_generating(is_terminal: bool):
+    console = make_console(80, 24, is_terminal=is_terminal)
+    terminal = Terminal(console, NUM_STEPS)
+    terminal.step(1, MEASURED)
+    if is_terminal:
+        console = make_console(80, 24, is_terminal=False)
+        console.print(terminal._shown())
+    terminal.close()
+    lines = [line for line in console.file.getvalue().splitlines() if "0.62" in line or "reward" in line]
+    head, row = (re.split(r"\s*[┃│]\s*|\s{2,}", line.strip()) for line in lines)
+    shown = dict(zip(head, row if is_terminal else [row[0], "", *row[1:]], strict=True))
+    assert (shown["generate s"], shown["score s"], shown["train s"]) == ("0.10", "64.40", "67.89")
+    assert shown["step"] == ("1" if is_terminal else f"1/{NUM_STEPS}")
+    assert max(map(len, lines)) <= 80 or not is_terminal
+
+
+def test_held_out_sets_are_named():
+    console = make_console(80, 24, is_terminal=True)
+    terminal = Terminal(console, NUM_STEPS)
+    terminal.step(1, MEASURED)
+    terminal.evaluation(1, {"eval/math-of-a-long-name/reward": 0.5, "eval/x/reward": 0.25, "eval/x/pass@4": 1.0})
+    table = make_console(80, 24, is_terminal=False)
+    table.print(terminal._shown())
+    terminal.close()
+    lines = table.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    (head,), (row,) = (
+        [line for line in lines if "math-of-a-l…     x" in line],
+        [line for line in lines if "0.250" in line],
+    )
+    assert row.index("0.500") + 5 == head.index("…") + 1 and row.index("0.250") + 4 == head.index(" x ") + 1
+    assert "held-out reward after step 1: math-of-a-long-name 0.500, x 0.250" in console.file.getvalue()
 
 
 def test_the_live_table_says_how_long_the_rest_takes():

@@ -3,10 +3,12 @@
 The fakes have the functions of wandb 0.31 and mlflow-skinny 3.17; the same calls were tried by hand with both.
 """
 
+import asyncio
 import contextlib
 import logging
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,9 +17,15 @@ import pytest
 
 from services.common.errors import InvalidInput, PreconditionFailed
 from services.coordinator.observe.trackers import mlflow as mlflow_tracker
+from services.coordinator.observe.trackers import threaded
+from services.coordinator.observe.trackers import wandb as wandb_tracker
 from services.coordinator.observe.watchers import watchers
+from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
+from services.coordinator.services.running import recorded_run
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S
 
@@ -62,8 +70,8 @@ class FakeWandb(ModuleType):
     def log(self, numbers: dict[str, float]) -> None:
         self.calls.append(("log", numbers))
 
-    def finish(self) -> None:
-        self.calls.append(("finish",))
+    def finish(self, *, exit_code: int | None = None) -> None:
+        self.calls.append(("finish",) if exit_code is None else ("finish", exit_code))
 
 
 def test_wandb_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +147,8 @@ class FakeMlflow:
         self.runs[key]["metrics"] += metrics
         self.runs[key]["params"] |= dict(params)
 
-    def set_terminated(self, key: str) -> None:
-        self.runs[key]["status"] = "FINISHED"
+    def set_terminated(self, key: str, status: str | None = None) -> None:
+        self.runs[key]["status"] = status or "FINISHED"
 
 
 @pytest.fixture
@@ -211,3 +219,165 @@ def test_a_tracker_that_does_not_start_is_an_error(
         opened(tmp_path, {"kind": "mlflow"}),
     ):
         pass
+
+
+class Strange(BaseException):
+    """Is no Exception, as some libraries raise."""
+
+
+ERRORS = [RuntimeError("broken"), KeyError("gone"), OSError(28, "No space left"), SystemExit(3), Strange("odd")]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(threaded, "_RETRIES_S", (0.0, 0.0))
+    return fake
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("method", ["log", "finish"])
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_no_error_of_a_tracker_reaches_the_run(
+    tmp_path: Path,
+    wandb: FakeWandb,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    error: BaseException,
+):
+    with opened(tmp_path, {"kind": "wandb"}) as run:
+        monkeypatch.setattr(wandb, method, raising(error))
+        for version in range(1, 30):
+            run.finish_step(version, STEP)
+        assert run.record.ledger.last(Kind.FINISHED, 29)
+    warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert f"W&B did not accept {'the metrics of step 1 ' if method == 'log' else 'the end'}" in warned[0]
+    assert type(error).__name__ in warned[0] and len(warned) == (2 if method == "log" else 1)
+    assert method == "finish" or warned[1] == "W&B misses 29 reports; metrics.jsonl has all metrics"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_a_tracker_that_fails_at_its_start_is_refused(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, error: BaseException
+):
+    monkeypatch.setattr(wandb, "init", raising(error))
+    with (
+        pytest.raises(PreconditionFailed, match=f"wandb does not start: .*{type(error).__name__}"),
+        opened(tmp_path, {"kind": "wandb"}),
+    ):
+        pass
+
+
+def test_a_report_that_fails_once_is_not_lost(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch):
+    errors, log = [ConnectionError("a pause")], wandb.log
+
+    def fails_once(numbers: dict[str, float]) -> None:
+        if errors:
+            raise errors.pop()
+        log(numbers)
+
+    with opened(tmp_path, {"kind": "wandb"}) as run:
+        monkeypatch.setattr(wandb, "log", fails_once)
+        report(run, 1, 2)
+    assert [call[1]["step"] for call in wandb.calls if call[0] == "log"] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("method", ["log", "finish"])
+def test_a_tracker_that_hangs_does_not_stop_the_run(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+):
+    gate = threading.Event()
+    monkeypatch.setattr(wandb_tracker, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(threaded, "_MAX_WAITING", 5)
+    monkeypatch.setattr(wandb, method, lambda *_, **__: gate.wait(PATIENCE_S))
+    with opened(tmp_path, {"kind": "wandb"}) as run:
+        for version in range(1, 30):
+            run.finish_step(version, STEP)
+    assert "W&B did not answer for 0.1 s; metrics.jsonl has" in caplog.text
+    assert (caplog.text.count("5 reports wait for it already") == 1) is (method == "log")
+    gate.set()
+
+
+def test_a_tracker_that_hangs_at_its_start_is_refused(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+):
+    gate = threading.Event()
+    monkeypatch.setattr(threaded, "OPEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(wandb, "init", lambda **_: gate.wait(PATIENCE_S))
+    with (
+        pytest.raises(PreconditionFailed, match=r"wandb does not start: TimeoutError: no answer for 0\.1 s"),
+        opened(tmp_path, {"kind": "wandb"}),
+    ):
+        pass
+    gate.set()
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "status"),
+    [
+        (None, (), "FINISHED"),
+        (ValueError("a bug"), (1,), "FAILED"),
+        (PreconditionFailed("no"), (1,), "FAILED"),
+        (asyncio.CancelledError(), (130,), "KILLED"),
+        (KeyboardInterrupt(), (130,), "KILLED"),
+        ("stop", (130,), "KILLED"),
+    ],
+    ids=repr,
+)
+def test_trackers_learn_how_the_run_ended(
+    tmp_path: Path, wandb: FakeWandb, mlflow: FakeMlflow, end: Any, exit_code: tuple[int, ...], status: str
+):
+    trackers = [{"kind": "wandb"}, {"kind": "mlflow"}]
+    config = make_config(name="run", runs_dir=tmp_path, observability={"trackers": trackers})
+    with contextlib.suppress(BaseException), recorded_run(config, None) as run:
+        run.begin(0, ())
+        report(run, 1)
+        run.stopping = end == "stop"
+        if isinstance(end, BaseException):
+            raise end
+        run.version = 1 if run.stopping else run.num_steps
+    assert wandb.calls[-1] == ("finish", *exit_code)
+    (kept,) = mlflow.runs.values()
+    assert kept["status"] == status
+
+
+class Failing(Reporter):
+    """A reporter whose every method raises."""
+
+    def __init__(self, error: Exception):
+        for name in ("watch", "step", "evaluation", "end", "close"):
+            setattr(self, name, raising(error))
+        self._error = error
+
+    @contextlib.contextmanager
+    def phase(self, name: str, version: int) -> Iterator[None]:
+        if version:
+            raise self._error
+        yield
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), ValueError("no"), KeyError("x"), PreconditionFailed("p")])
+def test_no_reporter_ends_the_run_or_hides_its_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+):
+    config = make_config(name="run", runs_dir=tmp_path)
+    with contextlib.closing(Run(config, open_run(config))) as run:
+        run.begin(0, [Failing(error)])
+        for version in range(3):
+            with run.phase(Phase.TRAINING):
+                pass
+            run.finish_step(version + 1, STEP)
+        with pytest.raises(ZeroDivisionError), run.phase(Phase.TRAINING):
+            _ = 1 / 0
+        run.finish_evaluation(3, EVALUATION)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warning.startswith(f"Failing misses what it should show: {type(error).__name__}: ")

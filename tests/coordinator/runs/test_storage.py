@@ -139,6 +139,26 @@ def test_reporters_of_a_full_disk_do_not_end_the_run(disk: SmallDisk, caplog: py
     ledger.close()
 
 
+def test_lines_that_a_full_disk_refused_are_written_when_there_is_space(disk: SmallDisk):
+    ledger, path = Ledger(disk.path / "ledger.sqlite"), disk.path / "metrics.jsonl"
+    lines = Tolerant(JsonLines(path, 0, ledger))
+    disk.fill()
+    for version in range(1, 200):
+        lines.step(version, STEP)
+    assert path.read_bytes().endswith(b"\n") or not path.read_bytes()
+    disk.free()
+    lines.evaluation(199, {"eval/test/reward": 0.5})
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in found] == [*range(1, 200), 199]
+    disk.fill()
+    for version in range(200, 400):
+        lines.step(version, STEP)
+    disk.free()
+    lines.close()
+    assert len(path.read_text().splitlines()) == 400
+    ledger.close()
+
+
 def test_the_log_of_a_full_disk_says_so_once(disk: SmallDisk, capsys: pytest.CaptureFixture[str]):
     handler = RunLog(disk.path / "coordinator.log")
     disk.fill()

@@ -5,9 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.metadata import distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +16,15 @@ from pathlib import Path
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.errors import LockstepError
+from services.common.errors import DataLoss, LockstepError
 from services.common.families.architecture import read_architecture
 from services.common.rpc.ports import PORTS, hold_free_port
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.gpu import examine_gpus
+from services.coordinator.runs.database import is_shared
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.resume import LEDGER
 from services.coordinator.services.devices import split_gpus, visible_gpus
 from services.coordinator.services.launch import Addresses, started_ranks, starts_replicas
 
@@ -49,6 +54,8 @@ def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding
     yield check_shared_memory(Path("/dev/shm"))
     yield check_ports(16, _LOCAL_PORTS)
     yield check_disk(config)
+    if config:
+        yield check_ledger(config.runs_dir)
     if not given.reward and not isinstance(config, SftConfig):
         yield check_sandbox(config)
 
@@ -170,6 +177,26 @@ def check_disk(config: AnyConfig | None) -> Finding:
     if free < 2 * max(needed, 5 * _GIB):
         return Finding("disk", found, Verdict.WARN, fix)
     return Finding("disk", found)
+
+
+def check_ledger(runs_dir: Path) -> Finding:
+    """Checks that a ledger can be written and read in `runs_dir`, with one that it deletes again."""
+    there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.is_dir())
+    try:
+        with (
+            tempfile.TemporaryDirectory(dir=there, prefix=".lockstep-doctor-") as probe,
+            closing(Ledger(Path(probe) / LEDGER)) as ledger,
+            closing(RecordedLedger(Path(probe))) as reader,
+        ):
+            ledger.record(Kind.EPOCH)
+            if reader.num_rows() != 1:
+                raise DataLoss(f"a reader in {there} does not see what was written")
+    except (LockstepError, OSError) as error:
+        message = error.message if isinstance(error, LockstepError) else str(error)
+        return Finding("ledger", message, Verdict.FAIL, "set runs_dir to a local disk, or one with working file locks")
+    if is_shared(there):
+        return Finding("ledger", f"{there} is on a network file system or FUSE: SQLite keeps a rollback journal there")
+    return Finding("ledger", f"SQLite keeps a write-ahead log in {there}")
 
 
 def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "services.reward.probe")) -> Finding:

@@ -1,13 +1,19 @@
 """Checks settings of a config that only fail once services have started: scorers, engine arguments, lengths, memory."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from services.common.config.observability import TrackerConfig
 from services.common.config.reading.any import AnyConfig
 from services.common.config.rollout.speculation import SpeculationConfig
 from services.common.config.run import Config
@@ -36,6 +42,7 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
             yield from check_speculation(config.rollout.speculation)
     if functions := _functions(config, given):
         yield check_functions(functions)
+    yield from map(check_tracker, config.observability.trackers)
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)
         if not given.trainer:
@@ -61,6 +68,31 @@ def check_functions(functions: Mapping[str, Function]) -> Finding:
         fix = "run in the directory that has the module, or install it where trainer and coordinator run"
         return Finding("functions", why, Verdict.FAIL, fix_of(why, fix, "import_path and kwargs"))
     return Finding("functions", f"imported {', '.join(path for path, _, _ in functions.values())}")
+
+
+def check_tracker(tracker: TrackerConfig) -> Finding:
+    """Checks that the tracker's package can be imported, and that W&B has a key if it is to use the network."""
+    try:
+        import_module(tracker.kind)
+    except Exception as error:  # noqa: BLE001 a broken installation may raise anything
+        fix = f"pip install 'lockstep-rl[{tracker.kind}]'"
+        return Finding("tracker", f"{tracker.kind} cannot be imported: {error}", Verdict.FAIL, fix)
+    if tracker.kind == "wandb" and tracker.mode == "online" and not _has_wandb_key():
+        return Finding("tracker", "wandb has no API key", Verdict.FAIL, "`wandb login`, or `mode: offline`")
+    return Finding("tracker", f"imported {tracker.kind}")
+
+
+def _has_wandb_key() -> bool:
+    """Returns whether W&B finds a key in the environment, or where `wandb login` writes it."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with contextlib.suppress(OSError, NetrcParseError):
+            if netrc(path).authenticators(host):
+                return True
+    return False
 
 
 def fix_of(why: str, of_missing_module: str, keys: str) -> str:

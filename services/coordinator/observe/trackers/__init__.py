@@ -3,8 +3,8 @@
 from services.common.config.observability import TrackerConfig, WandbConfig
 from services.common.config.reading.any import AnyConfig
 from services.common.errors import InvalidInput, PreconditionFailed
-from services.coordinator.observe.trackers.mlflow import Mlflow
-from services.coordinator.observe.trackers.wandb import Wandb
+from services.coordinator.observe.trackers import mlflow, wandb
+from services.coordinator.observe.trackers.threaded import Threaded
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
@@ -17,7 +17,9 @@ def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
         PreconditionFailed: The tracker does not start, for example because there is no account or server.
     """
     try:
-        return Wandb(tracker, run) if isinstance(tracker, WandbConfig) else Mlflow(tracker, run)
+        if isinstance(tracker, WandbConfig):
+            return Threaded("W&B", lambda: wandb.Wandb(tracker, run), wandb._CLOSE_TIMEOUT_S)
+        return Threaded("MLflow", lambda: mlflow.Mlflow(tracker, run), mlflow._CLOSE_TIMEOUT_S)
     except ImportError as error:
         raise InvalidInput(
             f"observability.trackers: {tracker.kind} cannot be imported ({error}); "

@@ -4,8 +4,12 @@ import json
 
 from services.common.config.observability import WandbConfig
 from services.common.config.reading.any import AnyConfig
-from services.coordinator.runs.reporter import Reporter
+from services.coordinator.runs.reporter import Ending, Reporter
 from services.coordinator.runs.run import Run
+
+# It may have to upload what the network did not take during the run.
+_CLOSE_TIMEOUT_S = 60.0
+_EXIT_CODES = {Ending.FAILED: 1, Ending.INTERRUPTED: 130}
 
 
 class Wandb(Reporter):
@@ -14,6 +18,7 @@ class Wandb(Reporter):
     def __init__(self, settings: WandbConfig, run: Run[AnyConfig]):
         import wandb
 
+        self._exit_code: int | None = None
         self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -34,5 +39,11 @@ class Wandb(Reporter):
 
     evaluation = step
 
+    def end(self, ending: Ending) -> None:
+        self._exit_code = _EXIT_CODES.get(ending)
+
     def close(self) -> None:
-        self._run.finish()
+        if self._exit_code is None:
+            self._run.finish()
+        else:
+            self._run.finish(exit_code=self._exit_code)

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
@@ -49,6 +49,8 @@ class Publisher:
         # Each replica with its `num_opens` when it joined: a replica that was reopened has to join again.
         self._members: Sequence[tuple[Replica, int]] = ()
         self._attendance = Attendance(run.config.weights.timeout_s)
+        self.before_record: Callable[[], Awaitable[None]] | None = None
+        """Is awaited before anything is recorded."""
 
     async def publish(self, version: int) -> PolicyStamp:
         """Makes every replica that is not DEAD serve the trainer's weights. Returns their stamp.
@@ -75,6 +77,7 @@ class Publisher:
                 stamp, received = await self._send(version)
                 self._attendance.took_part(living)
                 self._rollout.drop_leavers()
+                await self._await_record()
                 self._run.record.record_published(stamp, received)
                 self._let_repeat(version)
                 return stamp
@@ -82,7 +85,7 @@ class Publisher:
                 self._members = ()
                 raise
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
-                if error.reason is Reason.RUN_REPLACED:
+                if error.reason in (Reason.RUN_REPLACED, Reason.STORAGE_FAILED):
                     raise
                 self._members = ()
                 attempts += 1
@@ -94,6 +97,10 @@ class Publisher:
                     if not self._rollout.refuse_newcomers(error):
                         raise
                     attempts = 0
+
+    async def _await_record(self) -> None:
+        if self.before_record:
+            await self.before_record()
 
     def _let_repeat(self, version: int) -> None:
         """Lets a replica that was lost while it generated get the same weights again.
@@ -116,6 +123,7 @@ class Publisher:
 
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
         opened = self._trainer.opened
+        await self._await_record()
         self._epoch = self._run.record.next_epoch(len(replicas))
         num_workers = sum(replica.num_workers for replica in replicas)
         group = weight_group(self._run, opened, self._epoch, num_workers)

@@ -1,0 +1,155 @@
+"""Compares runs in the terminal: what their configs differ in, their curves, held-out results and step times."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from services.coordinator.observe.report import curves, facts
+from services.coordinator.observe.report.curves import Row
+from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.resume import differences
+
+_NOT_COMPARED = {"name", "runs_dir", "resume"}
+_FACTS = ("steps", "duration", "early stopping", "error")
+_CURVES = {
+    "reward": "reward/mean",
+    "loss": "train/loss",
+    "entropy": "train/entropy",
+    "length": "completion/tokens_mean",
+}
+_TIMES = {
+    "step s": "time/step_s",
+    "generate s": "time/generate_busy_s",
+    "score s": "time/score_busy_s",
+    "train s": "time/training_s",
+    "publish s": "time/publishing_s",
+    "tokens/s": "time/tokens_per_s",
+}
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_CHARS = 16
+_MAX_VALUE = 40
+_Series = list[tuple[float, float]]
+"""Steps and values."""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    directory: Path
+    head: facts.Head
+    config: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    def series(self, metric: str) -> _Series:
+        return [(row["step"], row[metric]) for row in self.rows if metric in row]
+
+
+def show_comparison(run_dirs: Sequence[Path], console: Console) -> None:
+    """Prints a table with a column for each run, which may still be running.
+
+    Raises:
+        NotFound: A directory holds no run.
+        DataLoss: A file of a run is damaged.
+    """
+    runs = [_read(directory) for directory in run_dirs]
+    names = [run.head["name"] for run in runs]
+    table = Table("", *(names if len({*names}) == len(names) else map(str, run_dirs)), expand=False)
+    sections = (_progress(runs), _config(runs), _curves(runs), _held_out(runs), _times(runs))
+    for rows in filter(None, sections):
+        for name, cells in rows.items():
+            table.add_row(name, *cells)
+        table.add_section()
+    console.print(table)
+    console.print(
+        "curves: over the steps of the longest run, from the lowest to the highest value of all", soft_wrap=True
+    )
+
+
+def _read(directory: Path) -> _Compared:
+    with closing(RecordedLedger(directory)) as ledger:
+        rows, _ = curves.read_metrics(directory / "metrics.jsonl", ledger)
+        head = facts.head(directory, ledger, rows)
+    return _Compared(directory, head, json.loads(head["config"]), rows)
+
+
+_Rows = dict[str, list[str]]
+"""Cells of each run by the row's name."""
+
+
+def _progress(runs: Sequence[_Compared]) -> _Rows:
+    known = [dict(run.head["facts"]) for run in runs]
+    rows = {"state": [run.head["state"] for run in runs]}
+    return rows | {name: [one.get(name, "") for one in known] for name in _FACTS if any(name in one for one in known)}
+
+
+def _config(runs: Sequence[_Compared]) -> _Rows:
+    """Returns the keys in which the runs differ."""
+    changed = dict.fromkeys(key for run in runs[1:] for key in differences(run.config, runs[0].config))
+    return {key: [_value(run.config, key) for run in runs] for key in changed if key not in _NOT_COMPARED}
+
+
+def _value(config: Mapping[str, Any], key: str) -> str:
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    text = json.dumps(found, ensure_ascii=False)
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
+
+
+def _curves(runs: Sequence[_Compared]) -> _Rows:
+    held_out = _metrics(runs, ("reward", "nll"))
+    metrics = _CURVES | {f"held-out {_of(metric)}": metric for metric in held_out}
+    return {name: drawn for name, metric in metrics.items() if (drawn := _drawn([run.series(metric) for run in runs]))}
+
+
+def _drawn(series: Sequence[_Series]) -> list[str]:
+    """Returns each series as bars, with its first and last value; all have the same axes. Empty if none has values."""
+    finite = [point for one in series for point in one if math.isfinite(point[1])]
+    if not finite:
+        return []
+    low, high = min(value for _, value in finite), max(value for _, value in finite)
+    last = max(step for step, _ in finite)
+    drawn = []
+    for one in series:
+        bars = [" "] * _CURVE_CHARS
+        for step, value in one:
+            place = min(int(step / (last or 1) * _CURVE_CHARS), _CURVE_CHARS - 1)
+            height = (value - low) / (high - low) if high > low else 0.0
+            bars[place] = _BARS[round(height * (len(_BARS) - 1))] if math.isfinite(value) else "×"
+        drawn.append(f"{''.join(bars)} {one[0][1]:.3g} → {one[-1][1]:.3g}" if one else "")
+    return drawn
+
+
+def _held_out(runs: Sequence[_Compared]) -> _Rows:
+    """Returns the last value of every held-out metric, with its step."""
+    found = {metric: [run.series(metric)[-1:] for run in runs] for metric in _metrics(runs)}
+    return {
+        f"last {_of(metric)}": [f"{one[0][1]:.4g} (step {one[0][0]})" if one else "" for one in last]
+        for metric, last in found.items()
+    }
+
+
+def _times(runs: Sequence[_Compared]) -> _Rows:
+    """Returns the median over the steps of each time."""
+    columns = {name: [[value for _, value in run.series(metric)] for run in runs] for name, metric in _TIMES.items()}
+    return {
+        f"median {name}": [f"{median(values):.4g}" if values else "" for values in found]
+        for name, found in columns.items()
+        if any(found)
+    }
+
+
+def _metrics(runs: Sequence[_Compared], last_parts: Sequence[str] = ()) -> list[str]:
+    names = {name for run in runs for row in run.rows for name in row if name.startswith("eval/")}
+    return sorted(name for name in names if not last_parts or name.rpartition("/")[2] in last_parts)
+
+
+def _of(metric: str) -> str:
+    return metric.removeprefix("eval/")
