@@ -23,11 +23,12 @@ def weighted_sum(terms: Iterable[tuple[float, float]]) -> float:
     """Returns the sum of weight * value, rounded once, so that it is the same in any order.
 
     Numbers count as they are written: a weight of 0.1 is a tenth, and not the nearest float. The result is infinite or
-    NaN if a number is, or if it is too large for a float.
+    NaN if a term is, also because it is too large for a float.
     """
     pairs = list(terms)
-    if not all(math.isfinite(number) for pair in pairs for number in pair):
-        return sum(weight * value for weight, value in pairs)
+    products = [weight * value for weight, value in pairs]
+    if not all(map(math.isfinite, products)):
+        return sum(products)
     exact = sum((Fraction(repr(float(weight))) * Fraction(repr(float(value))) for weight, value in pairs), Fraction())
     try:
         return float(exact)
