@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data.reading.record import Record
+from services.coordinator.data.reading.record import Record, Unusable
 
 _ROWS_AT_ONCE = 4096
 
@@ -65,8 +65,12 @@ class _Columns(dict[str, list[Any]]):
         self.batch = batch
 
     def __missing__(self, name: str) -> list[Any]:
-        self[name] = [_without_nulls(value) for value in self.batch.column(name).to_pylist()]
-        return self[name]
+        if self.batch.schema.names.count(name) > 1:
+            values: list[Any] = [Unusable("the values of several columns of this name")] * self.batch.num_rows
+        else:
+            values = [_without_nulls(value) for value in self.batch.column(name).to_pylist()]
+        self[name] = values
+        return values
 
 
 class _Row(Mapping[str, Any]):

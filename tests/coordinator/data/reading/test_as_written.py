@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -184,6 +185,14 @@ def test_a_column_that_nobody_reads_costs_nothing(tokenizer: Tokenizer, write_pa
     times = pa.array([2**61, 0], pa.timestamp("ms"))  # a year that Python does not have
     path = write_parquet(prompt=["a", "b"], answer=["1", "2"], image=[b"x", b"y"], time=times)
     assert len(load(path, tokenizer, extra_columns=[])) == 2
+
+
+def test_a_name_of_two_columns_of_parquet(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    table = pa.table([["a"], ["1"], ["x"], ["y"]], names=["prompt", "answer", "note", "note"])
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(InvalidInput, match="row 1: column note holds the values of several columns of this name"):
+        load(tmp_path / "x.parquet", tokenizer)
+    assert len(load(tmp_path / "x.parquet", tokenizer, extra_columns=[])) == 1
 
 
 def test_lines_after_those_that_are_wanted_are_not_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
