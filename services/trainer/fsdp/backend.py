@@ -145,14 +145,14 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, 
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()
-        with typed_errors(f"checkpoint {directory}: not written"):
+        with typed_errors(directory, done="written"):
             writer = ThreadedWriter(directory, num_threads=1)
             dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer)
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()
         self._require_tensors_of(model, optimizer, directory)
-        with typed_errors(f"checkpoint {directory}: not read"):
+        with typed_errors(directory, done="read"):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         options = StateDictOptions(strict=not self._config.lora.rank)  # the frozen base is in no checkpoint
         set_state_dict(
