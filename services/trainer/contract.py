@@ -3,18 +3,22 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
+from google.protobuf.json_format import MessageToDict
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1 import types_pb2
 
 from services.common.batches.routes import RouteShape, route_shape
+from services.common.config.rollout.section import MIN_TEMPERATURE
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.ranks.shards import check_kept, check_routes, check_samples, vocab_size_of
+from services.trainer.ranks.shards import vocab_size_of
+from services.trainer.samples import check_kept, check_routes, check_samples
 
 ROLES: Mapping[int, Role] = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
@@ -50,9 +54,10 @@ class OpenRole:
         """Returns the stamp of the weights that this role holds."""
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
-    def trained(self, batch_id: str, metrics: dict[str, float], sha256: str) -> None:
+    def trained(self, header: pb.TrainHeader, metrics: dict[str, float], sha256: str) -> None:
         """Takes note of a batch that was applied; `sha256` is that of its samples."""
-        self.state = TrainState(self.state.version + 1, batch_id, metrics, self.state.digests, sha256)
+        version, digests = self.state.version + 1, self.state.digests
+        self.state = TrainState(version, header.batch_id, metrics, digests, sha256, header_values(header))
         self.digest = ""
 
     def published(self, digest: str) -> None:
@@ -140,6 +145,18 @@ def check_header(header: pb.TrainHeader) -> None:
     check_temperature(header.temperature)
 
 
+def header_values(header: pb.TrainHeader) -> dict[str, Any]:
+    """Returns by name the values of a header that decide, together with the samples, what is applied.
+
+    The sizes of blocks are left out: they differ between a stream and its repetition as a whole.
+    """
+    decisive = pb.TrainHeader()
+    decisive.CopyFrom(header)
+    for name in ("batch_id", "role", "groups_per_minibatch", "tokens_per_block", "block_growth"):
+        decisive.ClearField(name)
+    return MessageToDict(decisive, preserving_proto_field_name=True)
+
+
 def _require_version(version: int, held: OpenRole) -> None:
     if version != held.state.version:
         raise PreconditionFailed(
@@ -154,12 +171,13 @@ def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainRespo
     Args:
         header: The header of the repeated call.
         held: The role that the batch was applied to.
-        sha256: Of the repeated samples; empty if they have not arrived yet.
+        sha256: Of the repeated samples.
 
     Raises:
-        PreconditionFailed: REPLAYED_BATCH: under this id other samples were applied, or to another version.
+        PreconditionFailed: REPLAYED_BATCH: under this id other samples were applied, or to another version, or with
+            another header.
     """
-    if sha256 and held.state.last_batch_sha256 not in ("", sha256):
+    if held.state.last_batch_sha256 not in ("", sha256):
         raise PreconditionFailed(
             f"other samples were applied as batch {header.batch_id}, by a coordinator that had the run in between; "
             "restart the trainer, to resume from a checkpoint",
@@ -172,9 +190,19 @@ def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainRespo
             f"batch {header.batch_id} was applied to version {held.state.version - 1}, not to {applied_to}",
             reason=Reason.REPLAYED_BATCH,
         )
+    asked, applied = header_values(header), held.state.last_header
+    if applied and (other := sorted(name for name in {**asked, **applied} if asked.get(name) != applied.get(name))):
+        raise PreconditionFailed(
+            f"batch {header.batch_id} was applied with {other[0]} {applied.get(other[0])}, not {asked.get(other[0])}; "
+            "a batch of other values needs an id of its own",
+            reason=Reason.REPLAYED_BATCH,
+        )
     return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
 
 
 def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise InvalidInput(f"temperature: must be above 0 and finite, not {temperature:g}", field="temperature")
+    # Logits divided by less overflow. The header has a float32, which may be below the float64 of the config.
+    if not MIN_TEMPERATURE * (1 - 1e-6) <= temperature < float("inf"):
+        raise InvalidInput(
+            f"temperature: must be at least {MIN_TEMPERATURE:g} and finite, not {temperature:g}", field="temperature"
+        )

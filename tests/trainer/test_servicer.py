@@ -22,7 +22,7 @@ from services.common.errors import (
     Reason,
 )
 from tests.trainer import plain_grpo
-from tests.trainer.deployment import Deployment, messages
+from tests.trainer.deployment import Deployment, as_stream, block_messages, messages
 
 OTHER_DIGEST = "f" * 32
 
@@ -160,6 +160,37 @@ async def test_batch_id_cannot_name_another_batch(trainer: Deployment) -> None:
     assert (type(error), error.reason) == (PreconditionFailed, Reason.REPLAYED_BATCH)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_batch_id_cannot_name_the_same_samples_with_another_header(trainer: Deployment, stream: bool) -> None:
+    stamp, batch = trainer.stamp, trainer.batch()
+    first = await trainer.train(batch, batch_id="b")
+    after = await trainer.publish()
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("temperature", {"temperature": 0.5}),
+        ("expected_stamp", {"stamp": of_other_content(stamp)}),
+        ("drawn_stamp", {"drawn_stamp": stamp}),
+        ("critic_version", {"critic_version": 1}),
+    ]
+
+    async def again(samples: pa.Table, **header: Any) -> Any:
+        if not stream:
+            return await trainer.train(samples, batch_id="b", **{"stamp": stamp, **header})
+        header = {"expected_stamp": header.pop("stamp", stamp), "temperature": 1.0, **header}
+        head = pb.TrainHeader(batch_id="b", role=pb.ROLE_POLICY, tokens_per_block=1, **header)
+        return await trainer.call(TrainerService.TrainBlocks, as_stream(block_messages(head, samples)))
+
+    for field, change in changes:
+        with pytest.raises(PreconditionFailed, match=f"was applied with {field}") as caught:
+            await again(batch, **change)
+        assert caught.value.reason is Reason.REPLAYED_BATCH
+    with pytest.raises(PreconditionFailed, match="other samples") as caught:
+        await again(with_row(batch, "reward", 5, 1.0))
+    assert caught.value.reason is Reason.REPLAYED_BATCH
+    answer = await again(batch)
+    assert (answer.replayed, dict(answer.metrics)) == (True, dict(first.metrics))
+    assert await trainer.publish() == after
+
+
 async def test_logprob_gap_is_refused_and_the_trainer_goes_on(trainer: Deployment) -> None:
     await trainer.open(max_logprob_gap=2.0)
     await trainer.publish()
@@ -214,6 +245,14 @@ BAD_BATCHES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "nan logprob": (lambda b: with_row(b, "logprobs", 5, [float("nan")] * len(b["tokens"][5])), "logprobs"),
     "missing logprob": (lambda b: with_row(b, "logprobs", 5, [None] * len(b["tokens"][5])), "logprobs"),
     "infinite advantage": (lambda b: with_row(b, "advantages", 5, [np.inf] * len(b["tokens"][5])), "advantages"),
+    "advantage whose gradient overflows": (
+        lambda b: with_row(b, "advantages", 5, [1e30] * len(b["tokens"][5])),
+        "advantages",
+    ),
+    "logprob above 0": (lambda b: with_row(b, "logprobs", 5, [0.7] * len(b["tokens"][5])), "logprobs"),
+    "nan reward": (lambda b: with_row(b, "reward", 5, float("nan")), "reward"),
+    "negative group": (lambda b: with_row(b, "group", 5, -5), "group"),
+    "the same sample twice": (lambda b: pa.concat_tables([b, b.slice(5, 1)]), "sample"),
     "missing advantages": (lambda b: with_row(b, "advantages", 5, None), "advantages"),
     "no advantages": (lambda b: changed(b, "advantages", [None] * len(b)), "advantages"),
     "nothing to train on": (lambda b: changed(b, "loss_mask", [[False] * len(t) for t in b["tokens"]]), "loss_mask"),
@@ -243,6 +282,9 @@ async def test_bad_samples_are_refused(trainer: Deployment, case: str) -> None:
     frames = list(batches.encode(batch))
     error = await refused(trainer, frames)
     assert (type(error), error.metadata["field"]) == (InvalidInput, field)
+    if field in ("logprobs", "reward", "group", "sample"):  # a Forward does not need them either, but they are wrong
+        with pytest.raises(InvalidInput, match=f"{field}: row"):
+            await trainer.forward(batch)
 
 
 async def test_minibatches_that_cannot_be_equal_are_refused(trainer: Deployment) -> None:

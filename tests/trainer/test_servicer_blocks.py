@@ -5,14 +5,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
+from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import (
     Aborted,
     DataLoss,
@@ -22,7 +20,7 @@ from services.common.errors import (
     Reason,
 )
 from tests.support import make_batch
-from tests.trainer.deployment import Deployment
+from tests.trainer.deployment import Deployment, as_stream, block_messages
 from tests.trainer.test_servicer import changed, with_row
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -44,25 +42,6 @@ def header_of(trainer: Deployment, batch_id: str = "streamed", tokens: int = 1, 
     for name, value in more.items():
         setattr(header, name, value)
     return header
-
-
-def messages_of(header: pb.TrainHeader, batch: pa.Table, blocks: Sequence[pa.Table] | None = None) -> Messages:
-    blocks = blocks or blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
-    requests = [pb.TrainBlocksRequest(header=header)]
-    for block in blocks:
-        requests += [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
-        requests.append(pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
-    commit = pb.TrainCommit(
-        sha256=batch_sha256(header, map(content_sha256, blocks)),
-        num_samples=batch.num_rows,
-        num_tokens=sum(map(len, batch["tokens"].to_pylist())),
-    )
-    return [*requests, pb.TrainBlocksRequest(commit=commit)]
-
-
-async def as_stream(messages: Sequence[pb.TrainBlocksRequest]) -> AsyncIterator[pb.TrainBlocksRequest]:
-    for message in messages:
-        yield message
 
 
 async def send(trainer: Deployment, messages: Sequence[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
@@ -115,7 +94,7 @@ async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
     whole, metrics = await digest_after_whole(trainer, tokens, **changes)
     await trainer.open(**changes)
     await trainer.publish()
-    answer = await send(trainer, messages_of(header_of(trainer, tokens=tokens), trainer.batch()))
+    answer = await send(trainer, block_messages(header_of(trainer, tokens=tokens), trainer.batch()))
     assert (answer.version, answer.replayed) == (1, False)
     assert await trainer.publish() == whole
     assert without_times(answer.metrics) == metrics
@@ -130,7 +109,7 @@ async def test_several_minibatches_may_be_streamed(trainer: Deployment, backend:
     whole, metrics = await digest_after_whole(trainer, 1, **changes)
     await trainer.open(**changes)
     before = await trainer.publish()
-    messages = messages_of(header_of(trainer, groups_per_minibatch=2), trainer.batch())
+    messages = block_messages(header_of(trainer, groups_per_minibatch=2), trainer.batch())
     with pytest.raises(DataLoss, match="ended before its commit"):
         await send(trainer, messages[:-1])
     assert await trainer.publish() == before
@@ -156,7 +135,7 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
     whole, _ = await digest_after_whole(trainer, 0, **BACKENDS[backend])
     await trainer.open(**BACKENDS[backend])
     before = await trainer.publish()
-    messages = messages_of(header_of(trainer, tokens=60), trainer.batch())
+    messages = block_messages(header_of(trainer, tokens=60), trainer.batch())
     for length in range(len(messages)):
         # First the stream ends in order, but too early; then the caller cuts it while the trainer waits for more.
         with pytest.raises((InvalidInput, DataLoss)):
@@ -182,22 +161,24 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
 
 async def test_a_batch_is_applied_once_however_it_is_sent(trainer: Deployment) -> None:
     batch, header = trainer.batch(), header_of(trainer)
-    first = await send(trainer, messages_of(header, batch))
+    first = await send(trainer, block_messages(header, batch))
     again = await trainer.train(batch, batch_id="streamed", stamp=header.expected_stamp, tokens_per_block=1)
     assert (again.replayed, again.version, dict(again.metrics)) == (True, 1, dict(first.metrics))
-    streamed_again = await send(trainer, messages_of(header, batch))
+    streamed_again = await send(trainer, block_messages(header, batch))
     assert (streamed_again.replayed, dict(streamed_again.metrics)) == (True, dict(first.metrics))
 
 
 async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> None:
     batch = trainer.batch()
-    good = messages_of(header_of(trainer), batch)
+    good = block_messages(header_of(trainer), batch)
     error = await refused(trainer, good[1:])
     assert error.metadata.get("field") == "header", error
-    assert (await refused(trainer, messages_of(header_of(trainer, batch_id=""), batch))).metadata["field"] == "batch_id"
+    assert (await refused(trainer, block_messages(header_of(trainer, batch_id=""), batch))).metadata[
+        "field"
+    ] == "batch_id"
     # One sample of the last block was drawn by other weights.
     late = with_row(batch, "policy_digest", 11, "f" * 32)
-    error = await refused(trainer, messages_of(header_of(trainer), late))
+    error = await refused(trainer, block_messages(header_of(trainer), late))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.DIGEST_MISMATCH)
     # A block is missing, doubled, or larger than the header says.
     blocks = blocks_of(batch, BlockCutter(1))
@@ -206,9 +187,9 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
         ([*blocks[:2], *blocks[1:]], InvalidInput),
         (blocks_of(batch, BlockCutter(60)), InvalidInput),
     ):
-        assert type(await refused(trainer, messages_of(header_of(trainer), batch, sent))) is kind
+        assert type(await refused(trainer, block_messages(header_of(trainer), batch, sent))) is kind
     # The record has other values than the blocks that were sent.
-    other = messages_of(header_of(trainer), changed(batch, "reward", [0.5] * batch.num_rows))
+    other = block_messages(header_of(trainer), changed(batch, "reward", [0.5] * batch.num_rows))
     error = await refused(trainer, [*good[:-1], other[-1]])
     assert (type(error), error.reason) == (DataLoss, Reason.CORRUPT_TRANSFER)
     wrong_block = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=b"x"))
@@ -220,12 +201,12 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
 
 async def test_a_message_out_of_place_and_a_batch_without_trained_tokens_are_refused(trainer: Deployment) -> None:
     batch = trainer.batch()
-    good = messages_of(header_of(trainer), batch)
+    good = block_messages(header_of(trainer), batch)
     for sent, part in (([good[0], *good], "header"), ([*good[:2], good[-1]], "commit")):  # twice; inside a block
         error = await refused(trainer, sent)
         assert (type(error), error.message) == (InvalidInput, f"{part}: not expected here")
     masked = changed(batch, "loss_mask", [[False] * len(row) for row in batch["tokens"].to_pylist()])
-    messages = messages_of(header_of(trainer), masked)
+    messages = block_messages(header_of(trainer), masked)
     messages[-1].commit.num_tokens = 0
     error = await refused(trainer, messages)
     assert (type(error), error.metadata["field"]) == (InvalidInput, "loss_mask")
@@ -237,9 +218,9 @@ async def test_a_gap_is_found_before_anything_is_applied(trainer: Deployment) ->
     await trainer.publish()
     batch = trainer.batch()
     off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
-    error = await refused(trainer, messages_of(header_of(trainer), off))
+    error = await refused(trainer, block_messages(header_of(trainer), off))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_GAP)
-    assert (await send(trainer, messages_of(header_of(trainer), batch))).version == 1
+    assert (await send(trainer, block_messages(header_of(trainer), batch))).version == 1
 
 
 async def _save(trainer: Deployment, directory: Path) -> None:
@@ -248,7 +229,7 @@ async def _save(trainer: Deployment, directory: Path) -> None:
 
 async def _stream_again(trainer: Deployment, directory: Path) -> None:
     with pytest.raises(DataLoss):
-        await send(trainer, messages_of(header_of(trainer, "other"), trainer.batch())[:-1])
+        await send(trainer, block_messages(header_of(trainer, "other"), trainer.batch())[:-1])
 
 
 @pytest.mark.parametrize("other", [_save, _stream_again])
@@ -258,7 +239,7 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
     whole, _ = await digest_after_whole(trainer, 1)
     await trainer.open()
     await trainer.publish()
-    messages, goes_on = messages_of(header_of(trainer), trainer.batch()), asyncio.Event()
+    messages, goes_on = block_messages(header_of(trainer), trainer.batch()), asyncio.Event()
     reached = asyncio.Event()
 
     async def interrupted() -> AsyncIterator[pb.TrainBlocksRequest]:
