@@ -1,6 +1,7 @@
 """Enforces the on-policy contract: checks the stamps that a call names and that its samples carry."""
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,11 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.ranks.shards import vocab_size_of
 from services.trainer.samples import check_kept, check_routes, check_samples
+
+MAX_SKIPPED = 5
+"""Number of batches in a row of which nothing is applied that ends a run (OptimConfig.on_nonfinite)."""
+
+log = logging.getLogger(__name__)
 
 ROLES: Mapping[int, Role] = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
@@ -55,9 +61,26 @@ class OpenRole:
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
     def trained(self, header: pb.TrainHeader, metrics: dict[str, float], sha256: str) -> None:
-        """Takes note of a batch that was applied; `sha256` is that of its samples."""
-        version, digests = self.state.version + 1, self.state.digests
-        self.state = TrainState(version, header.batch_id, metrics, digests, sha256, header_values(header))
+        """Takes note of a batch that was applied; `sha256` is that of its samples.
+
+        Raises:
+            PreconditionFailed: NONFINITE_GRADIENT, all updates of this batch and of those before it were skipped. It
+                does not count as applied.
+        """
+        in_a_row, num_updates = 0, self.config.num_epochs * self.config.num_minibatches
+        if skipped := metrics.get("skipped", metrics.get("critic_skipped", 0)):
+            log.warning("batch %s: %g of %d updates skipped: not finite", header.batch_id, skipped, num_updates)
+        if skipped == num_updates:
+            in_a_row = self.state.skipped_in_a_row + 1
+        if in_a_row == MAX_SKIPPED:
+            raise PreconditionFailed(
+                f"the gradients of {MAX_SKIPPED} batches in a row are not finite, the last of batch {header.batch_id}; "
+                "nothing of them was applied; look at the samples of these steps, lower optim.lr, or go back to an "
+                "earlier checkpoint",
+                reason=Reason.NONFINITE_GRADIENT,
+            )
+        version, digests, values = self.state.version + 1, self.state.digests, header_values(header)
+        self.state = TrainState(version, header.batch_id, metrics, digests, sha256, values, in_a_row)
         self.digest = ""
 
     def published(self, digest: str) -> None:

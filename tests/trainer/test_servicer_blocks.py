@@ -1,10 +1,12 @@
 """Tests batches that are sent in blocks to a real trainer of two ranks over gRPC."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
@@ -19,6 +21,7 @@ from services.common.errors import (
     PreconditionFailed,
     Reason,
 )
+from services.trainer.contract import MAX_SKIPPED
 from tests.support import make_batch
 from tests.trainer.deployment import Deployment, as_stream, block_messages
 from tests.trainer.test_servicer import changed, with_row
@@ -260,3 +263,71 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
     assert caught.value.reason is Reason.STREAM_ENDED
     await trainer.train(trainer.batch(), batch_id="streamed", tokens_per_block=1)
     assert await trainer.publish() == whole
+
+
+def spoil(batch: pa.Table, *rows: int) -> pa.Table:
+    """Returns the batch with advantages in `rows` for which the loss `spoiled` is NaN."""
+    lists = batch["advantages"].to_pylist()
+    return changed(batch, "advantages", [[2000.0] * len(x) if row in rows else x for row, x in enumerate(lists)])
+
+
+@pytest.mark.parametrize("tokens", [0, 60])
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_gradient_that_is_not_finite_is_skipped(trainer: Deployment, backend: str, tokens: int) -> None:
+    changes: dict[str, Any] = {"loss": {"kind": "python", "import_path": "tests.user_functions:spoiled"}}
+    changes |= BACKENDS[backend]
+    digests = []
+    for spoils in (True, False):
+        await trainer.open(**changes)
+        await trainer.publish()
+        await trainer.train(trainer.batch(), tokens_per_block=tokens)
+        before = await trainer.publish()
+        if spoils:
+            answer = await trainer.train(spoil(trainer.batch(), 5), tokens_per_block=tokens)
+            assert (answer.version, answer.metrics["skipped"], answer.metrics["grad_norm"]) == (2, 1, 0)
+            # The batch counts as applied: the version is the next one, with the weights of the one before.
+            assert await trainer.publish() == PolicyStamp(version=2, digest=before.digest)
+        answer = await trainer.train(trainer.batch(seed=1), tokens_per_block=tokens)
+        assert answer.metrics["skipped"] == 0
+        digests.append((await trainer.publish()).digest)
+    assert digests[0] == digests[1]  # moments and their count were left alone, too
+
+
+async def test_one_of_several_updates_is_skipped(trainer: Deployment) -> None:
+    await trainer.open(num_minibatches=2, loss={"kind": "python", "import_path": "tests.user_functions:spoiled"})
+    before = await trainer.publish()
+    for bad, row in ((1, 0), (1, 11)):  # of the first mini-batch; of the second
+        answer = await trainer.train(spoil(trainer.batch(), row))
+        assert answer.metrics["skipped"] == bad
+        assert all(map(math.isfinite, answer.metrics.values()))
+        assert answer.metrics["grad_norm"] > 0
+        before, after = await trainer.publish(), before
+        assert before.digest != after.digest
+
+
+async def test_a_run_of_skipped_batches_is_refused(trainer: Deployment, tmp_path: Path) -> None:
+    loss = {"kind": "python", "import_path": "tests.user_functions:spoiled"}
+    await trainer.open(loss=loss)
+    first = await trainer.publish()
+    for _ in range(MAX_SKIPPED - 1):
+        assert (await trainer.train(spoil(trainer.batch(), 5))).metrics["skipped"] == 1
+        await trainer.publish()
+    await _save(trainer, tmp_path)
+    for _ in range(2):  # it counts on from a checkpoint
+        with pytest.raises(PreconditionFailed, match=f"of {MAX_SKIPPED} batches in a row") as caught:
+            await trainer.train(spoil(trainer.batch(), 5))
+        assert caught.value.reason is Reason.NONFINITE_GRADIENT
+        assert await trainer.publish() == PolicyStamp(version=MAX_SKIPPED - 1, digest=first.digest)
+        await trainer.open(checkpoint=str(tmp_path / "checkpoint"), loss=loss)
+        await trainer.publish()
+    assert (await trainer.train(trainer.batch())).metrics["skipped"] == 0
+    await trainer.publish()
+    assert (await trainer.train(spoil(trainer.batch(), 5))).version == MAX_SKIPPED + 1
+
+
+async def test_a_gradient_that_is_not_finite_may_end_the_run(trainer: Deployment) -> None:
+    loss = {"kind": "python", "import_path": "tests.user_functions:spoiled"}
+    await trainer.open(loss=loss, optim={"on_nonfinite": "fail"})
+    await trainer.publish()
+    error = await refused(trainer, block_messages(header_of(trainer), spoil(trainer.batch(), 5)))
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.NONFINITE_GRADIENT)

@@ -34,6 +34,7 @@ _MEGATRON += ("empty_cuda_cache", "async_save")
 for _role in ("trainer", "reference", "critic"):
     _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
 _MAY_CHANGE |= {"trainer.max_logprob_gap", "trainer.streaming"}
+_MAY_CHANGE |= {"trainer.optim.on_nonfinite", "critic.optim.on_nonfinite"}
 
 
 @dataclass(frozen=True)

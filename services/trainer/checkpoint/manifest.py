@@ -34,6 +34,8 @@ class TrainState:
     """SHA-256 of the samples of the last batch (blocks.content_sha256); empty in a checkpoint of an earlier release."""
     last_header: Mapping[str, Any] = field(default_factory=dict)
     """The values of the last batch's header (contract.header_values); empty in a checkpoint of an earlier release."""
+    skipped_in_a_row: int = 0
+    """Number of batches up to the last one of which no update was applied (OptimConfig.on_nonfinite)."""
 
 
 def staging(path: Path) -> Path:

@@ -32,6 +32,10 @@ class OptimConfig(Strict):
     """Number of optimizer updates until weight_decay_end. Required by the schedules linear and cosine."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping: gradients are scaled down if their global 2-norm is above this."""
+    on_nonfinite: Literal["skip", "fail"] = "skip"
+    """What to do with an update whose gradient is not finite (infinity or NaN). skip: apply nothing of it, count it in
+    the metric `skipped` and warn; the schedule and the version go on. The run ends once 5 batches in a row were skipped
+    as a whole. fail: end the run at the first one."""
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "constant"
     """Learning-rate schedule after the warmup; wsd is warmup-stable-decay (arXiv 2404.06395)."""
     warmup_steps: int = Field(default=0, ge=0)
