@@ -173,7 +173,7 @@ class Engine:
             InternalError: A log-probability is not finite, or kept sets are missing.
             Unavailable: The engine died.
         """
-        prompt = self._prompt(prompt_tokens)
+        prompt = self._prompt(prompt_tokens, sampling.stop_token_ids)
         if sampling.stop:
             await self._load_tokenizer()
         output: RequestOutput | None = None
@@ -281,21 +281,21 @@ class Engine:
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 
-    def _prompt(self, tokens: Sequence[int]) -> "TokensInput":
-        """Returns a prompt for vLLM.
+    def _prompt(self, tokens: Sequence[int], stops: Sequence[int]) -> "TokensInput":
+        """Returns a prompt for vLLM, for a sample with the stop tokens `stops`.
 
         Raises:
-            InvalidInput: It exceeds the engine's context or vocabulary.
+            InvalidInput: It exceeds the engine's context, or one of them the vocabulary.
         """
         limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
         if not 0 < len(tokens) < limit:
             raise InvalidInput(
                 f"prompts: a prompt of {len(tokens)} tokens does not fit max_model_len {limit}", field="prompts"
             )
-        if max(tokens) >= vocab_size:  # without a tokenizer vLLM does not check this, and its engine would crash
-            raise InvalidInput(
-                f"prompts: token {max(tokens)} is outside the vocabulary of {vocab_size}", field="prompts"
-            )
+        for name, ids in (("prompts", tokens), ("sampling.stop_token_ids", stops)):
+            if max(ids, default=0) >= vocab_size:  # without a tokenizer vLLM does not check this, and would crash
+                message = f"{name}: token {max(ids)} is outside the vocabulary of {vocab_size}"
+                raise InvalidInput(message, field=name)
         return {"type": "token", "prompt_token_ids": list(tokens), "cache_salt": self._cache_salt}
 
     def _routes(self, output: RequestOutput) -> bytes:

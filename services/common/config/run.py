@@ -312,6 +312,17 @@ class Config(AnyRun):
         return self
 
     @model_validator(mode="after")
+    def _turns_end_as_in_the_template(self) -> Self:
+        sampling = self.rollout.sampling
+        set_keys = [key for key in ("ignore_eos", "stop_token_ids") if getattr(sampling, key)]
+        if self.environment and set_keys:
+            raise ValueError(
+                f"rollout.sampling.{set_keys[0]} with an environment: the next turn is appended after the model's own "
+                "stop tokens, as its chat template does; leave it out, or use rollout.sampling.stop"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _samples_vary(self) -> Self:
         if not self.rollout.sampling.temperature > 0:
             raise ValueError(

@@ -14,7 +14,13 @@ import pytest
 import pytest_asyncio
 from lockstep.reward.v1 import reward_pb2
 from lockstep.rollout.v1 import rollout_pb2 as pb
-from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
+from lockstep.types.v1.types_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    Completion,
+    PolicyStamp,
+    SamplingParams,
+)
 from pydantic import ValidationError
 
 from services.common.batches.token_hash import tokens_sha256
@@ -264,6 +270,34 @@ async def test_truncation_is_only_of_the_evaluation(tmp_path: Path):
         ):
             await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
     assert asked == [(1.0, 0, 0.0), (0.9, 7, 0.25)]
+
+
+async def test_penalties_and_ends_of_completions_reach_the_engine(tmp_path: Path):
+    asked: list[SamplingParams] = []
+
+    class Seen(Replica):
+        async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+            asked.append(request.sampling)
+            async for answer in super().Generate(request, context):
+                yield answer
+
+    config = make_config(runs_dir=tmp_path)
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.25}
+    async with replicas(1, Seen) as fakes, collector(config, fakes, Scorer(set()), STAMP) as collects:
+        for training in (
+            SamplingConfig(max_tokens=9, stop_token_ids=(7, 7), top_k=5, min_tokens=3),
+            SamplingConfig(max_tokens=9, stop_token_ids=(7,), ignore_eos=True),
+        ):
+            held_out = eval_sampling(EvalSetConfig(min_tokens=4, max_tokens=2000, **penalties), training)
+            for sampling in (training, held_out):
+                await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
+    own, alone = [list(one.stop_token_ids) for one in asked[1:3]]
+    assert own == [*own[:-1], 7] and len(own) > 1 and alone == [7]
+    assert [one.min_tokens for one in asked] == [3, 4, 0, 4]
+    for one in (asked[0], asked[2]):
+        assert (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) == (1, 0, 0)
+    for one in (asked[1], asked[3]):
+        assert (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) == (1.5, 0.5, -0.25)
 
 
 @pytest.fixture
