@@ -22,7 +22,7 @@ from services.common.errors import (
     Reason,
 )
 from tests.trainer import plain_grpo
-from tests.trainer.deployment import Deployment, as_stream, block_messages, messages
+from tests.trainer.deployment import Deployment, messages
 
 OTHER_DIGEST = "f" * 32
 
@@ -158,37 +158,6 @@ async def test_batch_id_cannot_name_another_batch(trainer: Deployment) -> None:
     await trainer.publish()
     error = await refused(trainer, trainer.batch(), batch_id="b")
     assert (type(error), error.reason) == (PreconditionFailed, Reason.REPLAYED_BATCH)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_batch_id_cannot_name_the_same_samples_with_another_header(trainer: Deployment, stream: bool) -> None:
-    stamp, batch = trainer.stamp, trainer.batch()
-    first = await trainer.train(batch, batch_id="b")
-    after = await trainer.publish()
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("temperature", {"temperature": 0.5}),
-        ("expected_stamp", {"stamp": of_other_content(stamp)}),
-        ("drawn_stamp", {"drawn_stamp": stamp}),
-        ("critic_version", {"critic_version": 1}),
-    ]
-
-    async def again(samples: pa.Table, **header: Any) -> Any:
-        if not stream:
-            return await trainer.train(samples, batch_id="b", **{"stamp": stamp, **header})
-        header = {"expected_stamp": header.pop("stamp", stamp), "temperature": 1.0, **header}
-        head = pb.TrainHeader(batch_id="b", role=pb.ROLE_POLICY, tokens_per_block=1, **header)
-        return await trainer.call(TrainerService.TrainBlocks, as_stream(block_messages(head, samples)))
-
-    for field, change in changes:
-        with pytest.raises(PreconditionFailed, match=f"was applied with {field}") as caught:
-            await again(batch, **change)
-        assert caught.value.reason is Reason.REPLAYED_BATCH
-    with pytest.raises(PreconditionFailed, match="other samples") as caught:
-        await again(with_row(batch, "reward", 5, 1.0))
-    assert caught.value.reason is Reason.REPLAYED_BATCH
-    answer = await again(batch)
-    assert (answer.replayed, dict(answer.metrics)) == (True, dict(first.metrics))
-    assert await trainer.publish() == after
 
 
 async def test_logprob_gap_is_refused_and_the_trainer_goes_on(trainer: Deployment) -> None:

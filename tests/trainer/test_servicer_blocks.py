@@ -24,7 +24,7 @@ from services.common.errors import (
 from services.trainer.contract import MAX_SKIPPED
 from tests.support import make_batch
 from tests.trainer.deployment import Deployment, as_stream, block_messages
-from tests.trainer.test_servicer import changed, with_row
+from tests.trainer.test_servicer import changed, of_other_content, with_row
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "FSDP": {},
@@ -169,6 +169,37 @@ async def test_a_batch_is_applied_once_however_it_is_sent(trainer: Deployment) -
     assert (again.replayed, again.version, dict(again.metrics)) == (True, 1, dict(first.metrics))
     streamed_again = await send(trainer, block_messages(header, batch))
     assert (streamed_again.replayed, dict(streamed_again.metrics)) == (True, dict(first.metrics))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_batch_id_cannot_name_the_same_samples_with_another_header(trainer: Deployment, stream: bool) -> None:
+    stamp, batch = trainer.stamp, trainer.batch()
+    first = await trainer.train(batch, batch_id="b")
+    after = await trainer.publish()
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("temperature", {"temperature": 0.5}),
+        ("expected_stamp", {"stamp": of_other_content(stamp)}),
+        ("drawn_stamp", {"drawn_stamp": stamp}),
+        ("critic_version", {"critic_version": 1}),
+    ]
+
+    async def again(samples: pa.Table, **header: Any) -> Any:
+        if not stream:
+            return await trainer.train(samples, batch_id="b", **{"stamp": stamp, **header})
+        header = {"expected_stamp": header.pop("stamp", stamp), "temperature": 1.0, **header}
+        head = pb.TrainHeader(batch_id="b", role=pb.ROLE_POLICY, tokens_per_block=1, **header)
+        return await trainer.call(TrainerService.TrainBlocks, as_stream(block_messages(head, samples)))
+
+    for field, change in changes:
+        with pytest.raises(PreconditionFailed, match=f"was applied with {field}") as caught:
+            await again(batch, **change)
+        assert caught.value.reason is Reason.REPLAYED_BATCH
+    with pytest.raises(PreconditionFailed, match="other samples") as caught:
+        await again(with_row(batch, "reward", 5, 1.0))
+    assert caught.value.reason is Reason.REPLAYED_BATCH
+    answer = await again(batch)
+    assert (answer.replayed, dict(answer.metrics)) == (True, dict(first.metrics))
+    assert await trainer.publish() == after
 
 
 async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,13 +15,7 @@ import pytest
 import pytest_asyncio
 from lockstep.reward.v1 import reward_pb2
 from lockstep.rollout.v1 import rollout_pb2 as pb
-from lockstep.types.v1.types_pb2 import (
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_STOP,
-    Completion,
-    PolicyStamp,
-    SamplingParams,
-)
+from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
 from pydantic import ValidationError
 
 from services.common.batches.token_hash import tokens_sha256
@@ -32,12 +27,13 @@ from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal
 from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config, with_own_config
-from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
+from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k, set_metrics
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
+from tests.coordinator.rl.advantages.harness import row, table
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
 EVAL = {"easy": "easy.parquet", "hard": "hard.parquet", "plain": "plain.parquet"}
@@ -55,6 +51,12 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass():
                 assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share, abs=1e-15)
     # Factorials would overflow float64: 1 - (1 - 5/1000)(1 - 5/999)...
     assert pass_at_k(1000, 5, 100) == pytest.approx(1 - (900 * 899 * 898 * 897 * 896) / (1000 * 999 * 998 * 997 * 996))
+
+
+def test_a_sum_of_scores_passes_where_it_does_on_paper():
+    rewards = [0.7 + 0.2 + 0.1, 0.1 + 0.2 + 0.7, 1 - 1e-6, math.nan]
+    settings = EvalSetConfig(temperature=1, num_samples=4, pass_k=(1,))
+    assert set_metrics(table([row(reward) for reward in rewards]), settings)["pass@1"] == 2 / 4
 
 
 class Replica(FakeReplica):
@@ -202,6 +204,7 @@ async def test_samples_that_cannot_be_scored_count_as_0_and_are_reported(evaluat
     # p0: -, 0, 0.5, 1; p1: 0, 0, 0, 0; p2: -, -, 1, 0.5
     assert metrics["eval/math/failed"] == 3.0
     assert metrics["eval/math/reward"] == pytest.approx(3.0 / 12)
+    assert metrics["eval/math/math"] == pytest.approx(2 * 3.0 / 12)  # over the same samples as the reward
     assert metrics["eval/math/pass@1"] == pytest.approx((1 / 4 + 0 + 1 / 4) / 3)
     assert metrics["eval/math/pass@4"] == pytest.approx(2 / 3)
 
@@ -270,34 +273,6 @@ async def test_truncation_is_only_of_the_evaluation(tmp_path: Path):
         ):
             await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
     assert asked == [(1.0, 0, 0.0), (0.9, 7, 0.25)]
-
-
-async def test_penalties_and_ends_of_completions_reach_the_engine(tmp_path: Path):
-    asked: list[SamplingParams] = []
-
-    class Seen(Replica):
-        async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-            asked.append(request.sampling)
-            async for answer in super().Generate(request, context):
-                yield answer
-
-    config = make_config(runs_dir=tmp_path)
-    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.25}
-    async with replicas(1, Seen) as fakes, collector(config, fakes, Scorer(set()), STAMP) as collects:
-        for training in (
-            SamplingConfig(max_tokens=9, stop_token_ids=(7, 7), top_k=5, min_tokens=3),
-            SamplingConfig(max_tokens=9, stop_token_ids=(7,), ignore_eos=True),
-        ):
-            held_out = eval_sampling(EvalSetConfig(min_tokens=4, max_tokens=2000, **penalties), training)
-            for sampling in (training, held_out):
-                await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
-    own, alone = [list(one.stop_token_ids) for one in asked[1:3]]
-    assert own == [*own[:-1], 7] and len(own) > 1 and alone == [7]
-    assert [one.min_tokens for one in asked] == [3, 4, 0, 4]
-    for one in (asked[0], asked[2]):
-        assert (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) == (1, 0, 0)
-    for one in (asked[1], asked[3]):
-        assert (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) == (1.5, 0.5, -0.25)
 
 
 @pytest.fixture
