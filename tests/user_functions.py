@@ -18,6 +18,12 @@ def soft_clip(tokens: Tokens, config: LossConfig, *, temperature: float = 1.0):
     return -tokens.advantages_N * ratio_N * weight_N, {"weight_mean": weight_N}
 
 
+def spoiled(tokens: Tokens, config: LossConfig):
+    """Returns the loss of REINFORCE, but NaN where an advantage is above 1000."""
+    factor_N = torch.where(tokens.advantages_N > 1000, torch.nan, 1.0)
+    return -tokens.advantages_N * tokens.log_ratio_N.exp() * factor_N, {}
+
+
 def misshapen(tokens: Tokens, config: LossConfig):
     return tokens.logprobs_N[:1], {}
 

@@ -41,6 +41,7 @@ class Reason(StrEnum):
     LOGPROB_GAP = "LOGPROB_GAP"
     TOO_STALE = "TOO_STALE"
     LOW_ESS = "LOW_ESS"
+    NONFINITE_GRADIENT = "NONFINITE_GRADIENT"
     # The weight group
     OLD_EPOCH = "OLD_EPOCH"
     NOT_JOINED = "NOT_JOINED"

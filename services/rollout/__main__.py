@@ -1,10 +1,12 @@
 """Runs one replica of the policy in vLLM: `lockstep-rollout --listen HOST:PORT`, or `python -m services.rollout`."""
 
+import contextlib
 import functools
 import multiprocessing.util
 import os
 import tempfile
 
+from services.common.files.sockets import socket_directory
 from services.common.process import import_before_fork
 from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
@@ -35,9 +37,12 @@ def _configure_vllm() -> None:
         os.environ.setdefault(name, value)
 
 
-def _prepare(directory: str) -> None:
-    """Imports vLLM. This process, and on CPU the engines forked from it, put their temporary files into `directory`."""
-    multiprocessing.util.get_temp_dir()  # elsewhere: multiprocessing removes it itself, after `directory` is gone
+def _prepare(files: contextlib.ExitStack) -> None:
+    """Imports vLLM. `files` removes the temporary files of this process and, on CPU, of the engines forked from it."""
+    directory = files.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets = files.enter_context(socket_directory())
+    tempfile.tempdir = os.path.dirname(sockets)
+    multiprocessing.util.get_temp_dir()  # not in `directory`: multiprocessing removes it itself, after that is gone
     tempfile.tempdir = directory  # vLLM leaves files behind
     import_before_fork("torch")
     _configure_vllm()
@@ -73,8 +78,8 @@ async def run(options: ServeOptions) -> int:
 
 def main() -> None:
     """Starts the rollout service from the command line."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as directory:
-        serve_from_command_line("rollout", run, prepare=functools.partial(_prepare, directory))
+    with contextlib.ExitStack() as files:
+        serve_from_command_line("rollout", run, prepare=functools.partial(_prepare, files))
 
 
 if __name__ == "__main__":

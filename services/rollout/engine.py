@@ -5,12 +5,12 @@ import contextlib
 import math
 import multiprocessing
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import torch
@@ -27,6 +27,7 @@ from services.common.batches.routes import RouteShape
 from services.common.config.rollout.section import RolloutConfig
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
+from services.common.files.sockets import socket_directory
 from services.common.memory.device import DeviceState, changed, gib
 from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
 from services.rollout.compat.vllm.client import abort_samples, lengths_so_far, stop_reading
@@ -77,7 +78,7 @@ class Engine:
     def __init__(
         self,
         llm: AsyncLLM,
-        directory: tempfile.TemporaryDirectory,
+        directory: TemporaryDirectory[str],
         on_death: Callable[[], None],
         adapter: LoRARequest | None = None,
     ):
@@ -108,13 +109,14 @@ class Engine:
         """Starts vLLM with dummy weights.
 
         Raises:
-            InvalidInput: The model card or an engine argument is invalid, or this host lacks the head that drafts.
+            InvalidInput: The model card or an engine argument is invalid, or this host lacks the head that drafts or a
+                place for sockets.
             PreconditionFailed: UNSUPPORTED_VERSION, this host lacks the package for suffix decoding.
             InternalError: ENGINE_DEAD, with the cause if this process's log has it.
         """
         check_draft(config)
         begin = log_size()
-        directory = tempfile.TemporaryDirectory(prefix="")  # short: the path of a socket has at most 107 bytes
+        directory = socket_directory()
         write_model_card(card, Path(directory.name))
         os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there
         try:
@@ -171,7 +173,7 @@ class Engine:
             InternalError: A log-probability is not finite, or kept sets are missing.
             Unavailable: The engine died.
         """
-        prompt = self._prompt(prompt_tokens)
+        prompt = self._prompt(prompt_tokens, sampling.stop_token_ids)
         if sampling.stop:
             await self._load_tokenizer()
         output: RequestOutput | None = None
@@ -279,21 +281,21 @@ class Engine:
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 
-    def _prompt(self, tokens: Sequence[int]) -> "TokensInput":
-        """Returns a prompt for vLLM.
+    def _prompt(self, tokens: Sequence[int], stops: Sequence[int]) -> "TokensInput":
+        """Returns a prompt for vLLM, for a sample with the stop tokens `stops`.
 
         Raises:
-            InvalidInput: It exceeds the engine's context or vocabulary.
+            InvalidInput: It exceeds the engine's context, or one of them the vocabulary.
         """
         limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
         if not 0 < len(tokens) < limit:
             raise InvalidInput(
                 f"prompts: a prompt of {len(tokens)} tokens does not fit max_model_len {limit}", field="prompts"
             )
-        if max(tokens) >= vocab_size:  # without a tokenizer vLLM does not check this, and its engine would crash
-            raise InvalidInput(
-                f"prompts: token {max(tokens)} is outside the vocabulary of {vocab_size}", field="prompts"
-            )
+        for name, ids in (("prompts", tokens), ("sampling.stop_token_ids", stops)):
+            if max(ids, default=0) >= vocab_size:  # without a tokenizer vLLM does not check this, and would crash
+                message = f"{name}: token {max(ids)} is outside the vocabulary of {vocab_size}"
+                raise InvalidInput(message, field=name)
         return {"type": "token", "prompt_token_ids": list(tokens), "cache_salt": self._cache_salt}
 
     def _routes(self, output: RequestOutput) -> bytes:

@@ -21,6 +21,9 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         )
     if sampling.return_kept and (not sampling.temperature or sampling.stop or not 0 < sampling.top_k <= MAX_KEPT):
         raise ValueError(f"return_kept: needs a temperature above 0, top_k from 1 to {MAX_KEPT}, and no stop strings")
+    penalties = sampling.repetition_penalty not in (0, 1) or sampling.presence_penalty or sampling.frequency_penalty
+    if sampling.return_kept and penalties:
+        raise ValueError("return_kept: kept sets do not tell what a penalty has done to the kept tokens")
     return EngineSampling(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
@@ -28,6 +31,10 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         ignore_eos=True,  # only the request's stop tokens end a sample; vLLM would add eos_token_id of config.json

@@ -56,7 +56,10 @@ class Backend(Protocol):
         ...
 
     def step(self, lr: float, weight_decay: float) -> float:
-        """Clips the gradient and applies it; decays matrices only. Returns the gradient's 2-norm before clipping."""
+        """Clips the gradient and applies it; decays matrices only. Returns the gradient's 2-norm before clipping.
+
+        Discards the gradient. If the norm is not finite, nothing is applied: weights and optimizer stay as they are.
+        """
         ...
 
     def discard_gradients(self) -> None:

@@ -77,6 +77,13 @@ class BlockReader:
                 raise InvalidInput(f"{part}: not expected here", field=part or "part")
         raise _corrupt("it ended before its commit")
 
+    async def rest(self) -> pa.Table:
+        """Returns the samples of all blocks. Raises as iteration does; DataLoss if there is no block."""
+        blocks = [block async for block in self]
+        if not blocks:
+            raise _corrupt("it has no block")
+        return pa.concat_tables(blocks)
+
     def _note(self, block: pa.Table, sha256: bytes) -> None:
         self._hashes.append(sha256)
         self._num_samples += block.num_rows

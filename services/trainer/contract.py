@@ -1,20 +1,30 @@
 """Enforces the on-policy contract: checks the stamps that a call names and that its samples carry."""
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
+from google.protobuf.json_format import MessageToDict
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1 import types_pb2
 
 from services.common.batches.routes import RouteShape, route_shape
+from services.common.config.rollout.section import MIN_TEMPERATURE
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.ranks.shards import check_kept, check_routes, check_samples, vocab_size_of
+from services.trainer.ranks.shards import vocab_size_of
+from services.trainer.samples import check_kept, check_routes, check_samples
+
+MAX_SKIPPED = 5
+"""Number of batches in a row of which nothing is applied that ends a run (OptimConfig.on_nonfinite)."""
+
+log = logging.getLogger(__name__)
 
 ROLES: Mapping[int, Role] = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
@@ -50,9 +60,27 @@ class OpenRole:
         """Returns the stamp of the weights that this role holds."""
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
-    def trained(self, batch_id: str, metrics: dict[str, float], sha256: str) -> None:
-        """Takes note of a batch that was applied; `sha256` is that of its samples."""
-        self.state = TrainState(self.state.version + 1, batch_id, metrics, self.state.digests, sha256)
+    def trained(self, header: pb.TrainHeader, metrics: dict[str, float], sha256: str) -> None:
+        """Takes note of a batch that was applied; `sha256` is that of its samples.
+
+        Raises:
+            PreconditionFailed: NONFINITE_GRADIENT, all updates of this batch and of those before it were skipped. It
+                does not count as applied.
+        """
+        in_a_row, num_updates = 0, self.config.num_epochs * self.config.num_minibatches
+        if skipped := metrics.get("skipped", metrics.get("critic_skipped", 0)):
+            log.warning("batch %s: %g of %d updates skipped: not finite", header.batch_id, skipped, num_updates)
+        if skipped == num_updates:
+            in_a_row = self.state.skipped_in_a_row + 1
+        if in_a_row == MAX_SKIPPED:
+            raise PreconditionFailed(
+                f"the gradients of {MAX_SKIPPED} batches in a row are not finite, the last of batch {header.batch_id}; "
+                "nothing of them was applied; look at the samples of these steps, lower optim.lr, or go back to an "
+                "earlier checkpoint",
+                reason=Reason.NONFINITE_GRADIENT,
+            )
+        version, digests, values = self.state.version + 1, self.state.digests, header_values(header)
+        self.state = TrainState(version, header.batch_id, metrics, digests, sha256, values, in_a_row)
         self.digest = ""
 
     def published(self, digest: str) -> None:
@@ -140,6 +168,18 @@ def check_header(header: pb.TrainHeader) -> None:
     check_temperature(header.temperature)
 
 
+def header_values(header: pb.TrainHeader) -> dict[str, Any]:
+    """Returns by name the values of a header that decide, together with the samples, what is applied.
+
+    The sizes of blocks are left out: they differ between a stream and its repetition as a whole.
+    """
+    decisive = pb.TrainHeader()
+    decisive.CopyFrom(header)
+    for name in ("batch_id", "role", "groups_per_minibatch", "tokens_per_block", "block_growth"):
+        decisive.ClearField(name)
+    return MessageToDict(decisive, preserving_proto_field_name=True)
+
+
 def _require_version(version: int, held: OpenRole) -> None:
     if version != held.state.version:
         raise PreconditionFailed(
@@ -154,12 +194,13 @@ def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainRespo
     Args:
         header: The header of the repeated call.
         held: The role that the batch was applied to.
-        sha256: Of the repeated samples; empty if they have not arrived yet.
+        sha256: Of the repeated samples.
 
     Raises:
-        PreconditionFailed: REPLAYED_BATCH: under this id other samples were applied, or to another version.
+        PreconditionFailed: REPLAYED_BATCH: under this id other samples were applied, or to another version, or with
+            another header.
     """
-    if sha256 and held.state.last_batch_sha256 not in ("", sha256):
+    if held.state.last_batch_sha256 not in ("", sha256):
         raise PreconditionFailed(
             f"other samples were applied as batch {header.batch_id}, by a coordinator that had the run in between; "
             "restart the trainer, to resume from a checkpoint",
@@ -172,11 +213,22 @@ def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainRespo
             f"batch {header.batch_id} was applied to version {held.state.version - 1}, not to {applied_to}",
             reason=Reason.REPLAYED_BATCH,
         )
-    state = held.state
-    applied = bytes.fromhex(state.last_batch_sha256)
-    return pb.TrainResponse(version=state.version, metrics=state.last_metrics, replayed=True, samples_sha256=applied)
+    asked, applied = header_values(header), held.state.last_header
+    if applied and (other := sorted(name for name in {**asked, **applied} if asked.get(name) != applied.get(name))):
+        raise PreconditionFailed(
+            f"batch {header.batch_id} was applied with {other[0]} {applied.get(other[0])}, not {asked.get(other[0])}; "
+            "a batch of other values needs an id of its own",
+            reason=Reason.REPLAYED_BATCH,
+        )
+    state, sha256_of_applied = held.state, bytes.fromhex(held.state.last_batch_sha256)
+    return pb.TrainResponse(
+        version=state.version, metrics=state.last_metrics, replayed=True, samples_sha256=sha256_of_applied
+    )
 
 
 def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise InvalidInput(f"temperature: must be above 0 and finite, not {temperature:g}", field="temperature")
+    # Logits divided by less overflow. The header has a float32, which may be below the float64 of the config.
+    if not MIN_TEMPERATURE * (1 - 1e-6) <= temperature < float("inf"):
+        raise InvalidInput(
+            f"temperature: must be at least {MIN_TEMPERATURE:g} and finite, not {temperature:g}", field="temperature"
+        )

@@ -155,7 +155,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 metrics = answers[0].body["metrics"]
             if role is Role.POLICY:
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
-            held.trained(header.batch_id, metrics, sha256.hex())
+            held.trained(header, metrics, sha256.hex())
             self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics, samples_sha256=sha256)
 
@@ -167,12 +167,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header = await reader.header()
         async with self._changing:
             held = self._require_open()
-            if header.batch_id and header.batch_id == held.state.last_batch_id:
-                return _as_blocks(replay(header, held, ""))
             check_header(header)
-            self._released.require_here(Role.POLICY, *Part)
             training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
-            await self._stream.begin(training)
+            if not (is_repeated := header.batch_id == held.state.last_batch_id):
+                self._released.require_here(Role.POLICY, *Part)
+                await self._stream.begin(training)
+        if is_repeated:
+            sha256 = await asyncio.to_thread(content_sha256, await reader.rest())
+            async with self._changing:
+                answer = replay(header, self._require_open(), sha256.hex())
+            return pb.TrainBlocksResponse(**{field.name: value for field, value in answer.ListFields()})
         try:
             async for block in reader:
                 async with self._streaming(training):
@@ -183,7 +187,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             async with self._streaming(training):
                 metrics, sha256 = await training.apply(held.state.version), await hashing
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
-                held.trained(header.batch_id, metrics, sha256.hex())
+                held.trained(header, metrics, sha256.hex())
                 self._metrics.trained(Role.POLICY, training.samples)
                 return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics, samples_sha256=sha256)
         finally:
@@ -240,7 +244,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._saving, contextlib.AsyncExitStack() as stack:
             async with self._changing:
                 held = self._require_open(role)
-                if request == self._last_save[0] and Path(request.path).exists():
+                if request.path and request == self._last_save[0] and Path(request.path).exists():
                     return self._last_save[1]  # the caller did not get this answer
                 if request.HasField("version") and request.version != held.state.version:
                     raise PreconditionFailed(
@@ -383,10 +387,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         policy = self._roles.get(Role.POLICY)
         is_base = role is Role.REFERENCE and role not in self._roles and policy and policy.config.lora.rank
         return Role.POLICY if is_base else role
-
-
-def _as_blocks(answer: pb.TrainResponse) -> pb.TrainBlocksResponse:
-    return pb.TrainBlocksResponse(**{field.name: value for field, value in answer.ListFields()})
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:

@@ -54,6 +54,18 @@ async def test_an_engine_that_ends_in_order_leaves_no_files(mortals: list, tempo
     assert "Traceback" not in replica.log.read_text()
 
 
+async def test_an_engine_starts_however_long_the_path_of_the_temporary_directory_is(
+    start_replica: Callable, tmp_path: Path, model: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    long = tmp_path / ("d" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    async with start_replica() as (replica, _):
+        await replica.open(model("untied"), "long", tensor_parallel_size=2)
+        assert (await replica.info()).num_workers == 2
+        await replica.client.call(RolloutService.CloseRun, CloseRunRequest(run_id="long"), timeout_s=PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     ("config", "names"),
     [

@@ -1,5 +1,7 @@
 """Tests that a real engine returns the tokens kept for each sampled token, and log-probabilities over them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +58,24 @@ async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(
             num_kept.append(len(kept))
     assert len(num_kept) == NUM_TOKENS * NUM_SAMPLES and len(set(num_kept)) > 5, num_kept
     assert min(narrowed.values()) > 10, narrowed  # each of the three removes tokens of its own
+
+
+async def test_kept_sets_have_no_stop_token_where_none_could_be_sampled(played: PlayedTrainer) -> None:
+    played.draw(seed=113)
+    stamp = await played.publish(113)
+    prompt, stops, least = PROMPTS[3], list(range(2, 20)), 8
+    sampling: dict[str, Any] = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, "top_k": 12}
+    sampling |= {"stop_token_ids": stops, "min_tokens": least, "return_kept": True}
+    (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
+    assert {len(completion.tokens) for completion in answer.completions} != {NUM_TOKENS}
+    for completion, sets in zip(answer.completions, kept_of(answer), strict=True):
+        assert len(completion.tokens) > least
+        with torch.no_grad():
+            logits_TV = played.model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+        for at, (token, logprob, kept) in enumerate(zip(completion.tokens, completion.logprobs, sets, strict=True)):
+            assert at >= least or not set(kept.tolist()) & set(stops)
+            over_kept = (logits_TV[at].double()[torch.from_numpy(kept.astype(np.int64))] / TEMPERATURE).log_softmax(-1)
+            assert abs(float(over_kept[kept.tolist().index(token)]) - logprob) < TOLERANCE
 
 
 async def test_only_a_request_that_asks_gets_kept_sets(played: PlayedTrainer) -> None:

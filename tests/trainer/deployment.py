@@ -14,6 +14,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
+from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
 from services.common.config.trainer.section import TrainerConfig
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.client import Client
@@ -28,6 +29,28 @@ _numbers = itertools.count(1)
 def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterator[Any]:
     """Returns an iterator over messages of a header, unless it is None, then frames, then their SHA-256."""
     return to_messages(message, frames, header)
+
+
+def block_messages(
+    header: pb.TrainHeader, batch: pa.Table, blocks: Sequence[pa.Table] | None = None
+) -> list[pb.TrainBlocksRequest]:
+    """Returns the messages of a TrainBlocks call, each frame of a sample; `blocks` are cut as the header says."""
+    blocks = blocks or blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
+    requests = [pb.TrainBlocksRequest(header=header)]
+    for block in blocks:
+        requests += [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
+        requests.append(pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
+    commit = pb.TrainCommit(
+        sha256=batch_sha256(header, map(content_sha256, blocks)),
+        num_samples=batch.num_rows,
+        num_tokens=sum(map(len, batch["tokens"].to_pylist())),
+    )
+    return [*requests, pb.TrainBlocksRequest(commit=commit)]
+
+
+async def as_stream(messages: Sequence[pb.TrainBlocksRequest]) -> AsyncIterator[pb.TrainBlocksRequest]:
+    for message in messages:
+        yield message
 
 
 class Deployment:

@@ -214,6 +214,14 @@ BAD_BATCHES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "nan logprob": (lambda b: with_row(b, "logprobs", 5, [float("nan")] * len(b["tokens"][5])), "logprobs"),
     "missing logprob": (lambda b: with_row(b, "logprobs", 5, [None] * len(b["tokens"][5])), "logprobs"),
     "infinite advantage": (lambda b: with_row(b, "advantages", 5, [np.inf] * len(b["tokens"][5])), "advantages"),
+    "advantage whose gradient overflows": (
+        lambda b: with_row(b, "advantages", 5, [1e30] * len(b["tokens"][5])),
+        "advantages",
+    ),
+    "logprob above 0": (lambda b: with_row(b, "logprobs", 5, [0.7] * len(b["tokens"][5])), "logprobs"),
+    "nan reward": (lambda b: with_row(b, "reward", 5, float("nan")), "reward"),
+    "negative group": (lambda b: with_row(b, "group", 5, -5), "group"),
+    "the same sample twice": (lambda b: pa.concat_tables([b, b.slice(5, 1)]), "sample"),
     "missing advantages": (lambda b: with_row(b, "advantages", 5, None), "advantages"),
     "no advantages": (lambda b: changed(b, "advantages", [None] * len(b)), "advantages"),
     "nothing to train on": (lambda b: changed(b, "loss_mask", [[False] * len(t) for t in b["tokens"]]), "loss_mask"),
@@ -243,6 +251,9 @@ async def test_bad_samples_are_refused(trainer: Deployment, case: str) -> None:
     frames = list(batches.encode(batch))
     error = await refused(trainer, frames)
     assert (type(error), error.metadata["field"]) == (InvalidInput, field)
+    if field in ("logprobs", "reward", "group", "sample"):  # a Forward does not need them either, but they are wrong
+        with pytest.raises(InvalidInput, match=f"{field}: row"):
+            await trainer.forward(batch)
 
 
 async def test_minibatches_that_cannot_be_equal_are_refused(trainer: Deployment) -> None:

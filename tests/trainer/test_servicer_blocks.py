@@ -1,6 +1,7 @@
 """Tests batches that are sent in blocks to a real trainer of two ranks over gRPC."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
+from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import (
     Aborted,
     DataLoss,
@@ -21,9 +21,10 @@ from services.common.errors import (
     PreconditionFailed,
     Reason,
 )
+from services.trainer.contract import MAX_SKIPPED
 from tests.support import make_batch
-from tests.trainer.deployment import Deployment
-from tests.trainer.test_servicer import changed, with_row
+from tests.trainer.deployment import Deployment, as_stream, block_messages
+from tests.trainer.test_servicer import changed, of_other_content, with_row
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "FSDP": {},
@@ -44,25 +45,6 @@ def header_of(trainer: Deployment, batch_id: str = "streamed", tokens: int = 1, 
     for name, value in more.items():
         setattr(header, name, value)
     return header
-
-
-def messages_of(header: pb.TrainHeader, batch: pa.Table, blocks: Sequence[pa.Table] | None = None) -> Messages:
-    blocks = blocks or blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
-    requests = [pb.TrainBlocksRequest(header=header)]
-    for block in blocks:
-        requests += [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
-        requests.append(pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
-    commit = pb.TrainCommit(
-        sha256=batch_sha256(header, map(content_sha256, blocks)),
-        num_samples=batch.num_rows,
-        num_tokens=sum(map(len, batch["tokens"].to_pylist())),
-    )
-    return [*requests, pb.TrainBlocksRequest(commit=commit)]
-
-
-async def as_stream(messages: Sequence[pb.TrainBlocksRequest]) -> AsyncIterator[pb.TrainBlocksRequest]:
-    for message in messages:
-        yield message
 
 
 async def send(trainer: Deployment, messages: Sequence[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
@@ -115,7 +97,7 @@ async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
     whole, metrics = await digest_after_whole(trainer, tokens, **changes)
     await trainer.open(**changes)
     await trainer.publish()
-    answer = await send(trainer, messages_of(header_of(trainer, tokens=tokens), trainer.batch()))
+    answer = await send(trainer, block_messages(header_of(trainer, tokens=tokens), trainer.batch()))
     assert (answer.version, answer.replayed) == (1, False)
     assert await trainer.publish() == whole
     assert without_times(answer.metrics) == metrics
@@ -130,7 +112,7 @@ async def test_several_minibatches_may_be_streamed(trainer: Deployment, backend:
     whole, metrics = await digest_after_whole(trainer, 1, **changes)
     await trainer.open(**changes)
     before = await trainer.publish()
-    messages = messages_of(header_of(trainer, groups_per_minibatch=2), trainer.batch())
+    messages = block_messages(header_of(trainer, groups_per_minibatch=2), trainer.batch())
     with pytest.raises(DataLoss, match="ended before its commit"):
         await send(trainer, messages[:-1])
     assert await trainer.publish() == before
@@ -156,7 +138,7 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
     whole, _ = await digest_after_whole(trainer, 0, **BACKENDS[backend])
     await trainer.open(**BACKENDS[backend])
     before = await trainer.publish()
-    messages = messages_of(header_of(trainer, tokens=60), trainer.batch())
+    messages = block_messages(header_of(trainer, tokens=60), trainer.batch())
     for length in range(len(messages)):
         # First the stream ends in order, but too early; then the caller cuts it while the trainer waits for more.
         with pytest.raises((InvalidInput, DataLoss)):
@@ -182,22 +164,55 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
 
 async def test_a_batch_is_applied_once_however_it_is_sent(trainer: Deployment) -> None:
     batch, header = trainer.batch(), header_of(trainer)
-    first = await send(trainer, messages_of(header, batch))
+    first = await send(trainer, block_messages(header, batch))
     again = await trainer.train(batch, batch_id="streamed", stamp=header.expected_stamp, tokens_per_block=1)
     assert (again.replayed, again.version, dict(again.metrics)) == (True, 1, dict(first.metrics))
-    streamed_again = await send(trainer, messages_of(header, batch))
+    streamed_again = await send(trainer, block_messages(header, batch))
     assert (streamed_again.replayed, dict(streamed_again.metrics)) == (True, dict(first.metrics))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_batch_id_cannot_name_the_same_samples_with_another_header(trainer: Deployment, stream: bool) -> None:
+    stamp, batch = trainer.stamp, trainer.batch()
+    first = await trainer.train(batch, batch_id="b")
+    after = await trainer.publish()
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("temperature", {"temperature": 0.5}),
+        ("expected_stamp", {"stamp": of_other_content(stamp)}),
+        ("drawn_stamp", {"drawn_stamp": stamp}),
+        ("critic_version", {"critic_version": 1}),
+    ]
+
+    async def again(samples: pa.Table, **header: Any) -> Any:
+        if not stream:
+            return await trainer.train(samples, batch_id="b", **{"stamp": stamp, **header})
+        header = {"expected_stamp": header.pop("stamp", stamp), "temperature": 1.0, **header}
+        head = pb.TrainHeader(batch_id="b", role=pb.ROLE_POLICY, tokens_per_block=1, **header)
+        return await trainer.call(TrainerService.TrainBlocks, as_stream(block_messages(head, samples)))
+
+    for field, change in changes:
+        with pytest.raises(PreconditionFailed, match=f"was applied with {field}") as caught:
+            await again(batch, **change)
+        assert caught.value.reason is Reason.REPLAYED_BATCH
+    with pytest.raises(PreconditionFailed, match="other samples") as caught:
+        await again(with_row(batch, "reward", 5, 1.0))
+    assert caught.value.reason is Reason.REPLAYED_BATCH
+    answer = await again(batch)
+    assert (answer.replayed, dict(answer.metrics)) == (True, dict(first.metrics))
+    assert await trainer.publish() == after
 
 
 async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> None:
     batch = trainer.batch()
-    good = messages_of(header_of(trainer), batch)
+    good = block_messages(header_of(trainer), batch)
     error = await refused(trainer, good[1:])
     assert error.metadata.get("field") == "header", error
-    assert (await refused(trainer, messages_of(header_of(trainer, batch_id=""), batch))).metadata["field"] == "batch_id"
+    assert (await refused(trainer, block_messages(header_of(trainer, batch_id=""), batch))).metadata[
+        "field"
+    ] == "batch_id"
     # One sample of the last block was drawn by other weights.
     late = with_row(batch, "policy_digest", 11, "f" * 32)
-    error = await refused(trainer, messages_of(header_of(trainer), late))
+    error = await refused(trainer, block_messages(header_of(trainer), late))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.DIGEST_MISMATCH)
     # A block is missing, doubled, or larger than the header says.
     blocks = blocks_of(batch, BlockCutter(1))
@@ -206,9 +221,9 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
         ([*blocks[:2], *blocks[1:]], InvalidInput),
         (blocks_of(batch, BlockCutter(60)), InvalidInput),
     ):
-        assert type(await refused(trainer, messages_of(header_of(trainer), batch, sent))) is kind
+        assert type(await refused(trainer, block_messages(header_of(trainer), batch, sent))) is kind
     # The record has other values than the blocks that were sent.
-    other = messages_of(header_of(trainer), changed(batch, "reward", [0.5] * batch.num_rows))
+    other = block_messages(header_of(trainer), changed(batch, "reward", [0.5] * batch.num_rows))
     error = await refused(trainer, [*good[:-1], other[-1]])
     assert (type(error), error.reason) == (DataLoss, Reason.CORRUPT_TRANSFER)
     wrong_block = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=b"x"))
@@ -220,12 +235,12 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
 
 async def test_a_message_out_of_place_and_a_batch_without_trained_tokens_are_refused(trainer: Deployment) -> None:
     batch = trainer.batch()
-    good = messages_of(header_of(trainer), batch)
+    good = block_messages(header_of(trainer), batch)
     for sent, part in (([good[0], *good], "header"), ([*good[:2], good[-1]], "commit")):  # twice; inside a block
         error = await refused(trainer, sent)
         assert (type(error), error.message) == (InvalidInput, f"{part}: not expected here")
     masked = changed(batch, "loss_mask", [[False] * len(row) for row in batch["tokens"].to_pylist()])
-    messages = messages_of(header_of(trainer), masked)
+    messages = block_messages(header_of(trainer), masked)
     messages[-1].commit.num_tokens = 0
     error = await refused(trainer, messages)
     assert (type(error), error.metadata["field"]) == (InvalidInput, "loss_mask")
@@ -237,9 +252,9 @@ async def test_a_gap_is_found_before_anything_is_applied(trainer: Deployment) ->
     await trainer.publish()
     batch = trainer.batch()
     off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
-    error = await refused(trainer, messages_of(header_of(trainer), off))
+    error = await refused(trainer, block_messages(header_of(trainer), off))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_GAP)
-    assert (await send(trainer, messages_of(header_of(trainer), batch))).version == 1
+    assert (await send(trainer, block_messages(header_of(trainer), batch))).version == 1
 
 
 async def _save(trainer: Deployment, directory: Path) -> None:
@@ -248,7 +263,7 @@ async def _save(trainer: Deployment, directory: Path) -> None:
 
 async def _stream_again(trainer: Deployment, directory: Path) -> None:
     with pytest.raises(DataLoss):
-        await send(trainer, messages_of(header_of(trainer, "other"), trainer.batch())[:-1])
+        await send(trainer, block_messages(header_of(trainer, "other"), trainer.batch())[:-1])
 
 
 @pytest.mark.parametrize("other", [_save, _stream_again])
@@ -258,7 +273,7 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
     whole, _ = await digest_after_whole(trainer, 1)
     await trainer.open()
     await trainer.publish()
-    messages, goes_on = messages_of(header_of(trainer), trainer.batch()), asyncio.Event()
+    messages, goes_on = block_messages(header_of(trainer), trainer.batch()), asyncio.Event()
     reached = asyncio.Event()
 
     async def interrupted() -> AsyncIterator[pb.TrainBlocksRequest]:
@@ -279,3 +294,71 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
     assert caught.value.reason is Reason.STREAM_ENDED
     await trainer.train(trainer.batch(), batch_id="streamed", tokens_per_block=1)
     assert await trainer.publish() == whole
+
+
+def spoil(batch: pa.Table, *rows: int) -> pa.Table:
+    """Returns the batch with advantages in `rows` for which the loss `spoiled` is NaN."""
+    lists = batch["advantages"].to_pylist()
+    return changed(batch, "advantages", [[2000.0] * len(x) if row in rows else x for row, x in enumerate(lists)])
+
+
+@pytest.mark.parametrize("tokens", [0, 60])
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_gradient_that_is_not_finite_is_skipped(trainer: Deployment, backend: str, tokens: int) -> None:
+    changes: dict[str, Any] = {"loss": {"kind": "python", "import_path": "tests.user_functions:spoiled"}}
+    changes |= BACKENDS[backend]
+    digests = []
+    for spoils in (True, False):
+        await trainer.open(**changes)
+        await trainer.publish()
+        await trainer.train(trainer.batch(), tokens_per_block=tokens)
+        before = await trainer.publish()
+        if spoils:
+            answer = await trainer.train(spoil(trainer.batch(), 5), tokens_per_block=tokens)
+            assert (answer.version, answer.metrics["skipped"], answer.metrics["grad_norm"]) == (2, 1, 0)
+            # The batch counts as applied: the version is the next one, with the weights of the one before.
+            assert await trainer.publish() == PolicyStamp(version=2, digest=before.digest)
+        answer = await trainer.train(trainer.batch(seed=1), tokens_per_block=tokens)
+        assert answer.metrics["skipped"] == 0
+        digests.append((await trainer.publish()).digest)
+    assert digests[0] == digests[1]  # moments and their count were left alone, too
+
+
+async def test_one_of_several_updates_is_skipped(trainer: Deployment) -> None:
+    await trainer.open(num_minibatches=2, loss={"kind": "python", "import_path": "tests.user_functions:spoiled"})
+    before = await trainer.publish()
+    for bad, row in ((1, 0), (1, 11)):  # of the first mini-batch; of the second
+        answer = await trainer.train(spoil(trainer.batch(), row))
+        assert answer.metrics["skipped"] == bad
+        assert all(map(math.isfinite, answer.metrics.values()))
+        assert answer.metrics["grad_norm"] > 0
+        before, after = await trainer.publish(), before
+        assert before.digest != after.digest
+
+
+async def test_a_run_of_skipped_batches_is_refused(trainer: Deployment, tmp_path: Path) -> None:
+    loss = {"kind": "python", "import_path": "tests.user_functions:spoiled"}
+    await trainer.open(loss=loss)
+    first = await trainer.publish()
+    for _ in range(MAX_SKIPPED - 1):
+        assert (await trainer.train(spoil(trainer.batch(), 5))).metrics["skipped"] == 1
+        await trainer.publish()
+    await _save(trainer, tmp_path)
+    for _ in range(2):  # it counts on from a checkpoint
+        with pytest.raises(PreconditionFailed, match=f"of {MAX_SKIPPED} batches in a row") as caught:
+            await trainer.train(spoil(trainer.batch(), 5))
+        assert caught.value.reason is Reason.NONFINITE_GRADIENT
+        assert await trainer.publish() == PolicyStamp(version=MAX_SKIPPED - 1, digest=first.digest)
+        await trainer.open(checkpoint=str(tmp_path / "checkpoint"), loss=loss)
+        await trainer.publish()
+    assert (await trainer.train(trainer.batch())).metrics["skipped"] == 0
+    await trainer.publish()
+    assert (await trainer.train(spoil(trainer.batch(), 5))).version == MAX_SKIPPED + 1
+
+
+async def test_a_gradient_that_is_not_finite_may_end_the_run(trainer: Deployment) -> None:
+    loss = {"kind": "python", "import_path": "tests.user_functions:spoiled"}
+    await trainer.open(loss=loss, optim={"on_nonfinite": "fail"})
+    await trainer.publish()
+    error = await refused(trainer, block_messages(header_of(trainer), spoil(trainer.batch(), 5)))
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.NONFINITE_GRADIENT)

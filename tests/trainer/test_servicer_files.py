@@ -62,7 +62,8 @@ async def test_bad_paths_are_refused_and_the_trainer_goes_on(trainer: Deployment
         (TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest),
         (TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest),
     ):
-        for path in (tmp_path / "there", tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing/there")):
+        paths = [tmp_path / "there", tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing/there")]
+        for path in [*paths, tmp_path / "nu\0l", tmp_path / "nu\0l" / "below", tmp_path / ("long" * 100), "", "/"]:
             with pytest.raises(InvalidInput) as caught:
                 await trainer.call(method, request(path=str(path)))
             assert caught.value.metadata["field"] == "path"

@@ -1,27 +1,38 @@
 """Defines the base class of every config model."""
 
+import math
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Pattern that a name must match to be used for a file or directory."""
 
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""A duration. The limit is 31 years: clocks and deadlines overflow with far longer ones."""
+
 
 class Strict(BaseModel):
-    """Rejects unknown keys and truth values as numbers, is immutable, and validates defaults like any other value."""
+    """Rejects unknown keys, truth values as numbers, and numbers that are not finite. Is immutable, and validates
+    defaults like any other value."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _no_truth_value_is_a_number(cls, values: object) -> object:
-        """Refuses true and false for numbers, also as entries of a list: pydantic would read them as 1 and 0."""
+    def _numbers_are_numbers(cls, values: object) -> object:
+        """Refuses true and false for numbers, also as entries of a list: pydantic would read them as 1 and 0.
+
+        Refuses infinity and NaN wherever they are: pydantic allows them in values of any type, and JSON has neither.
+        """
         if isinstance(values, dict):
-            errors = list(_truth_values(cls, cast(dict[str, Any], values)))
+            table = cast(dict[str, Any], values)
+            errors = [*_truth_values(cls, table), *_not_finite(table, ())]
             if errors:
                 raise ValidationError.from_exception_data(cls.__name__, errors)
         return cast(object, values)
@@ -38,9 +49,22 @@ def _truth_values(model: type[BaseModel], values: Mapping[str, Any]) -> Iterator
                 yield InitErrorDetails(type=f"{wanted.__name__}_type", loc=(name,), input=one)
 
 
+def _not_finite(value: object, at: tuple[str | int, ...]) -> Iterator[InitErrorDetails]:
+    """Yields an error for each infinity and NaN in the tables and lists of `value`, which is at `at`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield InitErrorDetails(type="finite_number", loc=at, input=value)
+    elif isinstance(value, dict):
+        for name, one in cast(dict[str, Any], value).items():
+            yield from _not_finite(one, (*at, name))
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(cast(list[object], value)):
+            yield from _not_finite(one, (*at, index))
+
+
 def _types(*annotations: Any) -> set[Any]:
     """Returns the types among `annotations`, with the members of unions and of the tuples in them."""
     found: set[Any] = set()
     for one in annotations:
-        found |= _types(*get_args(one)) if get_origin(one) in (Union, UnionType, tuple) else {one}
+        parts = get_args(one)[:1] if get_origin(one) is Annotated else get_args(one)
+        found |= _types(*parts) if get_origin(one) in (Union, UnionType, tuple, Annotated) else {one}
     return found

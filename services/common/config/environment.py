@@ -43,7 +43,7 @@ class WorkerEnvironmentConfig(BaseEnvironmentConfig):
 
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Number of worker processes. Each runs many episodes."""
-    max_memory_gib: float = Field(default=4.0, gt=0.1)
+    max_memory_gib: float = Field(default=4.0, gt=0.1, le=1 << 20)
     """Maximum address space of one worker, in GiB."""
 
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from services.common.config.base import Strict
+from services.common.config.base import Seconds, Strict
 
 
 class RestartConfig(Strict):
@@ -12,5 +12,5 @@ class RestartConfig(Strict):
     """Maximum number of restarts within window_s of each service that was started with the run. If the service dies
     once more, the run ends with SERVICE_DIED. 0 never restarts a service. After a trainer's death the run resumes by
     itself from its newest checkpoint and the recorded batches, unless the trainer died while it loaded the model."""
-    window_s: float = Field(default=3600.0, gt=0)
+    window_s: Seconds = 3600.0
     """Length in seconds of the period in which deaths are counted. Earlier ones are forgotten."""

@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.base import NAME, Strict
+from services.common.config.base import NAME, Seconds, Strict
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation.best import BestConfig, check_best
@@ -45,35 +45,35 @@ class CheckpointConfig(Strict):
 class WeightsConfig(Strict):
     """Configures publication: sending weights from the trainer to the rollout replicas."""
 
-    bucket_bytes: int | None = Field(default=None, ge=1 << 10)
+    bucket_bytes: int | None = Field(default=None, ge=1 << 10, le=1 << 40)
     """Maximum bucket size in bytes. Weights are packed, sent and loaded one bucket at a time; a tensor larger than this
     gets a bucket of its own. null: 512 MiB, or 1280 MiB with placement colocated."""
-    timeout_s: float = Field(default=60.0, gt=0)
+    timeout_s: Seconds = 60.0
     """Seconds that a member of the weight group waits for another member before it aborts the publication."""
 
 
 class TimeoutsConfig(Strict):
     """Sets a deadline for each kind of call, in seconds."""
 
-    info_s: float = Field(default=10.0, gt=0)
+    info_s: Seconds = 10.0
     """Deadline in seconds for GetInfo and other small requests."""
-    open_s: float = Field(default=600.0, gt=0)
+    open_s: Seconds = 600.0
     """Deadline in seconds for OpenRun, which starts engines and loads models."""
-    generate_s: float = Field(default=3600.0, gt=0)
+    generate_s: Seconds = 3600.0
     """Deadline in seconds for generating one prompt group. A replica that reaches it is assumed to hang: its groups go
     to other replicas, and its engine is replaced."""
-    score_s: float = Field(default=300.0, gt=0)
+    score_s: Seconds = 300.0
     """Deadline in seconds for scoring one prompt group, including waiting. A group that reaches it goes to the end of
     the queue, and the run ends only if the reward service scored no other group meanwhile."""
-    train_s: float = Field(default=3600.0, gt=0)
+    train_s: Seconds = 3600.0
     """Deadline in seconds for one Forward or Train call, which processes one batch."""
-    publish_s: float = Field(default=300.0, gt=0)
+    publish_s: Seconds = 300.0
     """Deadline in seconds for each call of a publication: joining the weight group, sending, receiving, committing."""
-    memory_s: float = Field(default=300.0, gt=0)
+    memory_s: Seconds = 300.0
     """Deadline in seconds for each call that frees or takes GPU memory: Sleep, Wake, ReleaseMemory, AcquireMemory."""
-    checkpoint_s: float = Field(default=1800.0, gt=0)
+    checkpoint_s: Seconds = 1800.0
     """Deadline in seconds for saving, loading or exporting a checkpoint."""
-    lease_s: float = Field(default=1800.0, gt=0)
+    lease_s: Seconds = 1800.0
     """Seconds for which a service that was given by address keeps the run open after its coordinator was killed or cut
     off. A run that resumes within this time finds its engines running and the trainer in the state that it was in.
     Afterwards the service frees its GPU, and the run resumes from its newest checkpoint."""
@@ -309,6 +309,17 @@ class Config(AnyRun):
         if self.rollout.speculation:
             check_speculation(self.rollout.speculation, self.placement, self.trainer, self.evaluation)
             check_length(self.rollout.speculation, self._longest, self.rollout.max_model_len)
+        return self
+
+    @model_validator(mode="after")
+    def _turns_end_as_in_the_template(self) -> Self:
+        sampling = self.rollout.sampling
+        set_keys = [key for key in ("ignore_eos", "stop_token_ids") if getattr(sampling, key)]
+        if self.environment and set_keys:
+            raise ValueError(
+                f"rollout.sampling.{set_keys[0]} with an environment: the next turn is appended after the model's own "
+                "stop tokens, as its chat template does; leave it out, or use rollout.sampling.stop"
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,8 +31,13 @@ def writing(path: str | Path) -> Generator[None]:
         raise storage_error(path, error) from error
 
 
-def storage_error(path: str | Path, error: OSError) -> PreconditionFailed:
-    """Returns the typed error for `error`, which happened while `path` was written. Says what to do about it."""
+def storage_error(
+    path: str | Path, error: OSError, *, done: str = "written", rank: int | None = None
+) -> PreconditionFailed:
+    """Returns the typed error for `error`, which happened while `path` was written or read. Says what to do about it.
+
+    `rank` is that of the trainer's rank whose disk it is, if it is known.
+    """
     path = os.path.abspath(error.filename if isinstance(error.filename, str) and error.filename else path)
     what = error.strerror or str(error)
     if error.errno in _FULL:
@@ -43,8 +48,9 @@ def storage_error(path: str | Path, error: OSError) -> PreconditionFailed:
         fix = "bring the directory back"
     else:
         fix = "check the disk"
+    where = "" if rank is None else f" by rank {rank}"
     return PreconditionFailed(
-        f"{path} cannot be written: {what}; {fix}, then run the same command again",
+        f"{path} cannot be {done}{where}: {what}; {fix}, then run the same command again",
         reason=Reason.STORAGE_FAILED,
         path=path,
     )

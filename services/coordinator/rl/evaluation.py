@@ -49,8 +49,10 @@ async def evaluate(
 
 
 def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> SamplingConfig:
-    """Returns how a set is sampled: as in training, apart from temperature, length and truncation."""
-    changes = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    """Returns how a set is sampled: as in training, apart from temperature, length, truncation and penalties."""
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    names = ("temperature", "top_p", "top_k", "min_p", "min_tokens", *penalties)
+    changes = {name: getattr(settings, name) for name in names}
     return training.model_copy(update=changes | {"max_tokens": settings.max_tokens or training.max_tokens})
 
 

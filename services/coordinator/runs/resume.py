@@ -3,8 +3,9 @@ silently."""
 
 import hashlib
 import json
+import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,14 @@ _MEGATRON += ("empty_cuda_cache", "async_save")
 for _role in ("trainer", "reference", "critic"):
     _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
 _MAY_CHANGE |= {"trainer.max_logprob_gap", "trainer.streaming"}
+_MAY_CHANGE |= {"trainer.optim.on_nonfinite", "critic.optim.on_nonfinite"}
+# Those of them that change the order of additions, in the trainer or in the engine, and with it the last bits.
+_ROUNDING = {"placement", "weights.bucket_bytes", "trainer.streaming", "rollout.tensor_parallel_size"}
+_ROUNDING |= {"rollout.max_samples", "rollout.engine"}
+for _role in ("trainer", "reference", "critic"):
+    _ROUNDING |= {f"{_role}.{key}" for key in ("num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,8 @@ def _newest(ledger: Ledger, config: AnyConfig) -> str:
 
 def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) -> None:
     now = json.loads(config.model_dump_json())
-    changed = [key for key in differences(now, before) if not _may_change(key)]
+    different = list(differences(now, before))
+    changed = [key for key in different if not _is_below(key, _MAY_CHANGE)]
     if changed:
         saved = ledger.checkpoints(Kind.SAVED)
         from_there = f" with resume={saved[-1]['path']} to continue from that checkpoint" if saved else ""
@@ -227,11 +237,18 @@ def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) 
             f"{config.run_dir} was started with another {', '.join(changed)} (see its config.json); "
             f"use the same config, or another name{from_there}"
         )
+    if rounding := [key for key in different if _is_below(key, _ROUNDING)]:
+        log.warning(
+            "%s goes on with another %s: it adds up in another order from here on, so weights, samples and digests are "
+            "not those that the run would have had without the change; they differ by rounding at first",
+            *(config.run_dir, ", ".join(rounding)),
+        )
 
 
-def _may_change(key: str) -> bool:
+def _is_below(key: str, keys: Set[str]) -> bool:
+    """Returns whether a dotted key is one of `keys` or below one."""
     parts = key.split(".")
-    return any(".".join(parts[:end]) in _MAY_CHANGE for end in range(1, len(parts) + 1))
+    return any(".".join(parts[:end]) in keys for end in range(1, len(parts) + 1))
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
 from services.common.files.storage import is_of_disk, storage_error
@@ -31,16 +32,22 @@ class TrainState:
     """Digests of the newest published weights by version, as far as samples of them may still arrive."""
     last_batch_sha256: str = ""
     """SHA-256 of the samples of the last batch (blocks.content_sha256); empty in a checkpoint of an earlier release."""
+    last_header: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the last batch's header (contract.header_values); empty in a checkpoint of an earlier release."""
+    skipped_in_a_row: int = 0
+    """Number of batches up to the last one of which no update was applied (OptimConfig.on_nonfinite)."""
 
 
 def staging(path: Path) -> Path:
     """Returns the directory in which the ranks write before `finish` moves it to `path`.
 
     Raises:
-        InvalidInput: `path` exists.
+        InvalidInput: `path` exists, or can be no path.
     """
     if path.exists():
         raise InvalidInput(f"path: {path} exists already", field="path")
+    if "\0" in str(path):
+        raise InvalidInput(f"path: {str(path)!r} has a NUL character", field="path")
     return path.with_name(f".{path.name}.partial")
 
 

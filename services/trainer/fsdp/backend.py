@@ -1,5 +1,6 @@
 """Implements the FSDP2 backend: every rank holds a shard of every weight and trains on its own samples."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -120,10 +121,12 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, 
             group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
         # torch does not choose foreach (or fused, in the optimizer) by itself for sharded tensors.
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm, foreach=True)
-        self._optimizer.step()
-        self.discard_gradients()
         assert isinstance(norm, DTensor)  # because the gradients are
-        return float(norm.full_tensor())
+        found = float(norm.full_tensor())
+        if math.isfinite(found):
+            self._optimizer.step()
+        self.discard_gradients()
+        return found
 
     def discard_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -145,14 +148,14 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, 
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()
-        with typed_errors(f"checkpoint {directory}: not written"):
+        with typed_errors(directory, done="written"):
             writer = ThreadedWriter(directory, num_threads=1)
             dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer)
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()
         self._require_tensors_of(model, optimizer, directory)
-        with typed_errors(f"checkpoint {directory}: not read"):
+        with typed_errors(directory, done="read"):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         options = StateDictOptions(strict=not self._config.lora.rank)  # the frozen base is in no checkpoint
         set_state_dict(

@@ -1,6 +1,7 @@
 """Implements the Megatron-Core backend."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,7 +162,7 @@ class MegatronBackend(
         _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  the abstract method has no annotation
         self._offloader.release(OPTIMIZER)
         self.discard_gradients()
-        return float(norm)
+        return math.inf if norm is None else float(norm)  # None: Megatron has found it while it undid a loss scale
 
     def discard_gradients(self) -> None:
         self._has_blocks = False

@@ -1,4 +1,4 @@
-"""Checks a batch and splits it into each rank's part."""
+"""Splits a batch into each rank's part."""
 
 import json
 from collections.abc import Sequence
@@ -10,98 +10,16 @@ import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import packed_lengths, trained_tokens
-from services.common.batches.kept import decode_kept, keeps_sampled
-from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.layout import packs_multiple
 from services.trainer.backend import Role
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Message
+from services.trainer.samples import PER_TOKEN
 from services.trainer.updates.packing import assign
 
-# Columns with one value per completion token. All but the first may be missing.
-_PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "returns"]
-_COLUMNS = ["prompt_tokens", "tokens", *_PER_TOKEN]
-
-
-def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
-    """Rejects samples that would make a rank fail, or silently train on wrong data.
-
-    Raises:
-        InvalidInput: A column has an empty list, a length that differs from the tokens', a token outside the
-            vocabulary, or a value that is missing or not finite. The message names the column and, for lists that are
-            missing, empty or of the wrong length, the first such row.
-    """
-    num_tokens = _lengths(samples, "tokens")
-    _refuse(_lengths(samples, "prompt_tokens") == 0, "prompt_tokens", "is empty")
-    _refuse(num_tokens == 0, "tokens", "is empty")
-    present = [name for name in _PER_TOKEN if samples[name].null_count < samples.num_rows]
-    for name in present:
-        _refuse(samples[name].is_null().to_numpy(), name, "is missing")
-        _refuse(_lengths(samples, name) != num_tokens, name, "differs in length from tokens")
-    for name in ("prompt_tokens", "tokens", *present):
-        values = pc.list_flatten(samples[name])
-        if values.null_count:
-            raise InvalidInput(f"{name}: holds a missing value", field=name)
-        if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
-            raise InvalidInput(f"{name}: holds a number that is not finite", field=name)
-        if pa.types.is_integer(values.type) and (largest := pc.max(values).as_py()) >= vocab_size:
-            raise InvalidInput(f"{name}: token {largest} is outside the vocabulary of {vocab_size}", field=name)
-
-
-def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
-    """Rejects routes that are not those of `samples` and of a model whose routes have `shape`.
-
-    Raises:
-        InvalidInput: Some rows have routes and others none, or the model has none; routes have another number of
-            tokens, name an expert that does not exist, or name one twice for a token.
-    """
-    routes = samples["routes"]
-    if routes.null_count == samples.num_rows:
-        return
-    if shape is None:
-        raise InvalidInput("routes: this model has no layers of experts, or not in every layer", field="routes")
-    _refuse(routes.is_null().to_numpy(), "routes", "is missing")
-    num_rows = packed_lengths(samples)
-    _refuse(pc.binary_length(routes).to_numpy() != num_rows * shape.row_bytes, "routes", "has another number of tokens")
-    for index, row in enumerate(routes):
-        experts_TLK = shape.decode(row.as_buffer())
-        if experts_TLK.max() >= shape.num_experts:
-            raise InvalidInput(
-                f"routes: row {index} names expert {experts_TLK.max()}, but there are only {shape.num_experts}"
-            )
-        # Slots of the engine that were never written would name expert 0 twice.
-        if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
-            raise InvalidInput(f"routes: row {index} names an expert twice for one token", field="routes")
-
-
-def check_kept(samples: pa.Table, *, vocab_size: int) -> None:
-    """Rejects kept sets that are not those of `samples`.
-
-    Raises:
-        InvalidInput: Some rows have kept sets and others none; they are of another number of tokens, name a token
-            outside the vocabulary, lack the token that was sampled, or are empty for a trained token.
-    """
-    kept = samples["kept"]
-    if kept.null_count == samples.num_rows:
-        return
-    _refuse(kept.is_null().to_numpy(), "kept", "is missing")
-    for index, (row, list_of_tokens) in enumerate(zip(kept, samples["tokens"], strict=True)):
-        tokens = list_of_tokens.values.to_numpy()
-        try:
-            counts, sets = decode_kept(row.as_buffer(), len(tokens))
-        except ValueError as error:
-            raise InvalidInput(f"kept: row {index}: {error}", field="kept") from error
-        if sets.size and sets.max() >= vocab_size:
-            raise InvalidInput(f"kept: row {index} names token {sets.max()} of {vocab_size}", field="kept")
-        mask = samples["loss_mask"][index]
-        must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
-        if (without := ~keeps_sampled(tokens, counts, sets) & (must_have | (counts > 0))).any():
-            where = int(without.argmax())
-            raise InvalidInput(
-                f"kept: row {index} has a set without the sampled token {tokens[where]} at {where}", field="kept"
-            )
+_COLUMNS = ["prompt_tokens", "tokens", *PER_TOKEN]
 
 
 def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY) -> list[Message]:
@@ -217,12 +135,3 @@ def _minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndar
     size, group = groups_per_minibatch(samples, num_minibatches), samples["group"].to_numpy()
     groups = np.unique(group)
     return [np.flatnonzero(np.isin(group, groups[at : at + size])) for at in range(0, len(groups), size)]
-
-
-def _lengths(samples: pa.Table, name: str) -> np.ndarray:
-    return pc.fill_null(pc.list_value_length(samples[name]), 0).to_numpy()
-
-
-def _refuse(bad: np.ndarray, column: str, what: str) -> None:
-    if bad.any():
-        raise InvalidInput(f"{column}: row {int(bad.argmax())} {what}", field=column)

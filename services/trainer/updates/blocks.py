@@ -55,7 +55,8 @@ class BlockUpdate:
 
         Raises:
             PreconditionFailed: The engine's and the trainer's log-probabilities differ too much. Nothing is applied.
-            FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
+                Or the gradient of the first update is not finite and `optim.on_nonfinite` is fail.
+            RuntimeError: A later update failed, so that a part of the batch is applied.
         """
         compared = totals if self._config.loss.old_logprobs == "recompute" else totals[:1]
         num_tokens = sum(minibatch.num_tokens for minibatch in compared)

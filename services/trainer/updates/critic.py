@@ -8,7 +8,7 @@ from services.common.config.trainer.roles import CriticSettings
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, explained_variance, value_loss
 from services.trainer.updates.packing import Pack
-from services.trainer.updates.policy import Minibatch, apply_gradient
+from services.trainer.updates.policy import Minibatch, apply_gradient, later_update, means_of
 
 
 def update_critic(
@@ -19,18 +19,20 @@ def update_critic(
     Returns metrics, the same on every rank.
 
     Raises:
-        FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
+        PreconditionFailed: The gradient of the first update is not finite and `optim.on_nonfinite` is fail.
+        RuntimeError: A later update failed, so that a part of the batch is applied.
     """
     metrics: list[dict[str, float]] = []
     num_updates = config.num_epochs * len(minibatches)
     for index, minibatch in enumerate(minibatches * config.num_epochs):
         loss = functools.partial(_loss, config=config, totals=minibatch.totals)
         _, sums = backend.accumulate(minibatch.packs, 1.0, loss)
-        applied = apply_gradient(backend, config, version * num_updates + index)
+        with later_update(index):
+            applied = apply_gradient(backend, config, version * num_updates + index)
         means = {name: float(value) for name, value in sums.items()}
         kept = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
         metrics.append(kept | {"explained_variance": explained_variance(means)} | applied)
-    return {f"critic_{name}": sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    return {f"critic_{name}": value for name, value in means_of(metrics).items()}
 
 
 def _loss(

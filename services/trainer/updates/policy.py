@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.section import TrainerConfig
-from services.common.errors import LockstepError
+from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.covariance import covariance, covariance_sums
@@ -42,7 +42,8 @@ def update(
 
     Raises:
         PreconditionFailed: The engine's and the trainer's log-probabilities differ too much. Nothing is applied.
-        FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
+            Or the gradient of the first update is not finite and `optim.on_nonfinite` is fail.
+        RuntimeError: A later update failed, so that a part of the batch is applied.
     """
     gap: dict[str, float] = {}
     compared, later_outputs = minibatches[:1], []
@@ -68,14 +69,21 @@ def update(
             gap = require_agreement(backend, gaps, sum(m.totals.num_tokens for m in compared), config)
             if config.loss.old_logprobs == "recompute":
                 set_old(minibatch.packs, outputs)  # for the epochs after the first
-        applied = apply_gradient(backend, config, version * num_updates + index)
+        with later_update(index):
+            applied = apply_gradient(backend, config, version * num_updates + index)
         metrics.append({name: float(value) for name, value in sums.items()} | applied)
     return means_of(metrics) | gap | replayed.metrics()
 
 
 def means_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean of each metric over the updates of a batch."""
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    """Returns the mean of each metric over the applied updates of a batch, and the number of others as `skipped`.
+
+    If none was applied, the means are over all of them, with 0 in place of numbers that are not finite.
+    """
+    applied = [update for update in metrics if not update["skipped"]]
+    used = applied or [{name: x if math.isfinite(x) else 0.0 for name, x in update.items()} for update in metrics]
+    means = {name: sum(update[name] for update in used) / len(used) for name in used[0]}
+    return means | {"skipped": float(len(metrics) - len(applied))}
 
 
 @contextmanager
@@ -105,16 +113,22 @@ def set_old(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
 
 
 def apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict[str, float]:
-    """Applies the accumulated gradient as update `number`, counted over the run. Returns its norm and learning rate.
+    """Applies the accumulated gradient as update `number`, counted over the run.
+
+    Returns its norm and learning rate, and whether it was skipped because it is not finite.
 
     Raises:
-        FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
+        PreconditionFailed: NONFINITE_GRADIENT, it is not finite and `optim.on_nonfinite` is fail. It was not applied.
     """
     lr = learning_rate(config.optim, number)
     norm = backend.step(lr, weight_decay(config.optim, number))
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"the gradient of update {number} has norm {norm}; resume from a checkpoint")
-    return {"grad_norm": norm, "lr": lr}
+    if not math.isfinite(norm) and config.optim.on_nonfinite == "fail":
+        raise PreconditionFailed(
+            f"the gradient of update {number} has norm {norm} and was not applied; look at the samples of this step, "
+            "lower optim.lr, or set optim.on_nonfinite to skip",
+            reason=Reason.NONFINITE_GRADIENT,
+        )
+    return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
 
 def pack_loss(

@@ -95,6 +95,51 @@ CROSS_FIELD = {
         ["rollout.sampling", "top_k 0", "set top_k to 1024"],
         ["rollout.sampling={top_p: 0.9, top_k: 1024}"],
     ),
+    "tokens that cannot be sampled are known to the trainer": (
+        ["rollout.sampling.min_tokens=5"],
+        ["rollout.sampling", "min_tokens 5 needs top_k from 1 to 1024"],
+        ["rollout.sampling={min_tokens: 5, top_k: 1024}"],
+    ),
+    "a completion can be as long as it must be": (
+        ["rollout.sampling={min_tokens: 9, top_k: 5, max_tokens: 8}"],
+        ["min_tokens 9 must be at most max_tokens 8"],
+        ["rollout.sampling={min_tokens: 8, top_k: 5, max_tokens: 8}"],
+    ),
+    "an evaluation's completion can be as long as it must be": (
+        [*HELD, "evaluation.sets={held: {min_tokens: 9, max_tokens: 8}}"],
+        ["evaluation.sets.held", "min_tokens 9 must be at most max_tokens 8"],
+        [*HELD, "evaluation.sets={held: {min_tokens: 8, max_tokens: 8}}"],
+    ),
+    **{
+        f"samples are not drawn with a {key}": (
+            [f"rollout.sampling.{key}={wrong}"],
+            ["rollout.sampling", f"{key} {wrong} changes the distribution", "evaluation.sets only"],
+            [f"rollout.sampling.{key}={neutral}", *HELD, f"evaluation.sets={{held: {{{key}: {wrong}}}}}"],
+        )
+        for key, wrong, neutral in [
+            ("repetition_penalty", 1.1, 1.0),
+            ("presence_penalty", 0.5, 0),
+            ("frequency_penalty", -0.5, 0.0),
+        ]
+    },
+    "samples are not drawn without some words": (
+        ["rollout.sampling.bad_words=[x]"],
+        ["rollout.sampling", "bad_words is refused", "stop_token_ids"],
+        ["rollout.sampling.stop_token_ids=[7]"],
+    ),
+    "samples are not drawn with a bias": (
+        ["rollout.sampling.logit_bias={7: -1}"],
+        ["rollout.sampling", "logit_bias is refused", "off-policy"],
+        ["rollout.sampling.ignore_eos=true"],
+    ),
+    **{
+        f"turns end as in the template, {key}": (
+            [f"rollout.sampling.{key}", "environment={kind: tools, tools: [{kind: calculator}]}"],
+            [f"rollout.sampling.{key.partition('=')[0]} with an environment"],
+            ["rollout.sampling.stop=[x]", "environment={kind: tools, tools: [{kind: calculator}]}"],
+        )
+        for key in ("ignore_eos=true", "stop_token_ids=[7]")
+    },
     "kept sets need a top_k with min_p too": (
         ["rollout.sampling={min_p: 0.1, top_k: 1025}"],
         ["top_k 1025", "set top_k to 1024"],

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from services.common.config.sft import SftConfig
 from services.common.errors import Unavailable
+from services.common.files import sockets
 from services.common.rpc import ports
 from services.common.rpc.security.identities import Role
 from services.common.rpc.server import Server
@@ -103,6 +105,18 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=2 * GIB, free=free))
         finding = host.check_shared_memory(tmp_path)
         assert (finding.verdict, bool(finding.fix)) == (verdict, verdict is not OK)
+
+
+def test_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.check_sockets().verdict is OK
+    assert "sockets" in {finding.check for finding in host.examine_host(None, Addresses(reward=("a:1",)))}
+    (long := tmp_path / ("d" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert host.check_sockets().found == "in /tmp"
+    monkeypatch.setattr(sockets, "_ELSEWHERE", ())
+    for name in ("TMPDIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert_fails(host.check_sockets(), FAIL, "cannot be made", "set TMPDIR to a directory")
 
 
 def test_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

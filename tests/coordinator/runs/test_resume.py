@@ -170,6 +170,34 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
         begin(tmp_path, rollout={"engine": {"dtype": "float16"}})
 
 
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"trainer": {"num_ranks": 2}}, "trainer.num_ranks"),
+        (
+            {"trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 8192}, "weights": {"bucket_bytes": 4096}},
+            "trainer.max_tokens_per_microbatch, trainer.num_ranks, weights.bucket_bytes",
+        ),
+        ({"rollout": {"tensor_parallel_size": 2}}, "rollout.tensor_parallel_size"),
+        ({"num_steps": 7, "timeouts": {"info_s": 1}, "trainer": {"optim": {"on_nonfinite": "fail"}}}, ""),
+    ],
+)
+def test_a_change_of_rounding_is_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sections: dict, names: str
+):
+    begin(tmp_path)
+    begin(tmp_path, **sections)  # nothing was published, so nothing was computed with the old values
+    begin(tmp_path)
+    assert not caplog.messages
+    publish(tmp_path)
+    begin(tmp_path, **sections)
+    warnings = [message for message in caplog.messages if "differ by rounding" in message]
+    assert len(warnings) == bool(names)
+    assert not names or f" goes on with another {names}: " in warnings[0]
+    begin(tmp_path, **sections)  # the next session has the same values
+    assert len(caplog.messages) == len(warnings)
+
+
 def test_megatrons_sizes_may_change(tmp_path: Path):
     def sized(**megatron: object) -> Start:
         return begin(tmp_path, trainer={"strategy": "megatron", "num_ranks": 4, "megatron": megatron})

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import extract_stack
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from services.common.errors import PreconditionFailed, Reason
@@ -42,7 +44,7 @@ def full_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_error_of_any_thread_is_that_of_the_save(full_for_others: None, tmp_path: Path) -> None:
-    with pytest.raises(PreconditionFailed, match="No space left") as caught, typed_errors("checkpoint"):
+    with pytest.raises(PreconditionFailed, match="No space left") as caught, typed_errors(tmp_path, done="written"):
         dcp.save(STATE, storage_writer=ThreadedWriter(tmp_path / "state", num_threads=2), no_dist=True)
     assert caught.value.reason is Reason.STORAGE_FAILED
 
@@ -66,7 +68,7 @@ def test_a_full_disk_is_named_wherever_in_a_file_it_is_found(tmp_path: Path) -> 
     with small_disk(tmp_path / "disk") as disk:
         for num_pages in range(20):  # the tensors alone need 20
             disk.fill_up_to(num_pages * 4096)
-            with pytest.raises(PreconditionFailed, match="No space left"), typed_errors("checkpoint"):
+            with pytest.raises(PreconditionFailed, match="No space left"), typed_errors(tmp_path, done="written"):
                 dcp.save(large, storage_writer=ThreadedWriter(disk.path / "state", num_threads=2), no_dist=True)
             # A thread that still writes after another has failed holds pages, which it would free a moment later.
             for thread in set(threading.enumerate()) - others:
@@ -81,3 +83,14 @@ def test_what_all_threads_wrote_is_read(tmp_path: Path) -> None:
     loaded = {name: torch.zeros(8) for name in STATE}
     dcp.load(loaded, checkpoint_id=tmp_path / "state", no_dist=True)
     assert all(torch.equal(loaded[name], STATE[name]) for name in STATE)
+
+
+@pytest.mark.parametrize("done", ["written", "read"])
+@pytest.mark.parametrize("name", [None, "/elsewhere/file"])
+def test_an_error_of_a_disk_names_a_path_and_the_rank(tmp_path: Path, done: Any, name: str | None) -> None:
+    cause = OSError(errno.EIO, "Input/output error", *([name] if name else []))
+    with pytest.raises(PreconditionFailed) as caught, typed_errors(tmp_path / "step-1", done=done):
+        raise CheckpointException("save", {3: (cause, extract_stack())})
+    path = name or str(tmp_path / "step-1")
+    assert (caught.value.reason, caught.value.metadata["path"]) == (Reason.STORAGE_FAILED, path)
+    assert caught.value.message.startswith(f"{path} cannot be {done} by rank 3: Input/output error; check the disk")

@@ -1,5 +1,6 @@
 """Tests the FSDP2 backend: gradients do not depend on the split of a batch, and equal those of plain torch."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -302,13 +303,23 @@ def test_weights_that_are_not_numbers_stop_before_anything_is_applied(harness: H
     assert caught.value.reason is Reason.LOGPROB_GAP
 
 
-def test_gradient_that_is_not_finite_is_an_error(harness: Harness) -> None:
-    harness.open("untied", {})
-    table = samples()
+@pytest.mark.parametrize("on_nonfinite", ["skip", "fail"])
+def test_gradient_that_is_not_finite_is_not_applied(harness: Harness, on_nonfinite: str) -> None:
+    harness.open("untied", {"optim": {"on_nonfinite": on_nonfinite}})
+    harness.train(samples())  # so that the optimizer has moments
+    before, table = harness.parameters(), samples()
     index = table.schema.get_field_index("advantages")
     huge = pa.array([[3e38] * len(row) for row in table["tokens"]], pa.list_(pa.float32()))
-    with pytest.raises(FloatingPointError, match="gradient"):
-        harness.train(table.set_column(index, table.schema.field(index), huge))
+    table = table.set_column(index, table.schema.field(index), huge)
+    if on_nonfinite == "fail":
+        with pytest.raises(PreconditionFailed, match="gradient of update 1 has norm") as caught:
+            harness.train(table, version=1)
+        assert caught.value.reason is Reason.NONFINITE_GRADIENT
+    else:
+        metrics = harness.train(table, version=1)
+        assert metrics["skipped"] == 1
+        assert all(map(math.isfinite, metrics.values()))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in harness.parameters().items())
 
 
 def test_weight_decay_spares_norms(harness: Harness) -> None:

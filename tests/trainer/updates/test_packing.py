@@ -17,7 +17,8 @@ from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
-from services.trainer.ranks.shards import check_kept, check_routes, forward_parts, train_parts
+from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.samples import check_kept, check_routes
 from services.trainer.updates.packing import assign, build_pack
 from tests.support import with_kept, with_routes
 from tests.trainer.fsdp_harness import samples

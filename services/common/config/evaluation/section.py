@@ -22,6 +22,15 @@ class EvalSetConfig(Strict):
     """Keep only this many most probable tokens; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Keep only tokens with at least this share of the largest probability; 0 keeps all."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    """Divide the logits of tokens that prompt or completion already have by this if positive, else multiply them; 1
+    changes none."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtract this from the logits of tokens that the completion already has."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtract this from the logits of tokens, as often as the completion already has them."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Sample no stop token, and look for no stop string, before this many tokens."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per completion; null uses evaluation.max_tokens."""
     num_samples: int = Field(default=1, ge=1)
@@ -43,6 +52,12 @@ class EvalSetConfig(Strict):
                 f"pass_k {max(self.pass_k)} is above num_samples {self.num_samples}: raise num_samples to at least "
                 f"{max(self.pass_k)}, preferably to several times that"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _length_is_possible(self) -> Self:
+        if self.max_tokens and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}")
         return self
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ class CodeConfig(BaseScorerConfig):
     max_concurrent: int = Field(default=2, ge=1, le=1024)
     """Maximum number of programs that run concurrently. If it exceeds the number of cores, programs slow each other
     down and may time out."""
-    max_memory_gib: float = Field(default=1.0, ge=0.125)
+    max_memory_gib: float = Field(default=1.0, ge=0.125, le=1 << 20)
     """Maximum address space of one process, in GiB. The Python interpreter itself takes about 0.04 GiB."""
     max_processes: int = Field(default=16, ge=1, le=1024)
     """Maximum number of processes and threads of one program. A program can take up to this many times max_memory_gib

@@ -147,7 +147,7 @@ class RewardConfig(Strict):
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Number of worker processes of each math, format and python scorer. A math scorer has one more, which replaces a
     killed one at once."""
-    max_memory_gib: float = Field(default=4.0, gt=0.1)
+    max_memory_gib: float = Field(default=4.0, gt=0.1, le=1 << 20)
     """Maximum address space of one worker, in GiB. A scorer that imports CUDA libraries needs far more address space
     than memory."""
     on_failure: Literal["zero", "drop_group", "fail"] = "drop_group"

@@ -25,11 +25,13 @@ def check_speculation(
             "rollout.speculation.kind eagle3: an engine that sleeps drops the weights of the head, which nobody "
             "publishes again; set kind ngram or suffix, or placement disaggregated"
         )
-    if cut := [name for name, settings in evaluation.sets.items() if settings.min_p]:
-        raise ValueError(
-            f"evaluation.sets.{cut[0]}.min_p: vLLM has no min_p with speculative decoding; set top_p instead, or leave "
-            "rollout.speculation out"
-        )
+    for name, settings in evaluation.sets.items():
+        for key, instead in {"min_p": "set top_p instead", "min_tokens": "leave it out"}.items():
+            if getattr(settings, key):
+                raise ValueError(
+                    f"evaluation.sets.{name}.{key}: vLLM has no {key} with speculative decoding; {instead}, or leave "
+                    "rollout.speculation out"
+                )
 
 
 def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:

@@ -1,6 +1,6 @@
 """Defines the config section `rollout`: sampling and the engine."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -12,6 +12,13 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises any temperature between 0 and this to this, and only logs that it did."""
 MAX_KEPT = 1024
 """Largest top_k of samples that are trained on: every token brings the tokens that were kept for it."""
+
+
+_REFUSED = {
+    "bad_words": "vLLM splits words with a tokenizer that the engines do not load; name tokens that a completion ends "
+    "with in stop_token_ids, or score the words in reward.scorers",
+    "logit_bias": "the trainer's log-probabilities do not have the bias, so every batch would be off-policy",
+}
 
 
 def _is_sampled(temperature: float) -> float:
@@ -51,10 +58,54 @@ class SamplingConfig(Strict):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Keep only tokens with at least this share of the largest probability; 0 keeps all. Needs top_k."""
 
+    min_tokens: int = Field(default=0, ge=0)
+    """Sample no stop token, and look for no stop string, before this many tokens. Needs top_k: the trainer must know
+    that these tokens could not be sampled, which the kept sets tell it."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
+    """Tokens that end a completion, in addition to the model's stop tokens. The completion keeps the token. They do not
+    change what is sampled."""
+    ignore_eos: bool = False
+    """Do not end a completion at the model's stop tokens, which are then sampled like all others. It ends at `stop`,
+    stop_token_ids or max_tokens."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    """Must be 1, as the two below must be 0: such a penalty depends on all tokens before, and the trainer's
+    log-probabilities would not be those that were sampled from. evaluation.sets can set them."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Must be 0, see repetition_penalty."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Must be 0, see repetition_penalty."""
+
     @property
     def is_truncated(self) -> bool:
         """Returns whether some tokens cannot be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known_to_the_trainer(cls, values: object) -> object:
+        given = cast(dict[str, object], values) if isinstance(values, dict) else {}
+        for key, why in _REFUSED.items():
+            if given.get(key):
+                raise ValueError(f"{key} is refused: {why}")
+        return cast(object, values)
+
+    @model_validator(mode="after")
+    def _samples_are_those_of_the_trainers_distribution(self) -> Self:
+        penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        for key, neutral in penalties.items():
+            if getattr(self, key) != neutral:
+                raise ValueError(
+                    f"{key} {getattr(self, key):g} changes the distribution by the tokens before, which the trainer's "
+                    f"log-probabilities do not follow; leave it out, or set it in evaluation.sets only"
+                )
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}")
+        if self.min_tokens and not self.is_truncated:
+            raise ValueError(
+                f"min_tokens {self.min_tokens} needs top_k from 1 to {MAX_KEPT}: until then no stop token can be "
+                "sampled, and the trainer learns only from the kept sets of truncated sampling which tokens could be"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kept_sets_are_bounded(self) -> Self:

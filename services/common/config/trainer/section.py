@@ -1,14 +1,16 @@
 """Defines the config section `trainer`: strategy, loss, optimizer, adapters and profiler."""
 
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Seconds, Strict
 from services.common.config.trainer.lag import LagConfig, check_lag
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.routing import RoutingConfig, check_routing, ignores_routes
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Strict):
@@ -16,8 +18,8 @@ class OptimConfig(Strict):
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the first and second moments."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Decay rates of the first and second moments, each at least 0 and below 1."""
     eps: float = Field(default=1e-8, gt=0)
     """Constant added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -30,6 +32,10 @@ class OptimConfig(Strict):
     """Number of optimizer updates until weight_decay_end. Required by the schedules linear and cosine."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping: gradients are scaled down if their global 2-norm is above this."""
+    on_nonfinite: Literal["skip", "fail"] = "skip"
+    """What to do with an update whose gradient is not finite (infinity or NaN). skip: apply nothing of it, count it in
+    the metric `skipped` and warn; the schedule and the version go on. The run ends once 5 batches in a row were skipped
+    as a whole. fail: end the run at the first one."""
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "constant"
     """Learning-rate schedule after the warmup; wsd is warmup-stable-decay (arXiv 2404.06395)."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -130,7 +136,7 @@ class LoraConfig(Strict):
 class ProfilerConfig(Strict):
     """Runs torch.profiler over some training steps of some ranks."""
 
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Ranks to profile; empty profiles none."""
     first_step: int = Field(default=1, ge=0)
     """First training step to profile, counted from 0 since the run was opened. Step 0 is not representative, because it
@@ -180,7 +186,7 @@ class TrainerConfig(Strict):
     max_logprob_gap: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
     trainer's log-probabilities over a batch is above this."""
-    collective_timeout_s: float = Field(default=600.0, gt=0)
+    collective_timeout_s: Seconds = 600.0
     """Seconds after which a collective operation that has not finished fails all ranks of the trainer."""
     loss: LossConfig = LossConfig()
     """Policy loss."""

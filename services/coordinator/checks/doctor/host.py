@@ -16,8 +16,9 @@ from pathlib import Path
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.errors import DataLoss, LockstepError
+from services.common.errors import DataLoss, InvalidInput, LockstepError
 from services.common.families.architecture import read_architecture
+from services.common.files.sockets import socket_directory
 from services.common.rpc.ports import PORTS, hold_free_port
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.gpu import examine_gpus
@@ -52,6 +53,8 @@ def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding
         yield check_gpus(config, given, gpus)
         yield from examine_gpus(config if isinstance(config, Config) else None, given, _driver(), _cuda())
     yield check_shared_memory(Path("/dev/shm"))
+    if not given.rollout and not isinstance(config, SftConfig):
+        yield check_sockets()
     yield check_ports(16, _LOCAL_PORTS)
     yield check_disk(config)
     if config:
@@ -138,6 +141,15 @@ def check_shared_memory(path: Path) -> Finding:
     verdict = Verdict.FAIL if usage.free < _GIB / 16 else Verdict.WARN
     fix = f"start the container with --shm-size=8g; on Kubernetes, mount an emptyDir of medium Memory at {path}"
     return Finding(str(path), found, verdict, fix)
+
+
+def check_sockets() -> Finding:
+    """Checks that the processes of an engine can meet at Unix sockets."""
+    try:
+        with socket_directory() as directory:
+            return Finding("sockets", f"in {Path(directory).parent}")
+    except InvalidInput as error:
+        return Finding("sockets", "cannot be made", Verdict.FAIL, error.message)
 
 
 def check_ports(count: int, local_ports: Path) -> Finding:

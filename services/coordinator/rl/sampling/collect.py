@@ -89,10 +89,16 @@ class Collector:
 
     def _params(self, draw: Draw, most: int) -> SamplingParams:
         """Returns the sampling parameters for at most `most` tokens."""
+        own = () if draw.sampling.ignore_eos else self._tokenizer.eos_token_ids
+        max_tokens = min(draw.sampling.max_tokens, most)
         return SamplingParams(
             temperature=draw.sampling.temperature,
-            max_tokens=min(draw.sampling.max_tokens, most),
-            stop_token_ids=self._tokenizer.eos_token_ids,
+            max_tokens=max_tokens,
+            min_tokens=min(draw.sampling.min_tokens, max_tokens),
+            stop_token_ids=dict.fromkeys((*own, *draw.sampling.stop_token_ids)),
+            repetition_penalty=draw.sampling.repetition_penalty,
+            presence_penalty=draw.sampling.presence_penalty,
+            frequency_penalty=draw.sampling.frequency_penalty,
             stop=draw.sampling.stop,
             top_p=draw.sampling.top_p,
             top_k=draw.sampling.top_k,

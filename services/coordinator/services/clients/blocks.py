@@ -1,7 +1,8 @@
 """Sends a batch to the trainer in blocks, in one call that lasts until the batch is complete."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -11,6 +12,18 @@ from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of,
 
 # A function that makes the call with these requests.
 Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_skipped(batch_id: str, metrics: Mapping[str, float]) -> None:
+    """Warns if updates of a batch were not applied because their gradient is not finite."""
+    for name in ("skipped", "critic_skipped"):
+        if num_skipped := metrics.get(name, 0):
+            log.warning(
+                "batch %s: skipped %g update%s whose gradient is not finite (train/%s); the weights stay as they were",
+                *(batch_id, num_skipped, "" if num_skipped == 1 else "s", name),
+            )
 
 
 class BlockStream:
@@ -28,6 +41,7 @@ class BlockStream:
             LockstepError: The call failed. Nothing was applied, unless the commit was sent before.
         """
         answer = await self._call(self._requests())
+        warn_of_skipped(self._header.batch_id, answer.metrics)
         return answer.version, dict(answer.metrics)
 
     def send(self, block: pa.Table) -> None:

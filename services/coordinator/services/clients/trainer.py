@@ -19,7 +19,7 @@ from services.common.rpc.address import parse_address
 from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.runs.lanes import Busy
-from services.coordinator.services.clients.blocks import BlockStream
+from services.coordinator.services.clients.blocks import BlockStream, warn_of_skipped
 from services.coordinator.services.clients.renewal import Renewal
 from services.coordinator.services.clients.trainer_calls import TrainerClient
 from services.coordinator.services.gpus import OwnGpus, Side
@@ -129,6 +129,7 @@ class Model:
                     timeout_s=self._timeouts.train_s,
                     max_retry_s=MAX_RETRY_S,
                 )
+        warn_of_skipped(batch_id, answer.metrics)
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:

@@ -61,7 +61,7 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
     # Torch's own writer: Megatron's forks processes, which outlive a trainer that is killed.
     writer = ThreadedWriter(directory, num_threads=2)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    with typed_errors(f"checkpoint {directory}: not written"):
+    with typed_errors(directory, done="written"):
         dcp.save(dict(staged), storage_writer=writer, planner=planner, process_group=group)
     if dist.get_rank() == 0:
         with tempfile.TemporaryDirectory() as empty, writing(directory):
@@ -109,7 +109,7 @@ def load(sharded: Sharded, directory: Path) -> Sharded:
     """
     tensors, kept, factories = load_preprocess(sharded)
     dict_list_map_inplace(lambda shard: shard.without_data() if shard.data.is_meta else shard, tensors)
-    with typed_errors(f"checkpoint {directory}: not read"):
+    with typed_errors(directory, done="read"):
         loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
     merge(loaded, kept)
     assert isinstance(factories, dict)  # because `sharded` is

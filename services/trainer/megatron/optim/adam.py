@@ -1,5 +1,6 @@
 """Makes Megatron's Adam, and sets the learning rate and weight decay of each update."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,7 +43,22 @@ def make_optimizer(
     if options.optimizer_cpu_offload:
         _require_half_precision_on_gpu(chunks)
     with refusals("megatron.optimizer_config_kwargs"):
-        return get_megatron_optimizer(options, list(chunks))
+        return _of_finite_gradients(get_megatron_optimizer(options, list(chunks)))
+
+
+def _of_finite_gradients(optimizer: MegatronOptimizer) -> MegatronOptimizer:
+    """Makes `step` apply nothing if the norm that it has just computed is not finite: it would spoil all weights."""
+    measure, apply, norms = optimizer.get_grad_norm, optimizer.step_with_ready_grads, [0.0]
+
+    def get_grad_norm() -> Any:
+        norms[0] = measure()
+        return norms[0]
+
+    def step_with_ready_grads() -> bool:
+        return math.isfinite(norms[0]) and apply()
+
+    optimizer.get_grad_norm, optimizer.step_with_ready_grads = get_grad_norm, step_with_ready_grads
+    return optimizer
 
 
 def _require_half_precision_on_gpu(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -2,19 +2,23 @@
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from lockstep.rollout.v1 import rollout_pb2
 from lockstep.rollout.v1.rollout_pb2 import Drafts
-from lockstep.types.v1.types_pb2 import PolicyStamp
+from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.config.advantage import AdvantageConfig
+from services.common.config.evaluation.section import EvalSetConfig
 from services.common.config.rollout.section import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.advantages import compute_advantages
+from services.coordinator.rl.evaluation import eval_sampling
 from services.coordinator.rl.sampling.collect import Draw
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
@@ -111,3 +115,33 @@ async def test_a_step_counts_what_was_drafted_for_its_samples():
         await collects.one(4, PROMPTS[4], draw)
         assert collects.take_metrics()["speculation/draft_s"] == 0.25
         assert collects.take_metrics() == {}
+
+
+async def test_penalties_and_ends_of_completions_reach_the_engine():
+    asked: list[SamplingParams] = []
+
+    class Seen(FakeReplica):
+        async def Generate(
+            self, request: rollout_pb2.GenerateRequest, context: Any
+        ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+            asked.append(request.sampling)
+            async for answer in super().Generate(request, context):
+                yield answer
+
+    config = make_config()
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.25}
+    async with replicas(1, Seen) as fakes, collector(config, fakes, FakeReward(set()), STAMP) as collects:
+        for training in (
+            SamplingConfig(max_tokens=9, stop_token_ids=(7, 7), top_k=5, min_tokens=3),
+            SamplingConfig(max_tokens=9, stop_token_ids=(7,), ignore_eos=True),
+        ):
+            held_out = eval_sampling(EvalSetConfig(min_tokens=4, max_tokens=2000, **penalties), training)
+            for sampling in (training, held_out):
+                await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
+    own, alone = [list(one.stop_token_ids) for one in asked[1:3]]
+    assert own == [*own[:-1], 7] and len(own) > 1 and alone == [7]
+    assert [one.min_tokens for one in asked] == [3, 4, 0, 4]
+    for one in (asked[0], asked[2]):
+        assert (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) == (1, 0, 0)
+    for one in (asked[1], asked[3]):
+        assert (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) == (1.5, 0.5, -0.25)

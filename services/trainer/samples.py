@@ -1,0 +1,196 @@
+"""Refuses samples whose columns contradict each other or themselves, before anything is computed from them."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches.blocks import packed_lengths
+from services.common.batches.kept import decode_kept, keeps_sampled
+from services.common.batches.routes import RouteShape
+from services.common.errors import InvalidInput
+
+# Columns with one value per completion token. All but the first may be missing.
+PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "returns"]
+
+# A log-probability is computed from float32 logits. Below 8192, these are rounded by less than this number.
+_ROUNDING = 1e-3
+# No softmax over such logits, divided by the lowest temperature, gives less.
+_LOWEST_LOGPROB = -2e6
+# Times the largest ratio that a loss computes (losses/terms.py: e^20 = 5e8), its square is 1e35 and still a float32, as
+# the square of a gradient's norm must be.
+_LARGEST = 1e9
+_BOUNDS = {
+    "group": (0, np.inf),
+    "sample": (0, np.inf),
+    "logprobs": (_LOWEST_LOGPROB, _ROUNDING),
+    "ref_logprobs": (_LOWEST_LOGPROB, _ROUNDING),
+    "values": (-_LARGEST, _LARGEST),
+    "advantages": (-_LARGEST, _LARGEST),
+    "returns": (-_LARGEST, _LARGEST),
+}
+_AS_LISTS = pa.list_(pa.struct([pa.field("key", pa.string(), nullable=False), pa.field("value", pa.float64())]))
+
+
+def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
+    """Rejects samples that would make a rank fail, or silently train on wrong data.
+
+    Raises:
+        InvalidInput: A column has an empty list, a length that differs from the tokens', a token outside the
+            vocabulary, a value that is missing, not finite or impossible for its column; a sample is there twice; the
+            samples of a group have several prompts; turns are not parts of their sample, or a token outside of them is
+            trained on. The message names the column and the first such row.
+    """
+    for field in SAMPLE_SCHEMA:
+        if not field.nullable:
+            _refuse(samples[field.name].is_null().to_numpy(), field.name, "is missing")
+    num_tokens = _lengths(samples, "tokens")
+    for name in ("prompt_tokens", "tokens"):
+        _refuse(_lengths(samples, name) == 0, name, "is empty")
+    for name in (name for name in PER_TOKEN if samples[name].null_count < samples.num_rows):
+        _refuse(samples[name].is_null().to_numpy(), name, "is missing")
+        _refuse(_lengths(samples, name) != num_tokens, name, "differs in length from tokens")
+    for name in SAMPLE_SCHEMA.names:
+        _check_values(samples, name, vocab_size)
+    _check_groups(samples)
+    if samples["turn_begins"].null_count < samples.num_rows:
+        _check_turns(samples, num_tokens)
+
+
+def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
+    """Rejects routes that are not those of `samples` and of a model whose routes have `shape`.
+
+    Raises:
+        InvalidInput: Some rows have routes and others none, or the model has none; routes have another number of
+            tokens, name an expert that does not exist, or name one twice for a token.
+    """
+    routes = samples["routes"]
+    if routes.null_count == samples.num_rows:
+        return
+    if shape is None:
+        raise InvalidInput("routes: this model has no layers of experts, or not in every layer", field="routes")
+    _refuse(routes.is_null().to_numpy(), "routes", "is missing")
+    num_rows = packed_lengths(samples)
+    _refuse(pc.binary_length(routes).to_numpy() != num_rows * shape.row_bytes, "routes", "has another number of tokens")
+    for index, row in enumerate(routes):
+        experts_TLK = shape.decode(row.as_buffer())
+        if experts_TLK.max() >= shape.num_experts:
+            raise InvalidInput(
+                f"routes: row {index} names expert {experts_TLK.max()}, but there are only {shape.num_experts}",
+                field="routes",
+            )
+        # Slots of the engine that were never written would name expert 0 twice.
+        if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
+            raise InvalidInput(f"routes: row {index} names an expert twice for one token", field="routes")
+
+
+def check_kept(samples: pa.Table, *, vocab_size: int) -> None:
+    """Rejects kept sets that are not those of `samples`.
+
+    Raises:
+        InvalidInput: Some rows have kept sets and others none; they are of another number of tokens, name a token
+            outside the vocabulary, lack the token that was sampled, or are empty for a trained token.
+    """
+    kept = samples["kept"]
+    if kept.null_count == samples.num_rows:
+        return
+    _refuse(kept.is_null().to_numpy(), "kept", "is missing")
+    for index, (row, list_of_tokens) in enumerate(zip(kept, samples["tokens"], strict=True)):
+        tokens = list_of_tokens.values.to_numpy()
+        try:
+            counts, sets = decode_kept(row.as_buffer(), len(tokens))
+        except ValueError as error:
+            raise InvalidInput(f"kept: row {index}: {error}", field="kept") from error
+        if sets.size and sets.max() >= vocab_size:
+            raise InvalidInput(f"kept: row {index} names token {sets.max()} of {vocab_size}", field="kept")
+        mask = samples["loss_mask"][index]
+        must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
+        if (without := ~keeps_sampled(tokens, counts, sets) & (must_have | (counts > 0))).any():
+            where = int(without.argmax())
+            raise InvalidInput(
+                f"kept: row {index} has a set without the sampled token {tokens[where]} at {where}", field="kept"
+            )
+
+
+def _check_values(samples: pa.Table, name: str, vocab_size: int) -> None:
+    """Rejects values of a column, or of its lists, that are missing, not finite, or outside of the column's bounds."""
+    values, lengths = samples[name], None
+    if pa.types.is_map(values.type):
+        values = values.cast(_AS_LISTS)
+    if pa.types.is_list(values.type):
+        values, lengths = pc.list_flatten(values), pc.fill_null(pc.list_value_length(values), 0).to_numpy()
+    if pa.types.is_struct(values.type):
+        values = pc.struct_field(values, "value")
+    if lengths is not None and values.null_count:
+        _refuse(_rows_of(values.is_null().to_numpy(), lengths), name, "has a missing value")
+    is_token = name in ("prompt_tokens", "tokens")
+    low, high = (0, vocab_size - 1) if is_token else _BOUNDS.get(name, (-np.inf, np.inf))
+    if len(values) and (pa.types.is_floating(values.type) or np.isfinite(low)):
+        numbers = pc.fill_null(values, 0).to_numpy()
+        least, most = numbers.min(), numbers.max()  # nan if one of them is
+        if not (np.isfinite([least, most]).all() and low <= least and most <= high):
+            bad = ~(np.isfinite(numbers) & (numbers >= low) & (numbers <= high))
+            allowed = f"a vocabulary of {vocab_size}" if is_token else f"{low:g} to {high:g}"
+            _refuse(_rows_of(bad, lengths), name, f"has {numbers[bad.argmax()]:g}, which is not a number in {allowed}")
+
+
+def _rows_of(values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+    """Returns which rows have a true one of `values`, which are those of lists of `lengths`, or one for each row."""
+    if lengths is None:
+        return values
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths)[values], minlength=len(lengths)) > 0
+
+
+def _check_groups(samples: pa.Table) -> None:
+    """Rejects a sample that is there twice, and a group with several prompts or a prompt with several groups."""
+    group, sample = samples["group"].to_numpy().astype(np.int64), samples["sample"].to_numpy()
+    _, firsts = np.unique(group << 32 | sample, return_index=True)
+    is_again = np.ones(len(group), bool)
+    is_again[firsts] = False
+    _refuse(is_again, "sample", "is in the batch twice: its group has another row with its number")
+    prompt = samples["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
+    _refuse(prompt != prompt[_first_rows(group)], "prompt_id", "has another prompt than its group")
+    _refuse(group != group[_first_rows(prompt)], "group", "has a prompt that is in another group, too")
+    lengths, first_rows = _lengths(samples, "prompt_tokens"), _first_rows(group)
+    differs = "has another prompt than its group"
+    _refuse(lengths != lengths[first_rows], "prompt_tokens", differs)
+    begins, tokens = np.cumsum(lengths) - lengths, pc.list_flatten(samples["prompt_tokens"]).to_numpy()
+    differences = tokens != tokens[np.repeat(begins[first_rows] - begins, lengths) + np.arange(len(tokens))]
+    _refuse(_rows_of(differences, lengths), "prompt_tokens", differs)
+
+
+def _first_rows(keys: np.ndarray) -> np.ndarray:
+    """Returns for each row the first row with the same key."""
+    _, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return firsts[inverse]
+
+
+def _check_turns(samples: pa.Table, num_tokens: np.ndarray) -> None:
+    """Rejects turns that overlap or are not within their sample, and trained tokens outside of turns."""
+    has_turns, counts = samples["turn_begins"].is_valid().to_numpy(), _lengths(samples, "turn_begins")
+    for name in ("turn_ends", "turn_rewards", "environment"):
+        _refuse(samples[name].is_valid().to_numpy() != has_turns, name, "is there without turn_begins, or these alone")
+    for name in ("turn_ends", "turn_rewards"):
+        _refuse(_lengths(samples, name) != counts, name, "differs in length from turn_begins")
+    begins, ends = (pc.list_flatten(samples[name]).to_numpy() for name in ("turn_begins", "turn_ends"))
+    rows, offsets = np.repeat(np.arange(len(counts)), counts), np.cumsum(num_tokens) - num_tokens
+    is_later = np.diff(rows, prepend=-1) == 0
+    least = np.where(is_later, np.concatenate([[0], ends[:-1]])[: len(ends)], 0)
+    for name, bad in (("turn_begins", begins < least), ("turn_ends", (ends < begins) | (ends > num_tokens[rows]))):
+        _refuse(np.bincount(rows[bad], minlength=len(counts)) > 0, name, "has turns that are not parts of the tokens")
+    marks = np.zeros(num_tokens.sum() + 1, np.int64)
+    np.add.at(marks, offsets[rows] + begins, 1)
+    np.add.at(marks, offsets[rows] + ends, -1)
+    is_foreign = (np.cumsum(marks)[:-1] == 0) & np.repeat(has_turns, num_tokens)
+    if samples["loss_mask"].null_count == 0:
+        is_foreign &= pc.list_flatten(samples["loss_mask"]).to_numpy(zero_copy_only=False)
+    _refuse(_rows_of(is_foreign, num_tokens), "loss_mask", "trains on tokens outside of the policy's turns")
+
+
+def _lengths(samples: pa.Table, name: str) -> np.ndarray:
+    return pc.fill_null(pc.list_value_length(samples[name]), 0).to_numpy()
+
+
+def _refuse(bad: np.ndarray, column: str, what: str) -> None:
+    if bad.any():
+        raise InvalidInput(f"{column}: row {int(bad.argmax())} {what}", field=column)

@@ -1,0 +1,111 @@
+"""Tests what every config model refuses."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import services.common.config.reading.any  # noqa: F401  imports all models
+from services.common.config.base import Strict
+from services.common.config.reading.load import load, parse_json
+from services.common.config.run import Config
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput
+from tests.common.config.smallest import refused
+
+
+def models(base: type[Strict] = Strict) -> Iterator[type[Strict]]:
+    for model in base.__subclasses__():
+        if model.__module__.startswith("services."):
+            yield model
+            yield from models(model)
+
+
+FLOATS = [
+    (model, name)
+    for model in sorted(set(models()), key=lambda model: model.__qualname__)
+    for name, field in model.model_fields.items()
+    if field.annotation in (float, float | None)
+]
+NOT_FINITE = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", "1e400"]
+
+
+def problems(model: type[Strict], values: dict[str, Any]) -> dict[str, str]:
+    """Returns the type of each problem by dotted key, of a table and of the same as JSON."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(values)
+    with pytest.raises(ValidationError) as caught_json:
+        model.model_validate_json(json.dumps(values))
+    found, as_json = (
+        {".".join(map(str, one["loc"])): one["type"] for one in error.value.errors()} for error in (caught, caught_json)
+    )
+    assert found == as_json
+    return found
+
+
+@pytest.mark.parametrize(("model", "name"), FLOATS, ids=[f"{model.__name__}.{name}" for model, name in FLOATS])
+def test_every_number_is_finite(model: type[Strict], name: str) -> None:
+    for value in NOT_FINITE:
+        assert problems(model, {name: value})[name] == "finite_number"
+
+
+def test_the_fields_that_were_tried_are_those_of_the_whole_config() -> None:
+    names = {f"{model.__name__}.{name}" for model, name in FLOATS}
+    assert {"OptimConfig.lr", "TrainerConfig.max_logprob_gap", "TimeoutsConfig.open_s", "KlConfig.target"} <= names
+    assert len(names) > 60
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.engine={kv_cache_memory_bytes: .inf}",
+        "rollout.engine={compilation_config: {a: [1, .nan]}}",
+        "trainer.megatron.transformer_config_kwargs={moe_z_loss_coeff: -.inf}",
+        "trainer.megatron.optimizer_config_kwargs={adam_beta1: .nan}",
+        "reward.scorers=[{kind: python, path: 'm:f', kwargs: {limit: .inf}}]",
+        "data.chat_template_kwargs={a: .nan}",
+        "trainer.optim.betas=[0.9, .nan]",
+        "trainer.loss.correction.token_mask=[0.5, .inf]",
+        "trainer.max_logprob_gap=1e999",
+        "trainer.optim.lr=inf",
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_with_its_key(override: str, file: str) -> None:
+    message = refused(file, override)
+    assert "must be a finite number" in message
+    assert message.startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    "override", ["timeouts.open_s=true", "trainer.optim.betas=[0.9, true]", "trainer.profiler.ranks=[true]"]
+)
+def test_a_truth_value_is_no_number(override: str, file: str) -> None:
+    assert "must be a" in refused(file, override)
+
+
+def test_a_service_refuses_one_too() -> None:
+    with pytest.raises(InvalidInput, match=r"optim\.lr: must be a finite number"):
+        parse_json(TrainerConfig, '{"optim": {"lr": Infinity}}')
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("trainer.optim.betas=[0.9, 1.0]", "trainer.optim.betas=[0.0, 0.99]"),
+        ("trainer.optim.betas=[-0.1, 0.99]", "trainer.optim.betas=[0.9, 0]"),
+        ("trainer.collective_timeout_s=1e10", "trainer.collective_timeout_s=1e9"),
+        ("timeouts.train_s=1e300", "timeouts.train_s=1e9"),
+        ("timeouts.lease_s=1e10", "timeouts.lease_s=1"),
+        ("weights.timeout_s=1e10", "weights.timeout_s=1"),
+        ("restart.window_s=1e10", "restart.window_s=1"),
+        ("weights.bucket_bytes=10000000000000000000000", "weights.bucket_bytes=1099511627776"),
+        ("trainer.profiler.ranks=[-1]", "trainer.profiler.ranks=[0]"),
+        ("reward.max_memory_gib=1e30", "reward.max_memory_gib=1024"),
+    ],
+)
+def test_what_a_service_would_refuse_later_is_refused_in_the_config(wrong: str, right: str, file: str) -> None:
+    assert refused(file, wrong).startswith(wrong.partition("=")[0])
+    load(Config, [file, right])
