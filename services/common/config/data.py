@@ -100,8 +100,9 @@ class DataConfig(FilesConfig):
     prompts_per_step: int = Field(ge=1)
     """Number of distinct prompts per step. Each gets one prompt group of rollout.completions_per_prompt samples."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum prompt length in tokens, including the chat template and special tokens. data.overlong says what happens
-    to longer prompts."""
+    """Maximum prompt length in tokens, including the chat template, special tokens, and the tools and first messages of
+    an environment. data.overlong says what happens to longer prompts. A run may resume with a higher limit, unless rows
+    that were dropped would come back."""
     answer_column: str = "answer"
     """Column with the reference answers: text that is passed to the scorers."""
     extra_columns: tuple[str, ...] | None = None

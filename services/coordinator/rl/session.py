@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
@@ -32,6 +33,7 @@ from services.coordinator.services.membership import following_replicas
 from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.restarts import Restarts
 from services.coordinator.services.running import Sessions, recorded_run, running_services
+from services.coordinator.services.tools import Tools, known_tools
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
@@ -47,6 +49,8 @@ class Dataset:
     """Holds the tokenizer, the training prompts and the evaluation sets of a run."""
 
     tokenizer: Tokenizer
+    tools: Tools
+    """Schemas of the tools that every prompt shows."""
     train: PromptDataset
     eval: dict[str, Prompts]
 
@@ -96,7 +100,7 @@ async def _opened(
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:
     """Reads the run's data. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_early(config, _load, model_is_remote=bool(given.trainer))
+    return load_early(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -110,10 +114,11 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     console.print(next_steps, soft_wrap=True, highlight=False)
 
 
-def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
-    train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed)
+def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools) -> Dataset:
+    shown = tokenizer.with_tools(tools)
+    train_data = PromptDataset.load(config.data, shown, seed=config.seed)
     require_enough(len(train_data), config)
-    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer))
+    return Dataset(tokenizer, tools, train_data, load_eval(config.data, shown))
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
@@ -122,7 +127,9 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     _require_resumed(trainer.opened.version, run)
     version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
-    data = data or load_late(config, trainer.opened.model_card, _load)
+    tools: Tools = services.environments.tools if services.environments else []
+    if data is None or data.tools != tools:
+        data = load_late(config, trainer.opened.model_card, partial(_load, tools=tools))
     run.record.require_same_data(data.train.digest)
     opened = services.reward.services[0].opened
     warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment)

@@ -67,8 +67,8 @@ class RunRecord:
         before = self.ledger.last(Kind.COLLECTED)
         if before and before["dataset"] != dataset_digest:
             raise PreconditionFailed(
-                f"data.train differs from what {self.run_dir} was started with (rows, template or tokenizer); "
-                "use the same data, or another name"
+                f"data.train differs from what {self.run_dir} was started with (rows, template, tools or "
+                "tokenizer); use the same data, or another name"
             )
 
     def record_batch(self, batch: CollectedBatch) -> pa.Table:

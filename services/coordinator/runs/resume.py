@@ -34,6 +34,10 @@ _MEGATRON += ("empty_cuda_cache", "async_save")
 for _role in ("trainer", "reference", "critic"):
     _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
 _MAY_CHANGE |= {"trainer.max_logprob_gap", "trainer.streaming"}
+# These leave rows out. Rows that are now left out, or come back, are other data, which is refused by its digest.
+_MAY_CHANGE |= {"data.overlong", "data.bad_rows"}
+# Limits that may be raised: what fitted before fits as before.
+_MAY_GROW = {"data.max_prompt_tokens", "data.max_tokens", "rollout.max_model_len"}
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ def _newest(ledger: Ledger, config: AnyConfig) -> str:
 
 def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) -> None:
     now = json.loads(config.model_dump_json())
-    changed = [key for key in differences(now, before) if not _may_change(key)]
+    changed = [key for key in differences(now, before) if not _may_change(key) and not _has_grown(key, now, before)]
     if changed:
         saved = ledger.checkpoints(Kind.SAVED)
         from_there = f" with resume={saved[-1]['path']} to continue from that checkpoint" if saved else ""
@@ -223,6 +227,16 @@ def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) 
 def _may_change(key: str) -> bool:
     parts = key.split(".")
     return any(".".join(parts[:end]) in _MAY_CHANGE for end in range(1, len(parts) + 1))
+
+
+def _has_grown(key: str, now: object, before: object) -> bool:
+    """Returns whether `key` is a limit that was raised."""
+    if key not in _MAY_GROW:
+        return False
+    for part in key.split("."):
+        assert isinstance(now, dict) and isinstance(before, dict), "a limit is a key of a section"
+        now, before = now[part], before[part]
+    return isinstance(now, int) and isinstance(before, int) and now > before
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:

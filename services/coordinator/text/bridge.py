@@ -32,15 +32,8 @@ class Bridge:
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, Any] | None = None):
-        self._tokenizer, self._variables = tokenizer, dict(variables or {})
-        if tools and "tools" not in tokenizer.template_variables:
-            raise InvalidInput(
-                "the chat template does not show tools (it has no variable `tools`), so the policy would not know the "
-                "environment's: set data.chat_template to one that does",
-                field="data.chat_template",
-            )
-        if tools:
-            self._variables["tools"] = list(tools)
+        self._tokenizer = tokenizer.with_tools(tools) if tools else tokenizer
+        self._variables = dict(variables or {})
 
     def render(self, messages: Sequence[Message]) -> str:
         """Renders `messages` with the tools and variables, followed by the assistant header.

@@ -3,6 +3,7 @@
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, eos_token_ids: tuple[int, ...]):
         self._backend = backend
         self._template = template
+        self._variables: Mapping[str, object] = {}
         self.eos_token_ids = eos_token_ids
         """Ids that end a sample, ascending, from generation_config.json, config.json and the tokenizer."""
 
@@ -52,6 +54,24 @@ class Tokenizer:
         _add_special(backend, [*named.values(), *_extra(config), *_extra(older)])
         template = _read_template(directory, config, chat_template)
         return cls(backend, template and _compile(*template, special_tokens, date), eos_token_ids)
+
+    def with_tools(self, tools: Sequence[Mapping[str, object]]) -> "Tokenizer":
+        """Returns this tokenizer with a chat template that shows `tools`, their JSON schemas, in every prompt.
+
+        Raises:
+            InvalidInput: There are `tools` and the chat template does not show any.
+        """
+        if not tools:
+            return self
+        if "tools" not in self.template_variables:
+            raise InvalidInput(
+                "the chat template does not show tools (it has no variable `tools`), so the policy would not know the "
+                "environment's: set data.chat_template to one that does",
+                field="data.chat_template",
+            )
+        shown = copy(self)
+        shown._variables = {"tools": list(tools)}
+        return shown
 
     @property
     def vocab_size(self) -> int:
@@ -120,7 +140,9 @@ class Tokenizer:
         if self._template is None:
             message = "messages need a chat template and the model has none: set data.chat_template to a Jinja file"
             raise InvalidInput(message, field="data.chat_template")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, **{**variables, **self._variables}
+        )
 
     @cached_property
     def _plain(self) -> PlainText:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.reward.v1.environment_pb2 import Message
 from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
@@ -14,13 +15,18 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
-from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.dialog import Dialog, OverlongPrompt
 from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import environment_seed, seed_of
 from services.coordinator.rl.sampling.collect import Collector, Draw
-from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
+from services.coordinator.services.clients.environment import (
+    EnvironmentFailure,
+    Environments,
+    EpisodeClient,
+    EpisodeFailed,
+)
 from services.coordinator.services.clients.failure_log import ENVIRONMENT, Cause
 from services.coordinator.services.clients.replica import Affinity
 from services.coordinator.services.clients.rewards import Rewards
@@ -48,6 +54,7 @@ class EpisodeCollector(Collector):
         super().__init__(rollout, rewards, tokenizer, config.seed)
         assert config.environment, "without an environment, Collector samples single completions"
         self._settings, self._environments = config.environment, environments
+        self._drops_overlong = config.data.overlong == "drop"
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
 
@@ -57,7 +64,8 @@ class EpisodeCollector(Collector):
             played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
             failures = [one.failure for one in played if one.failure]
             if failures and not draw.keep_failed:
-                if self._settings.on_failure == "fail":
+                is_overlong = failures[0].failure is EnvironmentFailure.OVERLONG
+                if self._settings.on_failure == "fail" and not is_overlong:
                     raise failures[0]
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
@@ -91,11 +99,13 @@ class EpisodeCollector(Collector):
                 cause = Cause(ENVIRONMENT, error.failure, error.detail)
                 self.failure_log.add(cause, f"prompt {prompt.prompt_id} sample {sample}")
                 failure = error
+                if error.failure is EnvironmentFailure.OVERLONG:
+                    break
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
 
     async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
         messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
-        first = self._dialog.begin(prompt, messages)
+        first = self._begin(prompt, messages)
         stream, affinity = Stream(first.tokens), Affinity()
         reason = FinishReason.FINISH_REASON_TURN_LIMIT
         for turn in range(self._settings.max_turns):
@@ -124,6 +134,14 @@ class EpisodeCollector(Collector):
         completion, episode = stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment)
         kept = join_kept(stream.kept) if any(sets for sets, _ in stream.kept) else b""
         return _Played(first, completion, episode, routes=bytes(stream.routes), kept=kept)
+
+    def _begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+        try:
+            return self._dialog.begin(prompt, messages)
+        except OverlongPrompt as error:
+            if not self._drops_overlong:
+                raise
+            raise EpisodeFailed(EnvironmentFailure.OVERLONG, error.message) from error
 
     def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""

@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 from services.common.batches.kept import encode_kept, join_kept
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout.section import SamplingConfig
-from services.common.errors import LockstepError, Reason
+from services.common.errors import InvalidInput, LockstepError, Reason
 from services.common.files.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.data.episodes import Episode, Stream
@@ -79,12 +79,18 @@ async def played(
 
 
 async def played_on(
-    fakes: list[FakeReplica], environment: FakeEnvironment, *, num: int = 1, keep_failed: bool = False, **settings: Any
+    fakes: list[FakeReplica],
+    environment: FakeEnvironment,
+    *,
+    num: int = 1,
+    keep_failed: bool = False,
+    overlong: str = "fail",
+    **settings: Any,
 ) -> list[ScoredGroup | None]:
     config = make_config(
         environment={"kind": "python", "path": "m:C", **settings},
         rollout={"max_model_len": 200, "sampling": {"max_tokens": 8}},
-        data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
+        data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16, "overlong": overlong},
     )
     async with episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector:  # type: ignore[arg-type]
         draw = Draw(2, SAMPLING, STAMP, STAMP.version, keep_failed=keep_failed)
@@ -233,6 +239,22 @@ async def test_a_group_whose_environment_keeps_failing_is_dropped_and_never_rewa
     with pytest.raises(EpisodeFailed, match="crashed: on demand") as raised:
         await played(FakeEnvironment(ends_after(2), [CRASHED] * 6), on_failure="fail")
     assert raised.value.reason is Reason.ENVIRONMENT_FAILED
+
+
+@pytest.mark.parametrize("on_failure", ["drop_group", "fail"])
+async def test_an_episode_that_begins_too_long_is_dropped_once_and_never_ends_the_run(on_failure: str):
+    environment = FakeEnvironment(ends_after(1))
+    environment.first = [pb.Message(role="", content="7" * 14)]
+    assert await played(environment, overlong="drop", on_failure=on_failure) == [None]
+    assert len(environment.resets) == 2, "the same seeds begin the same way, so nothing is played again"
+    assert played_on.metrics["environment/failed_overlong"] == 2.0  # type: ignore[attr-defined]
+    (group,) = await played(environment, overlong="drop", on_failure=on_failure, keep_failed=True)
+    assert group is not None and group.is_failed.tolist() == [True, True]
+    with pytest.raises(InvalidInput, match=r"17 tokens, above data\.max_prompt_tokens 16: .* data\.overlong=drop"):
+        await played(environment, on_failure=on_failure)
+    environment.first = [pb.Message(role="", content="7" * 13)]
+    (group,) = await played(environment)
+    assert group is not None and len(group.prompt.tokens) == 16
 
 
 async def test_an_evaluation_counts_failed_episodes_as_failed():
