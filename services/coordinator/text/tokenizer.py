@@ -84,6 +84,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def template_source(self) -> str | None:
+        """Returns the Jinja source of the chat template; None without one."""
+        return self._template.source if self._template else None
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """Returns the names of the variables that the chat template uses; none without a template."""
         return self._template.variables if self._template else frozenset()

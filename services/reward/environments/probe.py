@@ -1,7 +1,7 @@
 """Opens an environment and closes it: `python -m services.reward.environments.probe < environment.json`.
 
-stdin is the section `environment` of a config. The exit code is 0 if it opens, and stdout has its version, the names and
-the schemas of its tools as JSON; otherwise it is 1, and the last line of stderr says why.
+stdin is the section `environment` of a config. The exit code is 0 if it opens, and stdout has its version and tools, by
+name and as schemas, as JSON; otherwise it is 1, and the last line of stderr says why.
 """
 
 import asyncio

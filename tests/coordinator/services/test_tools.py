@@ -53,7 +53,7 @@ def test_a_row_too_long_with_the_tools_is_dropped_or_refused_at_load(configured:
     assert data is not None
     limit = max(len(data.train.prompts[index].tokens) for index in (0, 2))
     assert limit < len(data.train.prompts[1].tokens)
-    with pytest.raises(InvalidInput, match="1 of 3 rows that are above data.max_prompt_tokens"):
+    with pytest.raises(InvalidInput, match=r"1 of 3 rows that are above data\.max_prompt_tokens"):
         load_data(configured(max_prompt_tokens=limit), Addresses())
     kept = load_data(configured(max_prompt_tokens=limit, overlong="drop"), Addresses())
     assert kept is not None
