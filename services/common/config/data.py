@@ -41,8 +41,8 @@ class FilesConfig(Strict):
     """Date to give to a chat template that writes today's date. It is fixed so that a resumed run sees the same
     rows; required by such a template."""
     add_special_tokens: bool = True
-    """Let the tokenizer add its special tokens, such as BOS, to a text prompt. They are never added to a templated
-    prompt, because the chat template writes its own."""
+    """Let the tokenizer put its special tokens, such as BOS, before a text prompt that does not begin with them. They
+    are never added to a templated prompt, because the chat template writes its own."""
     chat_template: Path | None = None
     """Jinja file to use instead of the model's own chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)

@@ -35,7 +35,8 @@ class SftDataConfig(FilesConfig):
     """Assistant messages of a conversation to train on: all, or only the last. all needs a chat template that does not
     rewrite earlier messages."""
     end_token: str | None = None
-    """Token to append to a response that is not templated. May be unset if the model has exactly one stop token."""
+    """Token to append to a response that is not templated and does not end with it. May be unset if the model has
+    exactly one stop token."""
 
 
 class SftEvaluationConfig(EvaluationFrequency):

@@ -111,7 +111,8 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
 
     def _example(self, row: Row, pieces: list[list[int]]) -> Example:
         """Builds the example. Text after an answer's end token comes from the template, so it is not trained on."""
-        pieces[-1] = pieces[-1] + self._end
+        if self._end and pieces[-1][-1:] != self._end:
+            pieces[-1] = pieces[-1] + self._end
         tokens: list[int] = []
         mask: list[bool] = []
         num_trained = 0

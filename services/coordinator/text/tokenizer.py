@@ -97,16 +97,18 @@ class Tokenizer:
         """Returns the token ids of `text`; special tokens written in the text become their ids.
 
         By default no token is added, which is right for templated text because the template writes BOS itself.
-        `add_special_tokens` also applies the tokenizer's post-processor, which prepends BOS for models that were
-        pre-trained with it.
+        `add_special_tokens` also adds what the tokenizer's post-processor puts before a text, such as BOS for models
+        that were pre-trained with it, unless the text begins with it already. What it puts after a text, such as EOS,
+        is not added: the text is continued.
 
         Raises:
             InvalidInput: The vocabulary has no token for a part of `text`, and no unknown token.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises no narrower class
             raise self._cannot_encode(text, error) from error
+        return _to_continue(encoding) if add_special_tokens else encoding.ids
 
     def as_text(self, text: str) -> str:
         """Returns `text` with marks in place of the special tokens that are spelled in it; see plain_text.py."""
@@ -129,7 +131,7 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception:  # noqa: BLE001 tokenizers raises no narrower class; encoding one by one names the text
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        return [encoding.ids for encoding in encodings]
+        return [_to_continue(encoding) if add_special_tokens else encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `tokens`."""
@@ -156,6 +158,15 @@ class Tokenizer:
     @staticmethod
     def _cannot_encode(text: str, error: Exception) -> InvalidInput:
         return InvalidInput(f"data: the model's tokenizer cannot encode {text[:80]!r}: {error}", field="data")
+
+
+def _to_continue(encoding: tokenizers.Encoding) -> list[int]:
+    """Returns the tokens of a text after the special tokens before it, which come once, without those after it."""
+    own = [place for place, text in enumerate(encoding.sequence_ids) if text is not None]
+    if not own:
+        return encoding.ids
+    before, tokens = encoding.ids[: own[0]], encoding.ids[own[0] : own[-1] + 1]
+    return tokens if tokens[: len(before)] == before else before + tokens
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -50,6 +50,12 @@ class TestPrompts:
         assert prompt.tokens[0] == 0
         assert load(path, add_special_tokens=False).prompts[1].tokens == prompt.tokens[1:]
 
+    def test_a_text_that_was_rendered_already_gets_no_second_bos(self, load, write_parquet):
+        path = write_parquet(prompt=["<|endoftext|>1 + 1 =", "1 + 1 ="], answer=["2", "2"])
+        written, plain = load(path).prompts
+        assert written.tokens == plain.tokens and written.tokens.count(0) == 1
+        assert load(path, add_special_tokens=False).prompts[0].tokens == plain.tokens
+
     def test_messages(self, load, tokenizer, write_parquet):
         path = write_parquet(prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
         prompt = load(path).prompts[2]

@@ -48,6 +48,14 @@ def test_prompts_are_measured_as_they_are_sent(configured: Callable[..., Config]
     assert shown.found.startswith(f"{len(data.train.prompts[0].tokens)} tokens: ") and "calculator" in shown.found
 
 
+def test_a_dry_run_shows_the_tokens_that_are_sent(configured: Callable[..., Config]) -> None:
+    config = configured().model_copy(update={"environment": None})
+    for chat, sent in ((False, "'<|endoftext|>1 + 1 ='"), (True, "'<|im_start|>system\\nYou")):
+        data = config.data.model_copy(update={"chat": chat})
+        found = [one.found for one in inputs._prompts(config.model_copy(update={"data": data}), Addresses())]
+        assert sent in found[1]
+
+
 def test_a_row_too_long_with_the_tools_is_dropped_or_refused_at_load(configured: Callable[..., Config]) -> None:
     data = load_data(configured(), Addresses())
     assert data is not None

@@ -84,6 +84,11 @@ def test_text_is_trained_on_from_the_response_to_the_end_token(characters: Calla
     assert parts(data, 1) == ([11, 12, 3, 14], [3, 2, EOS], [1, 1, 1])
 
 
+def test_a_response_ends_once(characters: Callable, load: Callable) -> None:
+    data = load(characters(), [{"prompt": "2+2=", "response": "4<eos>"}])
+    assert parts(data) == ([4, 12, 4, 14], [6, EOS], [1, 1])
+
+
 def test_other_columns_and_the_chat_template(characters: Callable, load: Callable) -> None:
     rows = [{"q": "2+2", "a": "4"}]
     data = load(characters(TEMPLATE), rows, prompt_column="q", response_column="a", chat=True, system_prompt="7 ")
