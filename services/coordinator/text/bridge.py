@@ -55,7 +55,7 @@ class Bridge:
         Raises:
             InvalidInput: The chat template rejects the messages, there is none, or raw text precedes a message.
         """
-        messages = [*messages, *map(self._as_text, said)]
+        messages = [*messages, *self._as_texts(said)]
         num_templated = sum(1 for message in messages if message["role"])
         templated, raw = messages[:num_templated], messages[num_templated:]
         if any(message["role"] for message in raw):
@@ -92,7 +92,7 @@ class Bridge:
                 f"messages: an environment's reply {f'must not {wrong}' if roles else 'needs a message'}",
                 field="messages",
             )
-        said = list(map(self._as_text, messages))
+        said = self._as_texts(messages)
         if roles == {""}:
             return self._raw("".join(message["content"] for message in said))
         tokens = self._tokenizer.encode_marked(self.after_turn(said))
@@ -174,12 +174,21 @@ class Bridge:
         """Returns whether `text` has the same tokens after other text."""
         return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
 
-    def _as_text(self, message: Message) -> Message:
-        """Returns a message of the environment's in which special tokens are marked as text."""
+    def _as_texts(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages of the environment's in which special tokens are marked as text.
+
+        Raw texts that follow each other become one, because a token may be spelled across them.
+        """
+        joined: list[Message] = []
+        for message in messages:
+            if joined and not message["role"] and not joined[-1]["role"]:
+                message = {**message, "content": joined.pop()["content"] + message["content"]}
+            joined.append(message)
         mark = self._tokenizer.as_text
-        return {
-            key: value if key == "role" or not isinstance(value, str) else mark(value) for key, value in message.items()
-        }
+        return [
+            {key: value if key == "role" or not isinstance(value, str) else mark(value) for key, value in one.items()}
+            for one in joined
+        ]
 
     def _raw(self, text: str) -> list[int]:
         # Some tokenizers put a space before a text. After other text they do not.
