@@ -58,6 +58,22 @@ class Dialog:
         """Returns the tokens that follow the policy's `turn`: the rest of its end, the messages, the next header."""
         return self._bridge.extend(turn, list(map(self._cut, messages))) if messages else ()
 
+    def check_played(
+        self, prompt: Prompt, messages: Sequence[Message], taken: Sequence[tuple[Sequence[int], Sequence[Message]]]
+    ) -> None:
+        """Compares an episode with what the chat template makes of the whole conversation; see Bridge.check_episode.
+
+        Args:
+            prompt: The row's prompt.
+            messages: The environment's first messages.
+            taken: The policy's tokens of each turn but the last, with the environment's reply.
+
+        Raises:
+            InvalidInput: They differ.
+        """
+        turns, replies = [turn for turn, _ in taken], [list(map(self._cut, reply)) for _, reply in taken]
+        self._bridge.check_episode(prompt.messages, list(map(self._cut, messages)), turns, replies)
+
     def text(self, turn: Sequence[int]) -> str:
         """Returns the text of a turn, without special tokens."""
         return self._tokenizer.decode(turn)

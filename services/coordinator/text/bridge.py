@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.bridge_check import check_keeps_turns
+from services.coordinator.text.bridge_check import check_episode, check_keeps_turns
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.made_up import ANSWER, QUESTION, answer, call, with_call_ids
 from services.coordinator.text.tokenizer import Tokenizer
@@ -117,6 +117,35 @@ class Bridge:
         templated = sorted(role for role in set(roles) if role)
         if templated and self._tokenizer.has_chat_template:
             check_keeps_turns(self, templated, with_system=with_system)
+
+    def check_episode(
+        self,
+        messages: Sequence[Message],
+        said: Sequence[Message],
+        turns: Sequence[Sequence[int]],
+        replies: Sequence[Sequence[Message]],
+    ) -> None:
+        """Compares an episode that was played with what the chat template makes of the whole conversation.
+
+        Both must be the same, but for white space around the assistant's text. Otherwise a program that renders the
+        conversation shows the model another text than it was trained on. Raw text is not compared.
+
+        Args:
+            messages: Those of the data.
+            said: The environment's first messages.
+            turns: The policy's tokens of each turn but the last.
+            replies: The environment's messages after each of these turns.
+
+        Raises:
+            InvalidInput: The message shows the first difference.
+        """
+        first = [*messages, *self._as_texts(said)]
+        if not turns or not all(message["role"] for some in (first, *replies) for message in some):
+            return
+        ends = self._tokenizer.eos_token_ids
+        texts = [turn[:-1] if turn[-1] in ends else turn for turn in turns]
+        shown = [self._tokenizer.decode(turn, skip_special_tokens=False) for turn in texts]
+        check_episode(self, first, shown, list(map(self._as_texts, replies)))
 
     def after_turn(self, messages: Sequence[Message]) -> str:
         """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` between.

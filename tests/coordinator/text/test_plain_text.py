@@ -112,9 +112,7 @@ def test_what_was_spelled_is_still_read(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     tokens = Bridge(tokenizer).extend([5], [{"role": "", "content": "42<eos>7<think>"}])
     shown = "".join(tokenizer._backend.id_to_token(token) for token in tokens)
-    shown = re.sub(
-        "<0x(..)>", lambda byte: chr(int(byte[1], 16)), shown
-    )  # not in the vocabulary
+    shown = re.sub("<0x(..)>", lambda byte: chr(int(byte[1], 16)), shown)  # not in the vocabulary
     assert shown.replace("##", "").replace("▁", "") == "42<eos>7<think>"
 
 

@@ -1,5 +1,6 @@
 """Plays episodes: the policy and an environment take turns on one stream of tokens, all sampled from one stamp."""
 
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -34,6 +35,13 @@ from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.opening import Services
 from services.coordinator.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
+Taken = tuple[Sequence[int], Sequence[Message]]
+"""The policy's tokens of a turn, with the environment's reply."""
+_NUM_COMPARED = 32
+"""Number of episodes of several turns that are rendered again, after each start."""
+
 
 @dataclass(frozen=True)
 class _Played:
@@ -57,6 +65,7 @@ class EpisodeCollector(Collector):
         self._drops_overlong = config.data.overlong == "drop"
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
+        self._to_compare, self._differs = _NUM_COMPARED, False
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Plays and scores the episodes of one prompt. Returns None if a failure drops the group."""
@@ -107,7 +116,7 @@ class EpisodeCollector(Collector):
         messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
         first = self._begin(prompt, messages)
         stream, affinity = Stream(first.tokens), Affinity()
-        reason = FinishReason.FINISH_REASON_TURN_LIMIT
+        reason, taken = FinishReason.FINISH_REASON_TURN_LIMIT, []
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
             params = self._params(draw, self._max_tokens - len(stream.tokens))
@@ -131,6 +140,8 @@ class EpisodeCollector(Collector):
                 break
             if turn + 1 < self._settings.max_turns:
                 stream.add_context(added)
+                taken.append((completion.tokens, reply.messages))
+        self._compare(prompt, messages, taken, sample)
         completion, episode = stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment)
         kept = join_kept(stream.kept) if any(sets for sets, _ in stream.kept) else b""
         return _Played(first, completion, episode, routes=bytes(stream.routes), kept=kept)
@@ -142,6 +153,24 @@ class EpisodeCollector(Collector):
             if not self._drops_overlong:
                 raise
             raise EpisodeFailed(EnvironmentFailure.OVERLONG, error.message) from error
+
+    def _compare(self, prompt: Prompt, messages: Sequence[Message], taken: Sequence[Taken], sample: int) -> None:
+        """Renders one of the first episodes of several turns again, and warns if the chat template changes its text."""
+        if not taken or not self._to_compare:
+            return
+        self._to_compare -= 1
+        try:
+            self._dialog.check_played(prompt, messages, taken)
+        except InvalidInput as error:
+            self._counts["rendered_differently"] += 1
+            level = logging.INFO if self._differs else logging.WARNING
+            self._differs = True
+            log.log(
+                level,
+                "prompt %s sample %d: a program that renders the conversation with the chat template will not show the "
+                "model the text that it is trained on: %s",
+                *(prompt.prompt_id, sample, error.message),
+            )
 
     def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""

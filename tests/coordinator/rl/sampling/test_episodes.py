@@ -23,6 +23,7 @@ from services.coordinator.rl.sampling.collect import Collector, Draw
 from services.coordinator.services.clients.environment import EpisodeFailed
 from tests.coordinator.fake_environment import FakeEnvironment, Script, episodes
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
+from tests.coordinator.text.bridge_families import make_tokenizer
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)
 SAMPLING = SamplingConfig(max_tokens=8)
@@ -255,6 +256,33 @@ async def test_an_episode_that_begins_too_long_is_dropped_once_and_never_ends_th
     environment.first = [pb.Message(role="", content="7" * 13)]
     (group,) = await played(environment)
     assert group is not None and len(group.prompt.tokens) == 16
+
+
+async def test_an_episode_that_a_chat_api_would_show_differently_is_named(caplog: pytest.LogCaptureFixture):
+    def script(turn: int, text: str) -> pb.StepResponse:
+        return pb.StepResponse(messages=[pb.Message(role="user", content="Again.")], done=turn == 2)
+
+    chatml = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for content, differing in (("m.content", 0), ("m.content[m.content | length == 2:]", 2)):
+        tokenizer = make_tokenizer(chatml.replace("CONTENT", content), eos=("<|im_end|>",))
+        config = make_config(
+            environment={"kind": "python", "path": "m:C"},
+            rollout={"sampling": {"max_tokens": 8}, "max_model_len": 4096},
+        )
+        prompt = replace(make_prompt(0), messages=({"role": "user", "content": "Hi"},))
+        caplog.clear()
+        async with (
+            replicas(1) as fakes,
+            episodes(config, fakes, FakeEnvironment(script), STAMP, tokenizer) as collector,
+        ):
+            group = await collector.one(0, prompt, Draw(2, SAMPLING, STAMP, STAMP.version))
+            assert group is not None
+            assert collector.take_metrics().get("environment/rendered_differently", 0) == differing
+        warned = [one for one in caplog.records if "will not show the model the text" in one.getMessage()]
+        assert [one.levelname for one in warned if one.levelname == "WARNING"] == ["WARNING"] * (differing > 0)
 
 
 async def test_an_evaluation_counts_failed_episodes_as_failed():
