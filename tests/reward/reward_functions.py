@@ -1,6 +1,7 @@
 """Defines scorers as users write them, good and bad; workers import this file by name."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,11 @@ def with_bonus(*, completion, answer, extra, num_tokens, finish_reason, prompt, 
     print("functions may print", file=sys.stdout)  # noqa: T201
     fields = (prompt, extra, num_tokens, finish_reason)
     return float(completion == answer and fields == ("p", {"level": 3}, 7, "stop")) + bonus
+
+
+def as_written(*, extra, **_):
+    """Returns 1.0 if the row is, to the byte, what its own column `written` says."""
+    return float(json.dumps({name: value for name, value in extra.items() if name != "written"}) == extra["written"])
 
 
 async def slowly(*, completion, **_):

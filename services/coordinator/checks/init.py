@@ -15,7 +15,7 @@ from services.common.families.architecture import mixes_layers, read_architectur
 from services.common.families.registry import FAMILIES
 from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
 from services.coordinator.data.reading.hub import local_model
-from services.coordinator.data.reading.sources import files_of, read_rows
+from services.coordinator.data.reading.sources import Rows, files_of, read_rows
 from services.coordinator.text.tokenizer import Tokenizer
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
@@ -91,16 +91,16 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     content = read_content(directory)
     is_counted = content.get("model_type") in FAMILIES and not mixes_layers(content)
     count = read_architecture(directory).num_parameters if is_counted else None
-    rows = read_rows(files_of(train, field="--data")[0], field="--data").table
+    rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)
-    sizes = replace(sizes, prompt_tokens=prompt_tokens, prompts=min(sizes.prompts, rows.num_rows))
+    sizes = replace(sizes, prompt_tokens=prompt_tokens, prompts=min(sizes.prompts, len(rows)))
     ranks = max(1, num_gpus // 2)
     replicas = max(1, num_gpus - ranks)
     shared = "\nplacement: colocated            # trainer and engine take turns on the GPU"
-    is_text_of_chat = Tokenizer.load(directory).has_chat_template and not is_messages(rows.schema.field(prompt).type)
+    is_text_of_chat = Tokenizer.load(directory).has_chat_template and not is_messages(rows.types[prompt])
     chat = "\n  chat: true                     # text prompts become a user message of the chat template"
     text = _TEMPLATE.format(
         gpus=_hosts(num_gpus),
@@ -132,10 +132,10 @@ def _counted(num_parameters: int) -> str:
     return f"{size} parameters"
 
 
-def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:
-    found = next((n for n in names if n in rows.column_names and fits(rows.schema.field(n).type)), None)
+def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:
+    found = next((n for n in names if n in rows.types and fits(rows.types[n])), None)
     if found is None:
-        has = ", ".join(f"{field.name} ({field.type})" for field in rows.schema)
+        has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
         raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
     return found
 

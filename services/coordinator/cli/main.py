@@ -243,7 +243,7 @@ def init(
     model: Annotated[
         Path, typer.Option(help="The starting model: a directory in the Hugging Face format, or OWNER/NAME on the Hub.")
     ],
-    data: Annotated[Path, typer.Option(help="File of prompts with answers: Parquet or JSON Lines.")],
+    data: Annotated[Path, typer.Option(help="File of prompts with answers: Parquet, JSON Lines, JSON or CSV.")],
     out: Annotated[Path, typer.Option(help="File to write; it must not exist.")] = Path("run.yaml"),
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use; by default all of this host.")] = None,
 ) -> None:

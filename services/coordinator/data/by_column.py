@@ -15,5 +15,5 @@ def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict
         return {}
     rewards: dict[str, list[np.ndarray]] = defaultdict(list)
     for group in groups:
-        rewards[value_name(group.prompt.extra[column])].append(group.rewards)
+        rewards[value_name(group.prompt.extra.get(column))].append(group.rewards)
     return {f"reward[{column}={value}]": float(np.concatenate(rewards[value]).mean()) for value in sorted(rewards)}

@@ -30,9 +30,10 @@ class Prompt:
     text: str
     """The text that was tokenized, after the chat template."""
     tokens: tuple[int, ...]
-    answer: str
+    answer: str | None
+    """None if the row has none, which only rows that no scorer reads may do."""
     extra: dict[str, object]
-    """Further columns, as JSON values."""
+    """Further columns that the row has, as JSON values."""
     messages: tuple[Message, ...]
     """Messages that the chat template rendered as `text`, including the system prompt. Without a template, one message
     with an empty role and the whole text."""
@@ -118,7 +119,7 @@ def _require_few_values(config: DataConfig, rows: Sequence[PromptRow]) -> None:
     column = config.metrics_column
     if column is None:
         return
-    values = {value_name(row.extra[column]) for row in rows}
+    values = {value_name(row.extra.get(column)) for row in rows}
     if len(values) > _MOST_VALUES:
         raise InvalidInput(
             f"data.metrics_column: column {column!r} has {len(values)} values, more than {_MOST_VALUES}: name a column "

@@ -137,11 +137,11 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
     console.print(f"metrics.json and all samples (Parquet) are in {evaluation.directory}", soft_wrap=True)
 
 
-_Dataset = tuple[Tokenizer, Tools, dict[str, Prompts]]
+_Dataset = tuple[Tokenizer, Tools | None, dict[str, Prompts]]
 
 
-def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools) -> _Dataset:
-    return tokenizer, tools, load_eval(config.data, tokenizer.with_tools(tools))
+def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> _Dataset:
+    return tokenizer, tools, load_eval(config.data, tokenizer.with_tools(tools or ()))
 
 
 async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluated: str) -> Evaluation:

@@ -49,10 +49,16 @@ class Dataset:
     """Holds the tokenizer, the training prompts and the evaluation sets of a run."""
 
     tokenizer: Tokenizer
-    tools: Tools
-    """Schemas of the tools that every prompt shows."""
+    tools: Tools | None
+    """Schemas of the tools that every prompt shows; None if the prompts were read without knowing them."""
     train: PromptDataset
     eval: dict[str, Prompts]
+
+    def others(self, config: Config) -> dict[str, str]:
+        """Returns the digests of what must not change in a run beside the training data, by name."""
+        held_out = {f"data.eval.{name}": prompts.digest for name, prompts in self.eval.items()}
+        # Without an environment, the rows show every change of the template that matters.
+        return held_out | ({"the chat template": self.tokenizer.template_digest} if config.environment else {})
 
 
 async def run_session(config: Config, given: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
@@ -76,6 +82,8 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
         with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
             if outcome := outcome_if_finished(run, frontend.say):
                 return outcome
+            if loaded and loaded.tools is not None:
+                run.record.require_same_data(loaded.train.digest, loaded.others(config))
             async with _opened(run, sessions.restarts, given, frontend, loaded) as context:
                 loop = train_lagged if config.trainer.lag.versions else train
                 await loop(run, context)
@@ -114,8 +122,8 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     console.print(next_steps, soft_wrap=True, highlight=False)
 
 
-def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools) -> Dataset:
-    shown = tokenizer.with_tools(tools)
+def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Dataset:
+    shown = tokenizer.with_tools(tools or ())
     train_data = PromptDataset.load(config.data, shown, seed=config.seed)
     require_enough(len(train_data), config)
     return Dataset(tokenizer, tools, train_data, load_eval(config.data, shown))
@@ -130,7 +138,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     tools: Tools = services.environments.tools if services.environments else []
     if data is None or data.tools != tools:
         data = load_late(config, trainer.opened.model_card, partial(_load, tools=tools))
-    run.record.require_same_data(data.train.digest)
+    run.record.use_data(data.train.digest, data.others(config))
     opened = services.reward.services[0].opened
     warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment)
     frontend.say(run.describe_start(version, trainer.opened.version))

@@ -23,6 +23,7 @@ class Kind(StrEnum):
     """Names the kind of a decision."""
 
     OPENED = "opened"  # run id, config and versions, each time a coordinator opens the run
+    DATA = "data"  # digests of the training data and of the held-out sets, each time a coordinator begins the run
     BEGUN = "begun"  # newest finished step, each time a coordinator has opened the services
     EPOCH = "epoch"  # weight-group epoch and its number of replicas
     PUBLISHED = "published"  # stamp that the replicas serve

@@ -58,18 +58,36 @@ class RunRecord:
         """Records that the replicas serve `stamp`, and which digest each `received`, by address."""
         self.ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest, received=received)
 
-    def require_same_data(self, dataset_digest: str) -> None:
-        """Checks, before the first step, that the training data is the same that the run started with.
+    def require_same_data(self, dataset_digest: str, others: Mapping[str, str] | None = None) -> None:
+        """Checks that the data is the same that the run started with, once it has trained or evaluated on it.
+
+        Args:
+            dataset_digest: That of the training data.
+            others: Digests of what else must not change, such as the held-out sets, by the name that errors give it.
 
         Raises:
             PreconditionFailed: The run was started with other data.
         """
-        before = self.ledger.last(Kind.COLLECTED)
-        if before and before["dataset"] != dataset_digest:
+        before: dict[str, str] = {}
+        collected = self.ledger.last(Kind.COLLECTED)
+        if collected or self.ledger.last(Kind.EVALUATED):
+            before = (self.ledger.last(Kind.DATA) or {}).get("digests", {})
+        if collected:
+            before["data.train"] = collected["dataset"]
+        now = {"data.train": dataset_digest, **(others or {})}
+        changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
+        if changed:
+            pairs = ", ".join(f"{before[name][:8]} is now {now[name][:8]}" for name in changed)
             raise PreconditionFailed(
-                f"data.train differs from what {self.run_dir} was started with (rows, template, tools or "
-                "tokenizer); use the same data, or another name"
+                f"{' and '.join(changed)} {'differs' if len(changed) == 1 else 'differ'} from what {self.run_dir} was "
+                f"started with (rows, template, tools or tokenizer; digest {pairs}); use the same data, or another "
+                "name"
             )
+
+    def use_data(self, dataset_digest: str, others: Mapping[str, str]) -> None:
+        """Records, before the first step, what `require_same_data` will compare. Raises as it does."""
+        self.require_same_data(dataset_digest, others)
+        self.ledger.record(Kind.DATA, digests={"data.train": dataset_digest, **others})
 
     def record_batch(self, batch: CollectedBatch) -> pa.Table:
         """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them.

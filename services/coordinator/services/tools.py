@@ -34,18 +34,20 @@ def probe_environment(
     )
 
 
-def known_tools(config: Config, given: Addresses) -> Tools:
-    """Returns the tools that prompts will show, as far as this host can tell.
+def known_tools(config: Config, given: Addresses) -> Tools | None:
+    """Returns the tools that prompts will show.
 
-    There are none if another host has the environment, or if it does not open; a run that starts asks its reward
-    service again, and its prompts are then read with the tools that it really has.
+    None if this host cannot tell, because another host has the environment or it does not open. A run that starts asks
+    its reward service again, and its prompts are then read with the tools that it really has.
     """
     environment = config.environment
-    if environment is None or given.reward or environment.kind != "tools" or environment.syntax == "tags":
+    if environment is None or environment.kind != "tools" or environment.syntax == "tags":
         return []
+    if given.reward:
+        return None
     try:
         done = probe_environment(environment)
     except subprocess.TimeoutExpired:
         _log.warning("environment: it did not open within %g s; prompts are measured without its tools", TIMEOUT_S)
-        return []
-    return [] if done.returncode else json.loads(done.stdout)["schemas"]
+        return None
+    return None if done.returncode else json.loads(done.stdout)["schemas"]

@@ -18,12 +18,7 @@ class SftDataset:
 
     def __init__(self, examples: Sequence[Example], order: EpochOrder):
         self.examples, self._order = examples, order
-        digest = hashlib.blake2b(digest_size=16)
-        for example in examples:
-            digest.update(f"{example.prompt_id} {len(example.prompt_tokens)} {len(example.tokens)}\n".encode())
-            for part in (example.prompt_tokens, example.tokens, example.loss_mask):
-                digest.update(part.astype(part.dtype.newbyteorder("<")).tobytes())
-        self.digest = digest.hexdigest()
+        self.digest = digest_of(examples)
         """128-bit hex digest of all rows, in order: ids, tokens and masks."""
 
     @classmethod
@@ -45,6 +40,16 @@ class SftDataset:
             ValueError: `step` is negative.
         """
         return to_table([self.examples[index] for index in self._order.indices(step).tolist()], version=step)
+
+
+def digest_of(examples: Sequence[Example]) -> str:
+    """Returns a 128-bit hex digest of rows, in order: ids, tokens and masks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in examples:
+        digest.update(f"{example.prompt_id} {len(example.prompt_tokens)} {len(example.tokens)}\n".encode())
+        for part in (example.prompt_tokens, example.tokens, example.loss_mask):
+            digest.update(part.astype(part.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
 
 
 def to_table(examples: Sequence[Example], *, version: int) -> pa.Table:

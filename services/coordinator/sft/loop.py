@@ -18,7 +18,7 @@ from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Trainer
-from services.coordinator.sft.data import Example, SftDataset, to_table
+from services.coordinator.sft.data import Example, SftDataset, digest_of, to_table
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,14 @@ class SftTrainer(Trainer):
         return -pc.sum(logprobs.cast(pa.float64())).as_py(), len(logprobs)
 
 
-def use_rows(run: Run[SftConfig], data: SftDataset) -> None:
-    """Records the training rows before the first step and sets `run.num_steps`, which may depend on their number.
+def use_rows(run: Run[SftConfig], data: SftDataset, held_out: Mapping[str, Sequence[Example]] | None = None) -> None:
+    """Records the rows before the first step and sets `run.num_steps`, which may depend on the number of training rows.
 
     Raises:
         PreconditionFailed: The run was started with other rows.
     """
-    run.record.require_same_data(data.digest)
+    others = {f"data.eval.{name}": digest_of(rows) for name, rows in (held_out or {}).items()}
+    run.record.use_data(data.digest, others)
     run.record.ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
     run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs or 0)
 

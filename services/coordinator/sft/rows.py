@@ -18,7 +18,7 @@ from services.coordinator.data.reading.columns import (
     require,
 )
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
-from services.coordinator.data.reading.parquet import Record
+from services.coordinator.data.reading.record import Record
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.prefix_stable import check_prefix_stable
 

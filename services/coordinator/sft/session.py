@@ -50,7 +50,7 @@ async def _run_once(
 ) -> Outcome:
     with recorded_run(config, console) as run:
         if data is not None:
-            use_rows(run, data.train)
+            use_rows(run, data.train, data.held_out)
         if outcome := outcome_if_finished(run, partial(console.print, soft_wrap=True)):
             return outcome
         async with (
@@ -60,7 +60,7 @@ async def _run_once(
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
             if data is None:
                 data = load_late(config, trainer.opened.model_card, _load)
-                use_rows(run, data.train)
+                use_rows(run, data.train, data.held_out)
             run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
             stop_on_signal(run, console)
             await train(run, data, trainer)

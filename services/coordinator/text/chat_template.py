@@ -45,8 +45,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": self._strftime_now}
-        self.source = source
-        self._special_tokens = special_tokens
+        self.source, self._special_tokens = source, special_tokens
         self._date = date
         try:
             self._template = environment.from_string(source)

@@ -1,6 +1,7 @@
 """Loads and runs the model's tokenizer, without importing transformers or torch."""
 
 import datetime
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -92,6 +93,11 @@ class Tokenizer:
     def template_variables(self) -> frozenset[str]:
         """Returns the names of the variables that the chat template uses; none without a template."""
         return self._template.variables if self._template else frozenset()
+
+    @property
+    def template_digest(self) -> str:
+        """Returns a 128-bit hex digest of the chat template; that of an empty text without a template."""
+        return hashlib.blake2b((self.template_source or "").encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`; special tokens written in the text become their ids.

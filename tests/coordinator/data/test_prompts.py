@@ -235,7 +235,7 @@ class TestBadInput:
             PromptDataset.load(config(path), tokenizer, seed=0)
 
     def test_nan_is_not_json(self, load, write_parquet):
-        with pytest.raises(InvalidInput, match="row 2: an extra column holds NaN"):
+        with pytest.raises(InvalidInput, match="row 2: column level holds NaN or infinity, which is not JSON"):
             load(write_parquet(**columns(2), level=[0.5, float("nan")]))
 
     def test_overlong(self, load, write_parquet, tokenizer, caplog):

@@ -155,6 +155,20 @@ async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> 
         run.record.require_same_data("other")
 
 
+async def test_other_held_out_data_is_refused_once_it_counts(open_again: Callable[[], Run]) -> None:
+    record = open_again().record
+    record.use_data("train", {"data.eval.a": "1" * 32, "data.eval.b": "2" * 32})
+    changed = {"data.eval.a": "3" * 32, "data.eval.b": "2" * 32}
+    record.use_data("train", changed)  # nothing was evaluated
+    record.ledger.record(Kind.EVALUATED, 0, **{"eval/a/reward/mean": 0.5})
+    record.require_same_data("train", changed)
+    with pytest.raises(PreconditionFailed, match=r"data\.eval\.a differs from what .* 33333333 is now 44444444\)"):
+        record.require_same_data("train", changed | {"data.eval.a": "4" * 32})
+    record.ledger.record(Kind.COLLECTED, 0, dataset="train")
+    with pytest.raises(PreconditionFailed, match=r"^data\.train and data\.eval\.a differ from what"):
+        record.require_same_data("other", changed | {"data.eval.a": "4" * 32})
+
+
 async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
     trainer.ends.put_nowait(InternalError("disk"))

@@ -61,8 +61,11 @@ def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., Run]) -> N
     run = open_again(num_steps=9)
     with pytest.raises(PreconditionFailed, match=r"data\.train differs from what .*run was started with"):
         use_rows(run, dataset(1, 2, 4, 3))
-    use_rows(run, dataset(1, 2, 3, 4))
+    use_rows(run, dataset(1, 2, 3, 4), {"a": [example(5)]})
     assert run.num_steps == 9
+    use_rows(open_again(num_steps=9), dataset(1, 2, 3, 4), {"a": [example(5)]})
+    with pytest.raises(PreconditionFailed, match=r"data\.eval\.a differs from what .*run was started with"):
+        use_rows(open_again(num_steps=9), dataset(1, 2, 3, 4), {"a": [example(6)]})
 
 
 class FakeTrainer:

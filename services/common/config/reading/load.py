@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from services.common.config.reading.read_yaml import MAX_DEPTH, parse_yaml
+from services.common.config.reading.read_yaml import MAX_DEPTH, KeySetTwiceError, parse_yaml
 from services.common.config.reading.suggest import suggest
 from services.common.config.reading.tables import is_replaced, models_of, open_tables
 from services.common.config.reading.words import in_words
@@ -145,6 +145,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         raise InvalidInput(f"config file {path} does not exist", reason=Reason.INVALID_CONFIG) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"config file {path} cannot be read: {error}", reason=Reason.INVALID_CONFIG) from error
+    except KeySetTwiceError as error:
+        raise InvalidInput(f"{path}: {error}", reason=Reason.INVALID_CONFIG) from error
     except yaml.YAMLError as error:
         raise InvalidInput(
             f"{path} is not YAML: {' '.join(str(error).split())}", reason=Reason.INVALID_CONFIG

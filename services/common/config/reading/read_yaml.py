@@ -1,5 +1,6 @@
 """Parses YAML with limits: a small text must not build a huge tree, and a key must not be set twice."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -10,18 +11,22 @@ _MAX_MERGED = 1_000
 MAX_DEPTH = 100
 
 
+class KeySetTwiceError(yaml.YAMLError):
+    """A table sets a key twice. The message names the key and its lines."""
+
+
 class _Loader(yaml.SafeLoader):
     """Rejects what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
+        lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        problem=f"{key.value} is set twice", problem_mark=node.start_mark
-                    )
-                seen.add(key.value)
+                line = key.start_mark.line + 1
+                if before := lines.get(key.value):
+                    where = f"in line {line}" if before == line else f"in lines {before} and {line}"
+                    raise KeySetTwiceError(f"{key.value} is set twice, {where}: remove one")
+                lines[key.value] = line
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -33,11 +38,18 @@ class _Loader(yaml.SafeLoader):
             )
 
 
+# YAML 1.2 takes 1e3 and 1.5e-6 for numbers, but PyYAML only 1.0e+3.
+cast(Any, _Loader).add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}$"), [*"+-.0123456789"]
+)
+
+
 def parse_yaml(text: str) -> Any:
     """Returns the value of a YAML text.
 
     Raises:
-        yaml.YAMLError: The text is not YAML, sets a key twice, nests too deeply, or stands for too many values.
+        KeySetTwiceError: A table sets a key twice.
+        yaml.YAMLError: The text is not YAML, nests too deeply, or stands for too many values.
     """
     try:
         value = yaml.load(text, Loader=_Loader)

@@ -48,7 +48,7 @@ def read_records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
         return
     if path.suffix not in (".json", ".jsonl"):
         raise InvalidInput(f"{path}: a source file must be .parquet, .json or .jsonl", field=_FIELD)
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         is_array = file.read(1024).lstrip().startswith("[")
     for where, index, value in _read_array(path) if is_array else _read_lines(path, bad):
         if isinstance(value, dict):
@@ -81,7 +81,7 @@ def _download(format: Format, source: str, revision: str | None) -> Path:
 
 def _read_array(path: Path) -> Iterator[tuple[str, int, object]]:
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise InvalidInput(f"{path} is not JSON: {error}", field=_FIELD) from error
     for index, record in enumerate(records):
@@ -89,7 +89,7 @@ def _read_array(path: Path) -> Iterator[tuple[str, int, object]]:
 
 
 def _read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, int, object]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for index, line in enumerate(file):
             if not line.strip():
                 continue

@@ -1,14 +1,15 @@
 """Checks the types of columns and converts their values, which are text or messages."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 import pyarrow as pa
 
 from services.coordinator.data.reading.bad_rows import BadRow
+from services.coordinator.data.reading.record import in_words
 from services.coordinator.text.chat_template import Message
 
-Value = TypeVar("Value")
+_KINDS = {str: "text", list: "a list of messages", (str, list): "text or a list of messages"}
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -44,19 +45,21 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def require(value: Value | None, name: str) -> Value:
-    """Returns `value`. Raises BadRow if it is null, empty or blank text."""
-    if not value or (isinstance(value, str) and not value.strip()):
+def require(value: Any, name: str, kind: type | tuple[type, ...] = str) -> Any:
+    """Returns `value`. Raises BadRow if it is null, empty or blank text, or not of `kind`: text, a list, or either."""
+    if value is None or value in ("", []) or (isinstance(value, str) and not value.strip()):
         raise BadRow(f"the {name} is {'null' if value is None else 'empty'}")
+    if not isinstance(value, kind):
+        raise BadRow(f"the {name} is {in_words(value)}, not {_KINDS[kind]}")
     return value
 
 
-def as_messages(prompt: str | Sequence[Message | None] | None) -> list[Message]:
+def as_messages(prompt: Any) -> list[Message]:
     """Converts a prompt to messages. Raises BadRow if it cannot be used."""
-    prompt = require(prompt, "prompt")
+    prompt = require(prompt, "prompt", (str, list))
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    messages = _without_nulls(prompt, " of the prompt")
+    messages = _checked(prompt, " of the prompt")
     if not messages[-1]["content"].strip():
         raise BadRow("the last message of the prompt is empty")
     if messages[-1]["role"] == "assistant":
@@ -64,9 +67,9 @@ def as_messages(prompt: str | Sequence[Message | None] | None) -> list[Message]:
     return messages
 
 
-def as_conversation(value: Sequence[Message | None] | None) -> list[Message]:
+def as_conversation(value: Any) -> list[Message]:
     """Returns the messages up to the last one of the assistant. Raises BadRow if they cannot be used."""
-    messages = _without_nulls(require(value, "conversation"))
+    messages = _checked(require(value, "conversation", list))
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index in turns:
         if not messages[index]["content"].strip():
@@ -78,12 +81,13 @@ def as_conversation(value: Sequence[Message | None] | None) -> list[Message]:
     return messages[: turns[-1] + 1]
 
 
-def _without_nulls(messages: Sequence[Message | None], whose: str = "") -> list[Message]:
-    """Removes the null values that Parquet stores for keys that a message does not have."""
-    kept: list[Message] = [
-        {key: value for key, value in (message or {}).items() if value is not None} for message in messages
-    ]
-    for index, message in enumerate(kept):
-        if missing := {"role", "content"} - message.keys():
-            raise BadRow(f"message {index}{whose} has no {min(missing)}")
-    return kept
+def _checked(messages: Sequence[Any], whose: str = "") -> list[Message]:
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict | None):
+            raise BadRow(f"message {index}{whose} is {in_words(message)}, not an object")
+        for key in ("content", "role"):
+            if not message or message.get(key) is None:
+                raise BadRow(f"message {index}{whose} has no {key}")
+            if not isinstance(message[key], str):
+                raise BadRow(f"the {key} of message {index}{whose} is {in_words(message[key])}, not text")
+    return list(messages)

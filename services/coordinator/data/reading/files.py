@@ -17,8 +17,8 @@ from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.columns import is_messages
-from services.coordinator.data.reading.parquet import Record, iter_rows, row_place
-from services.coordinator.data.reading.sources import files_of, read_rows
+from services.coordinator.data.reading.record import MAX_DEPTH, Record, Unusable, depth_of
+from services.coordinator.data.reading.sources import files_of, read_rows, warn_of_shared_files
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -78,8 +78,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     def __init__(self, path: Path, config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None):
         self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
-        rows = read_rows(path, field=field)
-        self._table, self._lines = rows.table.slice(0, max_rows), rows.lines
+        self._file = read_rows(path, field=field, max_rows=max_rows)
         self.is_templated = is_messages(self._check_columns()) or config.chat
         """Whether rows are rendered with the chat template."""
         self._check_template()
@@ -93,6 +92,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             InvalidInput: A column is missing or has a wrong type, rows cannot be used or need a template and the model
                 has none, or there are too few for one batch.
         """
+        warn_of_shared_files(config.train, config.eval)
         examples = cls._read_all(config.train, config, tokenizer, "data.train")
         key, per_step = cls._limits(config).per_step
         if per_step > len(examples):
@@ -129,7 +129,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
                     overlong.add(where, f"{example.num_tokens} tokens")
                 else:
                     kept.append(example)
-            num_rows += file._table.num_rows
+            num_rows += len(file._file)
         bad.settle(config.bad_rows, total=num_rows, field=field)
         overlong.settle(config.overlong, total=num_rows, field=f"data.{key}")
         if not kept:
@@ -177,8 +177,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             return None
 
     def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
-        for index, record in enumerate(iter_rows(self._table)):
-            where = f"{self.path} line {self._lines[index]}" if self._lines else row_place(self.path, index)
+        for index, (where, record) in enumerate(self._file):
             try:
                 yield self._read(where, first_number + index, record)
             except (BadRow, TemplateRefusal) as error:
@@ -197,9 +196,9 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         return self.tokenizer.render(messages, add_generation_prompt=is_prompt, **variables)
 
     def _type(self, column: str, key: str) -> pa.DataType:
-        names = self._table.column_names
+        names = self._file.types
         if column in names:
-            return self._table.schema.field(column).type
+            return names[column]
         close = difflib.get_close_matches(column, names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         has = f"only {', '.join(names)}" if names else "and no other"
@@ -207,7 +206,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     def _require(self, is_right: bool, column: str, key: str, problem: str) -> None:
         if not is_right:
-            kind = self._table.schema.field(column).type
+            kind = self._file.types[column]
             raise InvalidInput(f"{key}: column {column} of {self.path} is {kind}, {problem}", field=key)
 
     def _check_template(self) -> None:
@@ -223,7 +222,27 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             raise InvalidInput(message, field=f"data.{ignored[0]}")
 
 
-def hash_of(stored: object, *, allow_nan: bool = True) -> bytes:
-    """Returns a 128-bit hash of a row as stored. Raises ValueError for NaN or infinity unless `allow_nan`."""
-    content = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=allow_nan)
-    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+def hash_of(stored: object, what: str = "it") -> bytes:
+    """Returns a 128-bit hash of a row, or a part of it, as stored.
+
+    Raises:
+        BadRow: JSON or Unicode cannot hold it; names `what`.
+    """
+
+    def refuse(value: object) -> None:
+        why = value.why if isinstance(value, Unusable) else f"a {type(value).__name__}, which is not JSON"
+        raise BadRow(f"{what} holds {why}")
+
+    try:
+        content = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=False, default=refuse)
+        if depth_of(content) <= MAX_DEPTH:
+            return hashlib.blake2b(content.encode(), digest_size=16).digest()
+    except BadRow:
+        raise
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{what} holds {error.object[error.start]!r}, half of a character of UTF-16") from error
+    except ValueError as error:
+        raise BadRow(f"{what} holds NaN or infinity, which is not JSON") from error
+    except RecursionError:
+        pass
+    raise BadRow(f"{what} nests more than {MAX_DEPTH} levels deep")

@@ -78,7 +78,7 @@ def dataset_files(url: str, field: str, *, endings: tuple[str, ...]) -> list[str
     """Returns the URLs of the files that `url` names, sorted, all of one revision.
 
     A FILE may be a pattern, in which * is any text without a slash. Without a FILE, data.train is the files of the
-    dataset's training split, if it has one such split.
+    dataset's training split, if it has one such split. If it is there in several forms, the first of `endings` counts.
 
     Raises:
         InvalidInput: `url` has another form, or it is not clear which files it names. The message lists what there is.
@@ -95,7 +95,9 @@ def dataset_files(url: str, field: str, *, endings: tuple[str, ...]) -> list[str
         pattern = re.compile(re.escape(wanted).replace(r"\*", "[^/]*"))
         chosen = [name for name in names if pattern.fullmatch(name)]
     else:
-        chosen = [name for name in names if _OF_TRAINING.search(name)] if field == "data.train" else []
+        training = [name for name in names if _OF_TRAINING.search(name)] if field == "data.train" else []
+        forms = ([name for name in training if name.endswith(ending)] for ending in endings)
+        chosen = next(filter(None, forms), [])
         chosen = chosen if len({name.rpartition("/")[0] for name in chosen}) == 1 else []
     if not chosen:
         has = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}" if names else f"no {' or '.join(endings)}"

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,6 +32,61 @@ def read_table(path: Path, *, field: str) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise InvalidInput(f"{field}: {path} is not a readable Parquet file: {reason}", field=field) from error
+
+
+class ParquetRows:
+    """Holds the rows of a table. A column is converted when it is first read."""
+
+    def __init__(self, path: Path, table: pa.Table):
+        self._path, self._table = path, table
+        self.types: Mapping[str, pa.DataType] = dict(zip(table.column_names, table.schema.types, strict=True))
+        """Column -> type."""
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __iter__(self) -> Iterator[tuple[str, Record]]:
+        """Yields the place of each row, as messages name it, and the row. Structs have no fields that are null, because
+        Parquet has no other way to say that an object does not have a key. A column that is null stays null.
+        """
+        index = 0
+        for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+            columns = _Columns(batch)
+            for number in range(batch.num_rows):
+                yield row_place(self._path, index), _Row(columns, number)
+                index += 1
+
+
+class _Columns(dict[str, list[Any]]):
+    """Holds the values of the columns of a batch that were read."""
+
+    def __init__(self, batch: pa.RecordBatch):
+        super().__init__()
+        self.batch = batch
+
+    def __missing__(self, name: str) -> list[Any]:
+        self[name] = [_without_nulls(value) for value in self.batch.column(name).to_pylist()]
+        return self[name]
+
+
+class _Row(Mapping[str, Any]):
+    def __init__(self, columns: _Columns, number: int):
+        self._columns, self._number = columns, number
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name][self._number]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns.batch.schema.names)
+
+    def __len__(self) -> int:
+        return len(self._columns.batch.schema)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def row_place(path: Path, index: int) -> str:

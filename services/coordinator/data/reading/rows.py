@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from services.common.config.data import DataConfig
 from services.coordinator.data.reading.bad_rows import BadRow
 from services.coordinator.data.reading.columns import as_messages, is_json, is_prompt, is_text, require
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
-from services.coordinator.data.reading.parquet import Record
+from services.coordinator.data.reading.record import Record, in_words
 from services.coordinator.text.chat_template import Message
 
 RowPrompt = str | Sequence[Message]
@@ -22,12 +23,13 @@ RowPrompt = str | Sequence[Message]
 class PromptRow(Row):
     """Holds a row with its answer, further columns (`extra`) and, once tokenized, its tokens.
 
-    Tokens are an array because a list of ints takes nine times the memory. Rows with a chat template keep their
-    messages, and `text` renders them again, because both would take twice the memory.
+    Tokens are an array because a list of ints takes nine times the memory; further columns are text because objects
+    take several times the memory. Rows with a chat template keep their messages, and `text` renders them again, because
+    both would take twice the memory.
     """
 
-    answer: str
-    extra: dict[str, object]
+    answer: str | None
+    extra_json: str
     render: Callable[[Sequence[Message]], str] | None = None
     messages_json: str = ""
     has_text: bool = True
@@ -35,6 +37,11 @@ class PromptRow(Row):
     has_system: bool = False
     """Whether the first of the messages is the system prompt of the config."""
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    @property
+    def extra(self) -> dict[str, object]:
+        """Returns the further columns that the row has, in its order."""
+        return json.loads(self.extra_json)
 
     @property
     def text(self) -> str:
@@ -62,6 +69,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     """Reads a file with a prompt column, an answer column and extra columns for the scorers."""
 
     noun = "prompts"
+    needs_answer: ClassVar[bool] = True
+    """Whether every row must have an answer."""
 
     @classmethod
     def _limits(cls, config: DataConfig) -> Limits:
@@ -70,10 +79,11 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
 
     def _check_columns(self) -> pa.DataType:
         prompt, answer, wanted = self.config.prompt_column, self.config.answer_column, self.config.extra_columns
-        kind, kind_of_answer = self._type(prompt, "data.prompt_column"), self._type(answer, "data.answer_column")
-        others = [name for name in self._table.column_names if name not in (prompt, answer)]
-        self._extra = others if wanted is None else wanted
-        for name in self._extra:
+        kind, types = self._type(prompt, "data.prompt_column"), self._file.types
+        if answer in types or self.needs_answer:
+            self._require(is_text(self._type(answer, "data.answer_column")), answer, self.field, "not text")
+        self._extra = wanted
+        for name in [name for name in types if name not in (prompt, answer)] if wanted is None else wanted:
             problem = "which JSON cannot represent: list the columns to use in data.extra_columns"
             self._require(is_json(self._type(name, "data.extra_columns")), name, self.field, problem)
         if metrics_column := self.config.metrics_column:
@@ -83,26 +93,54 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
             )
             self._require(is_value, metrics_column, self.field, "not text, integers or booleans")
         self._require(is_prompt(kind), prompt, self.field, "not text or a list of {role, content}")
-        self._require(is_text(kind_of_answer), answer, self.field, "not text")
         # Not a method of this object, which would keep the whole file in memory.
         self._render_prompt = partial(self.tokenizer.render, **self.config.chat_template_kwargs)
         return kind
 
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
-        prompt, answer = record[self.config.prompt_column], record[self.config.answer_column]
-        extra = {name: record[name] for name in self._extra}
+        names = self.config.prompt_column, self.config.answer_column
+        prompt, answer = map(record.get, names)
+        others = [name for name in record if name not in names] if self._extra is None else self._extra
+        extra = {name: record[name] for name in others if name in record}
         messages = as_messages(prompt)
-        require(answer, "answer")
-        try:
-            content_hash = hash_of([prompt, answer, extra], allow_nan=False)
-        except ValueError as error:
-            raise BadRow("an extra column holds NaN or infinity, which is not JSON") from error
+        if self.needs_answer or answer is not None:
+            require(answer, "answer")
+        self._require_metric(extra)
+        content_hash = _hash([prompt, answer, extra], dict(zip(names, (prompt, answer), strict=True)) | extra)
+        own = answer, json.dumps(extra)
         if not self.is_templated:
-            return PromptRow(where, number, content_hash, (prompt,), answer, extra)
+            if not isinstance(prompt, str):
+                raise BadRow("the prompt is a list, but the file's first one is text: set data.chat to have both")
+            return PromptRow(where, number, content_hash, (prompt,), *own)
+        if isinstance(prompt, str) and not self.config.chat:
+            raise BadRow("the prompt is text, but the file's first one is a list: set data.chat to have both")
         messages = self._with_system(messages)
         stored, pieces = json.dumps(messages, ensure_ascii=False), (self._render(messages, is_prompt=True),)
         kind = isinstance(prompt, str), self.config.system_prompt is not None
-        return PromptRow(where, number, content_hash, pieces, answer, extra, self._render_prompt, stored, *kind)
+        return PromptRow(where, number, content_hash, pieces, *own, self._render_prompt, stored, *kind)
+
+    def _require_metric(self, extra: Record) -> None:
+        column = self.config.metrics_column
+        if column and not isinstance(value := extra.get(column), str | int | None):
+            raise BadRow(
+                f"column {column}, data.metrics_column, is {in_words(value)}, not text, an integer or a boolean"
+            )
 
     def _example(self, row: PromptRow, pieces: list[list[int]]) -> PromptRow:
         return replace(row, pieces=() if row.render else row.pieces, tokens=np.array(pieces[0], np.uint32))
+
+
+def _hash(stored: object, columns: Record) -> bytes:
+    """Returns hash_of(stored). If it cannot be stored, names the column of `columns` that is the reason."""
+    try:
+        return hash_of(stored)
+    except BadRow:
+        for name, value in columns.items():
+            hash_of(value, f"column {name}")
+        raise
+
+
+class AnswerlessFile(PromptFile):
+    """Reads a file whose rows need no answer, because no scorer reads it."""
+
+    needs_answer = False

@@ -1,49 +1,82 @@
-"""Reads the files of rows that a config names: Parquet or JSON Lines, on this host or on the Hugging Face Hub."""
+"""Reads the files of rows that a config names: Parquet or text, on this host or on the Hugging Face Hub."""
 
-import json
-from array import array
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import glob
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol
 
 import pyarrow as pa
 
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.reading.hub import dataset_file, dataset_files
-from services.coordinator.data.reading.parquet import read_table
+from services.coordinator.data.reading.parquet import ParquetRows, read_table
+from services.coordinator.data.reading.record import Record
+from services.coordinator.data.reading.text_files import FORMS, read_text_rows
 
-_JSON_LINES = (".jsonl", ".ndjson")
+_log = logging.getLogger(__name__)
+
+_MAGIC = b"PAR1"
+_ENDINGS = (".parquet", *FORMS, *(f"{ending}.gz" for ending in FORMS))
+
+
+class Rows(Protocol):
+    """Describes the rows of a file."""
+
+    types: Mapping[str, pa.DataType]
+    """Column -> its type; in a file of text, the type of its first value that is not empty."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[str, Record]]:
+        """Yields the place of each row, as messages name it, and the row."""
+        ...
 
 
 def files_of(path: Path, *, field: str) -> list[Path]:
-    """Returns the files that a path of a config names: itself, or files of a dataset on the Hub.
+    """Returns the files that a path of a config names: itself, those that match its pattern, sorted, or files of a
+    dataset on the Hub.
 
     Raises:
+        NotFound: No file matches the pattern.
         LockstepError: See `dataset_files`.
     """
-    if not str(path).startswith("hf:"):
+    if str(path).startswith("hf:"):
+        return [Path(url) for url in dataset_files(str(path), field, endings=_ENDINGS)]
+    if not glob.has_magic(str(path)) or path.exists():
         return [path]
-    return [Path(url) for url in dataset_files(str(path), field, endings=(".parquet", *_JSON_LINES))]
+    files = [file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
+    if not files:
+        raise NotFound(f"{field}: no file matches {path}", field=field)
+    return files
 
 
-@dataclass(frozen=True)
-class FileRows:
-    """Holds the rows of a file."""
+def warn_of_shared_files(train: Sequence[Path], held_out: Mapping[str, Path]) -> None:
+    """Logs a warning for each file that `train` has twice, and for each that `held_out` has too."""
+    trained = Counter(file for path in train for file in _identities(path, "data.train"))
+    for file, number in trained.items():
+        if number > 1:
+            _log.warning("data.train has %s %d times: its rows count as often", file, number)
+    for name, path in held_out.items():
+        for file in trained.keys() & _identities(path, f"data.eval.{name}"):
+            shared = "data.eval.%s is %s, which data.train has too: the run is evaluated on what it is trained on"
+            _log.warning(shared, name, file)
 
-    table: pa.Table
-    lines: Sequence[int]
-    """Number of each row's line, counted from 1; empty if the file is Parquet."""
+
+def _identities(path: Path, field: str) -> list[Path]:
+    """Returns the files that a path names; those of the Hub as they are named, because asking it takes a while."""
+    return [path] if str(path).startswith("hf:") else [file.resolve() for file in files_of(path, field=field)]
 
 
-def read_rows(path: Path, *, field: str) -> FileRows:
-    """Reads a whole file. `field` is the config key that errors name.
+def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:
+    """Reads a file, or only its first `max_rows` rows.
 
     Args:
-        path: A Parquet file, or one of JSON objects, one a line, that ends in .jsonl or .ndjson; or such a file in a
-            dataset on the Hub: hf://datasets/OWNER/NAME/FILE or hf://datasets/OWNER/NAME@REVISION/FILE.
+        path: A file in Parquet, or one whose name has an ending of `text_files.FORMS`, also with .gz; or such a file in
+            a dataset on the Hub: hf://datasets/OWNER/NAME/FILE or hf://datasets/OWNER/NAME@REVISION/FILE.
         field: The config key that names the path.
+        max_rows: All rows if None.
 
     Raises:
         NotFound: The file does not exist.
@@ -52,75 +85,15 @@ def read_rows(path: Path, *, field: str) -> FileRows:
     """
     if str(path).startswith("hf:"):
         path = dataset_file(str(path), field)
-    if path.suffix in _JSON_LINES:
-        return _read_json_lines(path, field)
-    try:
-        return FileRows(read_table(path, field=field), ())
-    except InvalidInput as error:
-        if path.suffix == ".parquet" or path.is_dir():
-            raise
-        endings = f"a file that ends in {' or '.join(_JSON_LINES)} is read as JSON Lines, any other as Parquet"
-        raise InvalidInput(f"{error.message}; {endings}", field=field) from error
+    form = Path(path.name.lower().removesuffix(".gz")).suffix
+    if form != ".parquet" and path.is_file() and not _is_parquet(path):
+        if form in FORMS:
+            return read_text_rows(path, form, field=field, max_rows=max_rows)
+        forms = f"{', '.join(FORMS)} (these also with .gz)"
+        raise InvalidInput(f"{field}: {path} is of no known form: its name must end in .parquet, {forms}", field=field)
+    return ParquetRows(path, read_table(path, field=field).slice(0, max_rows))
 
 
-def _read_json_lines(path: Path, field: str) -> FileRows:
-    """Returns a table with the keys of all lines as columns, in the order of their first use. A missing key is null."""
-    if not path.is_file():
-        raise NotFound(f"{field}: {path} does not exist", field=field)
-    rows: list[Mapping[str, Any]] = []
-    lines = array("Q")
-    with path.open(encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(_object(line, f"{path} line {number}"))
-                    lines.append(number)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"{field}: {path} is not JSON Lines: {error}", field=field) from error
-    if not rows:
-        raise InvalidInput(f"{field}: {path} is empty", field=field)
-    columns: dict[str, pa.Array] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        columns[name] = _column([row.get(name) for row in rows], lines, f"{field}: column {name} of {path}", field)
-    return FileRows(pa.table(columns), lines)
-
-
-def _object(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is a {type(value).__name__}, not an object")
-    return cast(dict[str, Any], value)
-
-
-def _column(values: list[Any], lines: Sequence[int], what: str, field: str) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError) as error:
-        num_rows = bisect_left(range(len(values) + 1), True, key=lambda number: not _is_column(values[:number]))
-        before, kind = (_kind(value) for value in (_first(values), values[num_rows - 1]))
-        has = f"line {lines[num_rows - 1]} has {kind}, lines before it {before}"
-        if before == kind:
-            has = f"line {lines[num_rows - 1]} does not fit those before it: {' '.join(str(error).split())}"
-        raise InvalidInput(f"{what} has values of different types: {has}", field=field) from error
-
-
-def _is_column(values: list[Any]) -> bool:
-    try:
-        pa.array(values)
-    except (pa.ArrowException, OverflowError):
-        return False
-    return True
-
-
-def _first(values: list[Any]) -> object:
-    return next((value for value in values if value is not None), None)
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    kinds = {str: "text", list: "a list", dict: "an object", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC

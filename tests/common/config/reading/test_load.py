@@ -211,7 +211,30 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
     """YAML itself would keep the second value and silently forget the first."""
     text = yaml.safe_dump(SMALLEST) + "trainer: {num_ranks: 2}\ntrainer: {max_logprob_gap: 0.5}\n"
-    assert "trainer" in refused(write(tmp_path, "twice.yaml", text))
+    message = refused(write(tmp_path, "twice.yaml", text))
+    first, second = (number for number, line in enumerate(text.splitlines(), 1) if line.startswith("trainer:"))
+    assert message.endswith(f"twice.yaml: trainer is set twice, in lines {first} and {second}: remove one")
+    assert refused("data={a: 1, a: 2}").endswith("is not a YAML value: a is set twice, in line 1: remove one")
+
+
+@pytest.mark.parametrize("number", ["1e3", "1.0e3", "1E+3", "10e2", "1000.0", "'1000'"])
+def test_whole_numbers_may_be_written_with_an_exponent(file: str, tmp_path: Path, number: str) -> None:
+    written = write(tmp_path, "more.yaml", f"data: {{max_prompt_tokens: {number}}}")
+    assert load(Config, [file, written]).data.max_prompt_tokens == 1000
+    assert load(Config, [file, f"num_steps={number}"]).num_steps == 1000
+    assert "num_steps: must be an integer, not 0.001" in refused(file, "num_steps=1e-3")
+    assert "num_steps: must be a finite number, not inf" in refused(file, "num_steps=1e400")
+
+
+def test_numbers_in_tables_without_a_type_are_numbers(file: str) -> None:
+    given = "data.chat_template_kwargs={a: 1e-3, b: .5e2, c: '1e3', d: 1e3x, e: e3, f: 12e4567}"
+    values = load(Config, [file, given]).data.chat_template_kwargs
+    assert values == {"a": 1e-3, "b": 50.0, "c": "1e3", "d": "1e3x", "e": "e3", "f": "12e4567"}
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(file: str, tmp_path: Path) -> None:
+    (tmp_path / "bom.yaml").write_text("num_steps: 7\n", encoding="utf-8-sig")
+    assert load(Config, [file, str(tmp_path / "bom.yaml")]).num_steps == 7
 
 
 def _nested(path: str, value: Any) -> dict[str, Any]:

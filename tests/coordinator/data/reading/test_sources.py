@@ -1,5 +1,6 @@
 """Files of rows: JSON Lines gives the rows that Parquet gives, and what cannot be read is named by line."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -30,17 +31,38 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+def load(path: Path, tokenizer: Tokenizer, **keys: Any) -> PromptDataset:
+    config = DataConfig.model_validate({"train": path, "prompts_per_step": 1} | keys)
+    return PromptDataset.load(config, tokenizer, seed=0)
+
+
 @pytest.mark.parametrize("name", ["train.jsonl", "train.ndjson"])
 def test_lines_are_read_like_parquet(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
-    def load(path: Path) -> PromptDataset:
-        return PromptDataset.load(DataConfig(train=(path,), prompts_per_step=1), tokenizer, seed=0)
+    rows = [{"level": None, "tags": ["a"], "meta": {"k": 0.5, "n": [1]}} | row for row in ROWS[:2]]
+    rows = [{key: row.get(key) for key in ("prompt", "answer", "level", "tags", "date")} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    lines = load(write_lines(tmp_path / name, rows), tokenizer)
+    assert lines.digest == load(tmp_path / "train.parquet", tokenizer).digest
+    assert lines.prompts[1].extra == {"level": None, "tags": ["a", "b"], "date": None}
 
-    lines = load(write_lines(tmp_path / name, ROWS))
-    columns = dict.fromkeys(key for row in ROWS for key in row)
-    pq.write_table(pa.table({key: [row.get(key) for row in ROWS] for key in columns}), tmp_path / "train.parquet")
-    assert lines.digest == load(tmp_path / "train.parquet").digest
+
+def test_a_line_has_its_own_keys(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    lines = load(write_lines(tmp_path / "train.jsonl", ROWS), tokenizer)
     assert [prompt.answer for prompt in lines.prompts] == ["2", "4", "2024-01-01"]  # text, not a date
-    assert lines.prompts[1].extra == {"level": None, "date": None, "tags": ["a", "b"], "meta": {"k": 0.5, "n": None}}
+    assert [prompt.extra for prompt in lines.prompts] == [
+        {"level": 1, "date": "2024-01-01"},
+        {"tags": ["a", "b"], "meta": {"k": 0.5}},
+        {"level": None, "meta": {"n": None}},
+    ]
+
+
+def test_structs_of_parquet_have_no_null_fields(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tests = [{"inputs": ["1"], "fn_name": None, "more": [{"a": None, "b": 1}, None]}, {"inputs": [], "fn_name": "f"}]
+    rows = [{"prompt": "a", "answer": "1", "tests": test, "level": None} for test in tests]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    first, second = load(tmp_path / "train.parquet", tokenizer).prompts
+    assert first.extra == {"tests": {"inputs": ["1"], "more": [{"b": 1}, None]}, "level": None}
+    assert second.extra == {"tests": {"inputs": [], "fn_name": "f"}, "level": None}
 
 
 def test_lines_of_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -50,21 +72,19 @@ def test_lines_of_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert prompt.messages == tuple(MESSAGES)
 
 
+def rows_of(path: Path, **keys: Any) -> list[dict[str, Any]]:
+    return [dict(row) for _, row in read_rows(path, field="data.train", **keys)]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ('{"a": 1}\n{"a": \n', r"data\.train: .*x\.jsonl is not JSON Lines: .*x\.jsonl line 2: Expecting value"),
         ('{"a": 1}\n[1]\n', r"line 2 is a list, not an object"),
-        (
-            '{"a": 1}\n\n{"a": 0.5}\n{"a": "b"}\n{"a": []}\n',
-            r"column a of .*: line 4 has text, lines before it a num",
-        ),
-        ('{"a": null}\n{"a": "b"}\n{"a": [1]}\n', r"line 3 has a list, lines before it text$"),
-        ('{"a": [1]}\n{"a": [2]}\n{"a": ["b"]}\n', r"different types: line 3 does not fit those before it: Could not"),
         ("", r"data\.train: .*x\.jsonl is empty$"),
         ("\n \n", r"x\.jsonl is empty$"),
-        ('{"a": ' + "[" * 100_000 + "\n", r"is not JSON Lines"),
-        ("\udcff\n", r"is not JSON Lines"),
+        ('{"a": ' + "[" * 100_000 + "\n", r"x\.jsonl line 1 nests more than 500 levels deep"),
+        ('{"a": 1}\n\n{"a": "caf\udce9"}\n', r"x\.jsonl line 3 has the byte 0xe9: save the file as UTF-8"),
     ],
 )
 def test_lines_that_cannot_be_used_are_named(tmp_path: Path, content: str, words: str) -> None:
@@ -79,13 +99,10 @@ def test_a_bad_row_is_named_by_its_line(tokenizer: Tokenizer, tmp_path: Path) ->
         PromptDataset.load(DataConfig(train=(path,), prompts_per_step=1), tokenizer, seed=0)
 
 
-@pytest.mark.parametrize("name", ["x.json", "x.txt"])
-def test_another_ending_is_read_as_parquet(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"a": 1}\n')
-    with pytest.raises(InvalidInput, match=r"ends in \.jsonl or \.ndjson is read as JSON Lines, any other as Parquet"):
-        read_rows(tmp_path / name, field="data.train")
+@pytest.mark.parametrize("name", ["x.json", "x.txt", "x"])
+def test_parquet_is_known_by_its_content(tmp_path: Path, name: str) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / name)
-    assert read_rows(tmp_path / name, field="data.train").table.to_pylist() == [{"a": 1}]
+    assert rows_of(tmp_path / name) == [{"a": 1}]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -99,7 +116,7 @@ def read_from_hub(endpoint: str, url: str, tmp_path: Path) -> str:
         "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
         "from services.coordinator.data.reading.sources import files_of, read_rows\n"
         "try:\n    files = files_of(Path(sys.argv[1]), field='data.train')\n"
-        "    print([row for file in files for row in read_rows(file, field='data.train').table.to_pylist()])\n"
+        "    print([dict(row) for file in files for _, row in read_rows(file, field='data.train')])\n"
         "except LockstepError as error:\n    print(type(error).__name__, error)\n"
     )
     env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
@@ -132,6 +149,10 @@ def test_several_files_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
     assert unclear.endswith("it has data/test.jsonl, data/train-1.jsonl, data/train-2.jsonl\n")
     with hub({"easy/train.jsonl": b"", "hard/train.jsonl": b""}) as endpoint:
         assert "easy/train.jsonl, hard/train.jsonl" in read_from_hub(endpoint, dataset, tmp_path)
+    several = {"train.json": b'[{"a": 1}]', "train.csv": b"a\n2\n", "dataset_infos.json": b"{}"}
+    with hub(several) as endpoint:
+        assert read_from_hub(endpoint, f"{dataset}/train.csv", tmp_path) == "[{'a': '2'}]\n"
+        assert read_from_hub(endpoint, dataset, tmp_path) == "[{'a': 1}]\n"
     with hub({"README.md": b""}) as endpoint:
         assert "it has no .parquet or .jsonl or .ndjson" in read_from_hub(endpoint, dataset, tmp_path)
     unreachable = read_from_hub(endpoint, dataset, tmp_path)
@@ -144,3 +165,93 @@ def test_several_files_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
 def test_other_urls_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"is not hf://datasets/OWNER/NAME\[@REVISION\]/FILE"):
         read_rows(Path("hf://openai/gsm8k"), field="data.train")
+
+
+LINES = '{"a": "é"}\n{"a": "2"}\n'
+LIST = '[{"a": "é"},\n {"a": "2"}]'
+CSV = 'a\r\né\r\n"2"\r\n'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("x.jsonl", LINES), ("x.ndjson", LINES), ("x.json", LINES), ("x.json", LIST), ("x.csv", CSV), ("x.JSONL", LINES)],
+)
+def test_forms_of_text(tmp_path: Path, name: str, text: str, encoding: str, is_compressed: bool) -> None:
+    content = text.encode(encoding)
+    path = tmp_path / (f"{name}.gz" if is_compressed else name)
+    path.write_bytes(gzip.compress(content) if is_compressed else content)
+    assert rows_of(path) == [{"a": "é"}, {"a": "2"}]
+    assert rows_of(path, max_rows=1) == [{"a": "é"}]
+
+
+def test_all_columns_of_csv_are_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(
+        'prompt,answer,level,note\n"1 + 1,\n= ""?""",2,1,\n\n"' + "x" * 200_000 + '",4,2,null\n'
+    )
+    first, second = load(tmp_path / "x.csv", tokenizer, max_prompt_tokens=10**6).prompts
+    assert (first.text, first.answer, first.extra) == ('1 + 1,\n= "?"', "2", {"level": "1", "note": ""})
+    assert (second.answer, second.extra) == ("4", {"level": "2", "note": "null"})
+    (tmp_path / "x.csv").write_text('prompt,answer\n"a\nb",1\n\nc,\n')
+    with pytest.raises(InvalidInput, match=r"x\.csv line 5: the answer is empty"):
+        load(tmp_path / "x.csv", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "x.json",
+            b'{"a": 1}\n{"a"\n',
+            r"is not a JSON list of objects, or one object a line: .*json line 2: Expecting",
+        ),
+        ("x.json", b'[{"a": 1}, 2]', r"x\.json row 2 is a number, not an object"),
+        ("x.json", b'[{"a": 1},\n{"a": }]', r"Expecting value: line 2 column 7"),
+        ("x.json", b'[{"a":\n"caf\xe9"}]', r"x\.json line 2 has the byte 0xe9: save the file as UTF-8"),
+        ("x.json", b"[]", r"x\.json is empty"),
+        ("x.csv", b"a,b\n1,2\n1\n", r"is not CSV: .*x\.csv line 3 has 1 cells, the first line 2"),
+        ("x.csv", b"a,b,a\n1,2,3\n", r"is not CSV: its first line names a twice"),
+        ("x.csv", b'a\n1\n"2\n', r"is not CSV: .*x\.csv line 3: unexpected end of data"),
+        ("x.csv", b"a\ncaf\xe9\n", r"x\.csv line 2 has the byte 0xe9: save the file as UTF-8"),
+        ("x.csv", b"a\n", r"x\.csv is empty"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n')[:-9], r"x\.jsonl\.gz cannot be read: Compressed file ended"),
+        (
+            "x.txt",
+            b'{"a": 1}',
+            r"x\.txt is of no known form: its name must end in \.parquet, \.jsonl, \.ndjson, \.json, \.csv",
+        ),
+    ],
+)
+def test_files_that_cannot_be_used_say_why(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidInput, match=rf"data\.train: .*{words}"):
+        read_rows(tmp_path / name, field="data.train")
+
+
+def test_patterns_on_this_host(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for part in ("2", "1"):
+        write_lines(tmp_path / f"part-{part}.jsonl", [{"prompt": part, "answer": part}])
+    write_lines(tmp_path / "part-[1].jsonl", [{"prompt": "3", "answer": "3"}])
+    (tmp_path / "part-0.jsonl").mkdir()
+    both = load(tmp_path / "part-?.jsonl", tokenizer)
+    assert [prompt.answer for prompt in both.prompts] == ["1", "2"]
+    assert [prompt.answer for prompt in load(tmp_path / "part-[1].jsonl", tokenizer).prompts] == ["3"]  # a name
+    with pytest.raises(NotFound, match=r"data\.train: no file matches .*x\*\.jsonl"):
+        load(tmp_path / "x*.jsonl", tokenizer)
+
+
+def test_a_file_that_is_used_twice_is_named(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "1"}])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    other = write_lines(tmp_path / "y.jsonl", [{"prompt": "b", "answer": "1"}])
+    load(path, tokenizer, eval={"y": str(other)})
+    assert caplog.messages == []
+    load(path, tokenizer, train=[str(path), str(tmp_path / "*.jsonl")], eval={"y": str(other)})
+    assert [message for message in caplog.messages if "times" in message] == [
+        f"data.train has {path} 3 times: its rows count as often"
+    ]
+    shared = f"data.eval.y is {other}, which data.train has too: the run is evaluated on what it is trained on"
+    assert shared in caplog.messages
