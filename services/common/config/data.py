@@ -97,6 +97,9 @@ def _name_of(path: Path) -> str:
 class DataConfig(FilesConfig):
     """Names the files of prompts to train on and to evaluate on."""
 
+    continue_final_message: bool = False
+    """Let the model continue the last message of a prompt that ends with one of the assistant (a prefill): the prompt
+    ends where its text ends. By default, such a row is bad. Scorers get only what the model writes."""
     max_eval_prompts: int | None = Field(default=None, ge=1)
     """Number of rows to use from the start of each eval file; null uses all."""
     prompts_per_step: int = Field(ge=1)

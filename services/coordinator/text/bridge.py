@@ -128,7 +128,8 @@ class Bridge:
         """Compares an episode that was played with what the chat template makes of the whole conversation.
 
         Both must be the same, but for white space around the assistant's text. Otherwise a program that renders the
-        conversation shows the model another text than it was trained on. Raw text is not compared.
+        conversation shows the model another text than it was trained on. Raw text, and turns that continue a message,
+        are not compared.
 
         Args:
             messages: Those of the data.
@@ -140,7 +141,11 @@ class Bridge:
             InvalidInput: The message shows the first difference.
         """
         first = [*messages, *self._as_texts(said)]
-        if not turns or not all(message["role"] for some in (first, *replies) for message in some):
+        if (
+            not turns
+            or first[-1]["role"] == "assistant"
+            or not all(message["role"] for some in (first, *replies) for message in some)
+        ):
             return
         ends = self._tokenizer.eos_token_ids
         texts = [turn[:-1] if turn[-1] in ends else turn for turn in turns]

@@ -76,8 +76,8 @@ def _check_conversation(bridge: Renders, first: Sequence[Message], order: Sequen
     """Compares a conversation with replies of these roles, in which the assistant says `texts`, over and over."""
     said = with_call_ids([{"role": role, "content": f"LockstepReply{index}"} for index, role in enumerate(order)])
     replies = [[reply] for reply in said]
+    turns = [answer(said) for said, _ in zip(cycle(texts), order, strict=False)]
     try:
-        turns = [answer(said) for said, _ in zip(cycle(texts), order, strict=False)]
         whole = bridge.render(_conversation(first, turns, replies))
     except TemplateRefusal:
         # Some accept a tool's result only after a call that they render themselves.

@@ -37,9 +37,12 @@ class PlainText:
         self._spelled = _any_of(self._special)
         self._marked = _any_of(self._text_of)
 
-    def mark(self, text: str) -> str:
-        """Returns `text` without added tokens. Characters that are used as marks become U+FFFD."""
-        parts, begin, text = [], 0, self._marked.sub("\ufffd", text)
+    def mark(self, text: str, only: Collection[str] | None = None) -> str:
+        """Returns `text` without added tokens, or without `only` some. Characters that are marks become U+FFFD."""
+        text = self._marked.sub("\ufffd", text)
+        if only is not None:
+            return self._spelled.sub(lambda found: self._mark_of[found[0]] if found[0] in only else found[0], text)
+        parts, begin = [], 0
         for found in self._spelled.finditer(text):
             parts += [self._hide(text[begin : found.start()]), self._mark_of[found[0]]]
             begin = found.end()

@@ -3,7 +3,7 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.text.chat_template import ChatTemplate, Message
+from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -66,8 +66,8 @@ class Tokenizer:
             return self
         if "tools" not in self.template_variables:
             raise InvalidInput(
-                "the chat template does not show tools (it has no variable `tools`), so the policy would not know the "
-                "environment's: set data.chat_template to one that does",
+                "the chat template does not show tools (it has no variable `tools`), so the model would not know them: "
+                "set data.chat_template to one that does",
                 field="data.chat_template",
             )
         shown = copy(self)
@@ -116,9 +116,9 @@ class Tokenizer:
             raise self._cannot_encode(text, error) from error
         return _to_continue(encoding) if add_special_tokens else encoding.ids
 
-    def as_text(self, text: str) -> str:
-        """Returns `text` with marks in place of the special tokens that are spelled in it; see plain_text.py."""
-        return self._plain.mark(text)
+    def as_text(self, text: str, only: Collection[str] | None = None) -> str:
+        """Returns `text` with marks in place of the added tokens, or `only` some, that it spells; see plain_text.py."""
+        return self._plain.mark(text, only)
 
     def encode_marked(self, text: str) -> list[int]:
         """Returns the token ids of a text with parts that `as_text` made: the marked special tokens stay text.
@@ -156,6 +156,24 @@ class Tokenizer:
         return self._template.render(
             messages, add_generation_prompt=add_generation_prompt, **{**variables, **self._variables}
         )
+
+    def render_prompt(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Renders a prompt: `messages` with the header of the assistant's turn or, if the last one is the assistant's,
+        up to the end of its text, which the model continues.
+
+        Raises:
+            InvalidInput: See `render`.
+            TemplateRefusal: The template does not show the text to continue.
+        """
+        if messages[-1]["role"] != "assistant":
+            return self.render(messages, **variables)
+        begun = messages[-1]["content"].lstrip()
+        whole, kept = self.render(messages, add_generation_prompt=False, **variables), begun.rstrip()
+        begin = whole.rfind(kept)
+        if begin < 0:
+            raise TemplateRefusal(f"the chat template changes the last message {kept[:80]!r}", field="messages")
+        # Many templates remove white space at the end of a message.
+        return whole[: begin + len(begun if whole.startswith(begun, begin) else kept)]
 
     @cached_property
     def _plain(self) -> PlainText:

@@ -116,7 +116,8 @@ class EpisodeCollector(Collector):
         messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
         first = self._begin(prompt, messages)
         stream, affinity = Stream(first.tokens), Affinity()
-        reason, taken = FinishReason.FINISH_REASON_TURN_LIMIT, []
+        reason = FinishReason.FINISH_REASON_TURN_LIMIT
+        taken: list[Taken] = []
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
             params = self._params(draw, self._max_tokens - len(stream.tokens))
