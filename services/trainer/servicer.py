@@ -19,7 +19,7 @@ from services.common.batches.blocks import content_sha256
 from services.common.config.reading.load import parse_json
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.files.model_card import read_model_card
+from services.common.files.model_card import card_texts, read_model_card
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import is_loopback
 from services.common.rpc.fence import Fence
@@ -270,7 +270,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return self._last_export[2]  # the caller did not get this answer
             self._released.require_here(Role.POLICY, Part.PARAMETERS)
             with checkpoint.staged(Path(request.path)):
-                answers = await self._ranks.call(Worker.export, path=request.path)
+                answers = await self._ranks.call(Worker.export, path=request.path, files=card_texts(request.model_card))
             self._last_export = (*asked, pb.ExportHuggingFaceResponse(**answers[0].body))
         return self._last_export[2]
 

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class ToyRank:
         return Message({"num_bytes": num_bytes, "manifest_digest": digest})
 
     @rank_command
-    def export(self, *, path: str) -> Message:
+    def export(self, *, path: str, files: Mapping[str, str]) -> Message:
         if self._rank == 0:
             (checkpoint.staging(Path(path)) / "weights").write_bytes(self._weights)
             checkpoint.finish_export(Path(path))

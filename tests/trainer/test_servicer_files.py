@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
-from lockstep.types.v1.types_pb2 import PolicyStamp
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed, Reason
 from services.trainer.checkpoint import manifest as checkpoint
@@ -155,8 +155,15 @@ async def test_a_repeated_export_is_answered(trainer: Deployment, tmp_path: Path
 
 
 async def test_an_export_has_the_hashes_and_the_dtype_of_its_weights(trainer: Deployment, tmp_path: Path) -> None:
-    await trainer.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path=str(tmp_path / "out")))
+    served = ModelCard(files={"chat_template.jinja": "é".encode()})
+    request = pb.ExportHuggingFaceRequest(path=str(tmp_path / "out"), model_card=served)
+    for name in ("../model.py", "weights.bin"):
+        wrong = pb.ExportHuggingFaceRequest(path=request.path, model_card=ModelCard(files={name: b""}))
+        with pytest.raises(InvalidInput, match="unexpected file"):
+            await trainer.call(TrainerService.ExportHuggingFace, wrong)
+    await trainer.call(TrainerService.ExportHuggingFace, request)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert (tmp_path / "out" / "chat_template.jinja").read_bytes() == "é".encode()
     command = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
     checked = subprocess.run(command, cwd=tmp_path / "out", capture_output=True, text=True, check=True).stdout
     others = {path.name for path in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}

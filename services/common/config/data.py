@@ -43,8 +43,8 @@ class FilesConfig(Strict):
     """Date to give to a chat template that writes today's date. It is fixed so that a resumed run sees the same
     rows; required by such a template."""
     add_special_tokens: bool = True
-    """Let the tokenizer add its special tokens, such as BOS, to a text prompt. They are never added to a templated
-    prompt, because the chat template writes its own."""
+    """Let the tokenizer put its special tokens, such as BOS, before a text prompt that does not begin with them. They
+    are never added to a templated prompt, because the chat template writes its own."""
     chat_template: Path | None = None
     """Jinja file to use instead of the model's own chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
@@ -97,13 +97,17 @@ def _name_of(path: Path) -> str:
 class DataConfig(FilesConfig):
     """Names the files of prompts to train on and to evaluate on."""
 
+    continue_final_message: bool = False
+    """Let the model continue the last message of a prompt that ends with one of the assistant (a prefill): the prompt
+    ends where its text ends. By default, such a row is bad. Scorers get only what the model writes."""
     max_eval_prompts: int | None = Field(default=None, ge=1)
     """Number of rows to use from the start of each eval file; null uses all."""
     prompts_per_step: int = Field(ge=1)
     """Number of distinct prompts per step. Each gets one prompt group of rollout.completions_per_prompt samples."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum prompt length in tokens, including the chat template and special tokens. data.overlong says what happens
-    to longer prompts."""
+    """Maximum prompt length in tokens, including the chat template, special tokens, and the tools and first messages of
+    an environment. data.overlong says what happens to longer prompts. A run may resume with a higher limit, unless rows
+    that were dropped would come back."""
     answer_column: str = "answer"
     """Column with the reference answers: text that is passed to the scorers. It may be missing, or empty in some rows,
     if no scorer reads it: those of kind format, length and model never do, judge if its template has no {answer}, code

@@ -31,11 +31,15 @@ class SftDataConfig(FilesConfig):
     messages_column: str | None = None
     """Column with conversations, which are lists of messages with role and content. If set, it is read instead of
     prompt_column and response_column."""
+    tools_column: str | None = "tools"
+    """Column with the tools of each row, if the files have it: a list of JSON schemas, or its JSON as text. The chat
+    template shows them. null ignores them."""
     train_on: Literal["all", "last"] = "all"
     """Assistant messages of a conversation to train on: all, or only the last. all needs a chat template that does not
-    rewrite earlier messages."""
+    rewrite earlier messages. A message with `"train": false` or `"weight": 0` is never trained on."""
     end_token: str | None = None
-    """Token to append to a response that is not templated. May be unset if the model has exactly one stop token."""
+    """Token to append to a response that is not templated and does not end with it. May be unset if the model has
+    exactly one stop token."""
 
 
 class SftEvaluationConfig(EvaluationFrequency):

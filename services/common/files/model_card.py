@@ -47,8 +47,8 @@ def read_model_card(model_path: str | Path) -> ModelCard:
     return card
 
 
-def write_model_card(card: ModelCard, directory: Path) -> None:
-    """Writes the card's files into `directory`.
+def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[str, str]:
+    """Returns the texts of a card's files by name. `directory` is where they are to be written.
 
     Raises:
         InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
@@ -57,6 +57,16 @@ def write_model_card(card: ModelCard, directory: Path) -> None:
         if name != _REQUIRED and name not in _OPTIONAL:
             raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
     _refuse_code(card, directory)
+    return {name: content.decode() for name, content in card.files.items()}
+
+
+def write_model_card(card: ModelCard, directory: Path) -> None:
+    """Writes the card's files into `directory`.
+
+    Raises:
+        InvalidInput: See `card_texts`.
+    """
+    card_texts(card, directory)
     for name, content in card.files.items():
         (directory / name).write_bytes(content)
 

@@ -21,6 +21,7 @@ def environment_plan(config: Config) -> list[str]:
         f"  an episode: {response} tokens after a prompt of up to {prompt}, together {prompt + response} of "
         f"rollout.max_model_len {config.rollout.max_model_len}, and of max_tokens_per_microbatch "
         + ", ".join(f"{model.max_tokens_per_microbatch} ({name})" for name, model in config.models.items()),
+        "  a prompt counts with the schemas of its tools and the environment's first messages",
     ]
     if turns > response:
         key = "environment.max_tokens" if environment.max_tokens else "rollout.max_model_len"

@@ -23,7 +23,7 @@ from services.coordinator.replay.training import replay_training
 from services.coordinator.rl.sampling.episodes import make_dialog
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.environment import open_environments
+from services.coordinator.services.clients.environment import Environments, open_environments
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
@@ -142,11 +142,12 @@ class _Session:
         return Replayed(self.step, compared, differences, run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
-        tokenizer = _tokenizer(run.config, self.record.run_dir)
-        data = _prompts(run.config, tokenizer)
-        reward = Rewards(addresses.reward, run.config, addresses.transport)
+        config, tokenizer = run.config, _tokenizer(run.config, self.record.run_dir)
+        reward = Rewards(addresses.reward, config, addresses.transport)
         try:
             await reward.open(run.run_id)
+            async with open_environments(reward, config, addresses.transport) as environments:
+                data = _prompts(config, tokenizer, environments)
             return await replay_rewards(self.record.batch(self.step), reward, data, tokenizer)
         finally:
             await reward.close()
@@ -155,12 +156,12 @@ class _Session:
         config, tokenizer = run.config, _tokenizer(run.config, self.record.run_dir)
         if config.environment is None:
             raise InvalidInput("--what environment: the run has no environment", field="what")
-        data = _prompts(config, tokenizer)
         rewards = Rewards(addresses.reward, config, addresses.transport)
         try:
             await rewards.open(run.run_id)
             async with open_environments(rewards, config, addresses.transport) as environments:
                 assert environments, "the run has an environment"
+                data = _prompts(config, tokenizer, environments)
                 dialog = make_dialog(tokenizer, environments, config)
                 return await replay_environment(self.record.batch(self.step), environments, data, dialog, config)
         finally:
@@ -205,9 +206,11 @@ def _tokenizer(config: Config, run_dir: Path) -> Tokenizer:
     return Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
 
 
-def _prompts(config: Config, tokenizer: Tokenizer) -> PromptDataset:
+def _prompts(config: Config, tokenizer: Tokenizer, environments: Environments | None) -> PromptDataset:
+    """Reads the training prompts, which show the tools of the environment."""
+    shown = tokenizer.with_tools(environments.tools) if environments else tokenizer
     needs_answer = config.reward.reads_answers
-    return PromptDataset.load(config.data, tokenizer, seed=config.seed, needs_answer=needs_answer)
+    return PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
 
 
 def _verdict(differences: Sequence[Difference]) -> str:

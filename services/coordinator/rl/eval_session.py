@@ -6,6 +6,7 @@ import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -27,6 +28,7 @@ from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.running import recorded_run, running_services
+from services.coordinator.services.tools import Tools, known_tools
 from services.coordinator.text.tokenizer import Tokenizer
 
 
@@ -113,7 +115,7 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
         LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
-    data = load_early(config, _load, model_is_remote=bool(given.trainer))
+    data = load_early(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
     with recorded_run(config, console) as run:
         async with running_services(run, given) as addresses:
             evaluated = run.resume_from or config.model
@@ -135,17 +137,21 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
     console.print(f"metrics.json and all samples (Parquet) are in {evaluation.directory}", soft_wrap=True)
 
 
-_Dataset = tuple[Tokenizer, dict[str, Prompts]]
+_Dataset = tuple[Tokenizer, Tools | None, dict[str, Prompts]]
 
 
-def _load(config: Config, tokenizer: Tokenizer) -> _Dataset:
-    return tokenizer, load_eval(config.data, tokenizer, needs_answer=config.reward.reads_answers)
+def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> _Dataset:
+    shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
+    return tokenizer, tools, load_eval(config.data, shown, needs_answer=needs_answer)
 
 
 async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluated: str) -> Evaluation:
     config, trainer = run.config, services.trainer
     version = trainer.opened.version
-    tokenizer, eval_data = data or load_late(config, trainer.opened.model_card, _load)
+    tools: Tools = services.environments.tools if services.environments else []
+    if data is None or data[1] != tools:
+        data = load_late(config, trainer.opened.model_card, partial(_load, tools=tools))
+    tokenizer, _, eval_data = data
     run.begin(version, ())
     stamp = await make_publisher(services, run).publish(version)
     metrics = await evaluate(run, make_collector(services, tokenizer, config), eval_data, stamp)

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
@@ -34,6 +35,7 @@ from services.coordinator.services.membership import following_replicas
 from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.restarts import Restarts
 from services.coordinator.services.running import Sessions, recorded_run, running_services
+from services.coordinator.services.tools import Tools, known_tools
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
@@ -49,6 +51,8 @@ class Dataset:
     """Holds the tokenizer, the training prompts and the evaluation sets of a run."""
 
     tokenizer: Tokenizer
+    tools: Tools | None
+    """Schemas of the tools that every prompt shows; None if the prompts were read without knowing them."""
     train: PromptDataset
     eval: dict[str, Prompts]
 
@@ -81,7 +85,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
         with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
             if outcome := outcome_if_finished(run, frontend.say):
                 return outcome
-            if loaded and not (config.environment and given.reward):  # whose tools are a part of the prompts
+            if loaded and loaded.tools is not None:
                 run.record.require_same_data(loaded.train.digest, loaded.others(config))
             async with _opened(run, sessions.restarts, given, frontend, loaded) as context:
                 loop = train_lagged if config.trainer.lag.versions else train
@@ -108,7 +112,7 @@ async def _opened(
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:
     """Reads the run's data. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_early(config, _load, model_is_remote=bool(given.trainer))
+    return load_early(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -122,11 +126,11 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     console.print(next_steps, soft_wrap=True, highlight=False)
 
 
-def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
-    needs_answer = config.reward.reads_answers
-    train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed, needs_answer=needs_answer)
+def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Dataset:
+    shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
+    train_data = PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
     require_enough(len(train_data), config)
-    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer, needs_answer=needs_answer))
+    return Dataset(tokenizer, tools, train_data, load_eval(config.data, shown, needs_answer=needs_answer))
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
@@ -135,7 +139,9 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     _require_resumed(trainer.opened.version, run)
     version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
-    data = data or load_late(config, trainer.opened.model_card, _load)
+    tools: Tools = services.environments.tools if services.environments else []
+    if data is None or data.tools != tools:
+        data = load_late(config, trainer.opened.model_card, partial(_load, tools=tools))
     run.record.use_data(data.train.digest, data.others(config))
     opened = services.reward.services[0].opened
     evaluated = run.record.ledger.last(Kind.SCORED)

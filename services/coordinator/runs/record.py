@@ -80,7 +80,8 @@ class RunRecord:
             pairs = ", ".join(f"{before[name][:8]} is now {now[name][:8]}" for name in changed)
             raise PreconditionFailed(
                 f"{' and '.join(changed)} {'differs' if len(changed) == 1 else 'differ'} from what {self.run_dir} was "
-                f"started with (rows, template or tokenizer; digest {pairs}); use the same data, or another name"
+                f"started with (rows, template, tools or tokenizer; digest {pairs}); use the same data, or another "
+                "name"
             )
 
     def use_data(self, dataset_digest: str, others: Mapping[str, str]) -> None:

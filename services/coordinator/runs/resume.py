@@ -38,6 +38,10 @@ for _role in ("trainer", "reference", "critic"):
     _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
 _MAY_CHANGE |= {"trainer.max_logprob_gap", "trainer.streaming"}
 _MAY_CHANGE |= {"trainer.optim.on_nonfinite", "critic.optim.on_nonfinite"}
+# These leave rows out. Rows that are now left out, or come back, are other data, which is refused by its digest.
+_MAY_CHANGE |= {"data.overlong", "data.bad_rows"}
+# Limits that may be raised: what fitted before fits as before.
+_MAY_GROW = {"data.max_prompt_tokens", "data.max_tokens", "rollout.max_model_len"}
 # Those of them that change the order of additions, in the trainer or in the engine, and with it the last bits.
 _ROUNDING = {"placement", "weights.bucket_bytes", "trainer.streaming", "rollout.tensor_parallel_size"}
 _ROUNDING |= {"rollout.max_samples", "rollout.engine"}
@@ -229,7 +233,7 @@ def _newest(ledger: Ledger, config: AnyConfig) -> str:
 def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) -> None:
     now = json.loads(config.model_dump_json())
     different = list(differences(now, before))
-    changed = [key for key in different if not _is_below(key, _MAY_CHANGE)]
+    changed = [key for key in different if not _is_below(key, _MAY_CHANGE) and not _has_grown(key, now, before)]
     if changed:
         saved = ledger.checkpoints(Kind.SAVED)
         from_there = f" with resume={saved[-1]['path']} to continue from that checkpoint" if saved else ""
@@ -249,6 +253,16 @@ def _is_below(key: str, keys: Set[str]) -> bool:
     """Returns whether a dotted key is one of `keys` or below one."""
     parts = key.split(".")
     return any(".".join(parts[:end]) in keys for end in range(1, len(parts) + 1))
+
+
+def _has_grown(key: str, now: object, before: object) -> bool:
+    """Returns whether `key` is a limit that was raised."""
+    if key not in _MAY_GROW:
+        return False
+    for part in key.split("."):
+        assert isinstance(now, dict) and isinstance(before, dict), "a limit is a key of a section"
+        now, before = now[part], before[part]
+    return isinstance(now, int) and isinstance(before, int) and now > before
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:

@@ -1,7 +1,11 @@
 """Reads files of prompts and responses, or of conversations, whose assistant turns are trained on."""
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +22,10 @@ from services.coordinator.data.reading.columns import (
     require,
 )
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
-from services.coordinator.data.reading.record import Record
+from services.coordinator.data.reading.record import Record, in_words
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.prefix_stable import check_prefix_stable
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,53 @@ class Example:
         return len(self.prompt_tokens) + len(self.tokens)
 
 
+def _without_flags(messages: Sequence[Message]) -> tuple[list[Message], list[int]]:
+    """Returns messages as templates take them, without `train` and `weight`, and the indices of those to train on.
+
+    Raises:
+        BadRow: A flag is none.
+    """
+    kept: list[Message] = []
+    trained: list[int] = []
+    for index, message in enumerate(messages):
+        flags = [message[key] for key in ("train", "weight") if message.get(key) is not None]
+        if not all(flag in (0, 1) for flag in flags):
+            raise BadRow(f"message {index} has train or weight {flags}: give true or false, or 1 or 0")
+        if message["role"] == "assistant" and all(flags):
+            trained.append(index)
+        own = {key: value for key, value in message.items() if key not in ("train", "weight")}
+        if calls := message.get("tool_calls"):
+            own["tool_calls"] = list(map(_with_object, calls)) if isinstance(calls, list) else calls
+        kept.append(own)
+    return kept, trained
+
+
+def _with_object(call: Any) -> Any:
+    """Returns a call of a tool with an object of arguments, which OpenAI's API writes as JSON: templates expect it."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (ValueError, TypeError, LookupError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _schemas(tools: Any) -> list[dict[str, object]]:
+    """Returns the tools of a row, which are a list of schemas or its JSON.
+
+    Raises:
+        BadRow: They are something else.
+    """
+    try:
+        schemas = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or []
+    except ValueError as error:
+        raise BadRow(f"the tools are not JSON: {error}") from error
+    if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
+        raise BadRow(
+            f"the tools are {in_words(schemas)}, not a list of JSON schemas: data.tools_column=null ignores them"
+        )
+    return schemas
+
+
 class SftFile(RowFile[SftDataConfig, Row, Example]):
     """Reads a file with a prompt and a response column, or with one column of conversations."""
 
@@ -56,6 +108,8 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         return Limits(per_step, ("max_tokens", config.max_tokens), config.max_eval_rows)
 
     def _check_columns(self) -> pa.DataType:
+        if self.config.tools_column and "tools_column" in self.config.model_fields_set:
+            self._type(self.config.tools_column, "data.tools_column")
         if self.config.messages_column:
             return self._checked("messages_column", is_messages, "not a list of {role, content}")
         kind = self._checked("prompt_column", is_prompt, "not text or a list of {role, content}")
@@ -73,37 +127,46 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         return kind
 
     def _read(self, where: str, number: int, record: Record) -> Row:
-        config = self.config
+        config, tools = self.config, record.get(self.config.tools_column or "")
         if config.messages_column:
-            content = record[config.messages_column]
-            messages = as_conversation(content)
+            content: Any = record.get(config.messages_column)
+            messages, trained = _without_flags(as_conversation(content))
         else:
-            content = prompt, response = record[config.prompt_column], record[config.response_column]
+            content = prompt, response = record.get(config.prompt_column), record.get(config.response_column)
             require(response, "response")
             messages = [*as_messages(prompt), {"role": "assistant", "content": response}]
+            trained = [len(messages) - 1]
+        if self.is_templated and tools:
+            content = [content, tools]
         try:
-            pieces = self._pieces(messages) if self.is_templated else [message["content"] for message in messages]
+            if self.is_templated:
+                pieces = self._pieces(messages, trained, self.tokenizer.with_tools(_schemas(tools)))
+            else:
+                pieces = [message["content"] for message in messages]
         except TemplateRefusal:  # only this row is bad; any other error of the template affects all rows
             raise
         except InvalidInput as error:
             raise InvalidInput(f"{where}: {error.message}", reason=error.reason, **error.metadata) from error
         return Row(where, number, hash_of(content), tuple(pieces))
 
-    def _pieces(self, messages: Sequence[Message]) -> list[str]:
-        """Splits a conversation that ends with an assistant's turn; texts 1, 3, ... are trained on."""
-        messages = self._with_system(messages)
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.config.train_on == "last" or not self.config.messages_column:
-            turns = turns[-1:]
-        whole = self._render(messages, is_prompt=False)
+    def _pieces(self, messages: Sequence[Message], trained: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+        """Splits a conversation that ends with an assistant's turn; texts 1, 3, ... are the `trained` messages."""
+        num_messages, messages = len(messages), self._with_system(messages)
+        turns = [len(messages) - num_messages + index for index in trained]
+        if self.config.train_on == "last":
+            turns = [turn for turn in turns if turn == len(messages) - 1]
+        if not turns:
+            raise BadRow("no message of the assistant is to be trained on: all have train false or weight 0")
+        render = partial(tokenizer.render, **self.config.chat_template_kwargs)
+        whole = render(messages, add_generation_prompt=False)
         pieces: list[str] = []
         end = 0
         for turn in turns:
-            prompt, turns_end = self._render(messages[:turn], is_prompt=True), whole
+            prompt, turns_end = render(messages[:turn]), whole
             if turn < len(messages) - 1:
-                turns_end = self._render(messages[: turn + 1], is_prompt=False)
+                turns_end = render(messages[: turn + 1], add_generation_prompt=False)
             if not (whole.startswith(turns_end) and turns_end.startswith(prompt) and len(prompt) >= end):
-                check_prefix_stable(self.tokenizer, messages, **self.config.chat_template_kwargs)
+                check_prefix_stable(tokenizer, messages, **self.config.chat_template_kwargs)
                 raise BadRow(f"the chat template does not put message {turn} after the messages before it")
             pieces += [whole[end : len(prompt)], whole[len(prompt) : len(turns_end)]]
             end = len(turns_end)
@@ -111,7 +174,9 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
 
     def _example(self, row: Row, pieces: list[list[int]]) -> Example:
         """Builds the example. Text after an answer's end token comes from the template, so it is not trained on."""
-        pieces[-1] = pieces[-1] + self._end
+        if self._end and pieces[-1][-1:] != self._end:
+            pieces[-1] = pieces[-1] + self._end
+        pieces[1::2] = map(self._with_quotes, row.pieces[1::2], pieces[1::2])
         tokens: list[int] = []
         mask: list[bool] = []
         num_trained = 0
@@ -128,6 +193,26 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
             mask[first:num_trained] = [True] * (num_trained - first)
         arrays = (pieces[0], np.uint32), (tokens[:num_trained], np.uint32), (mask[:num_trained], np.bool_)
         return Example(row.prompt_id, *(np.array(values, dtype) for values, dtype in arrays))
+
+    def _with_quotes(self, text: str, tokens: list[int]) -> list[int]:
+        """Returns the tokens of an answer whose text quotes end tokens, which stay text: all but the last."""
+        ends = self.tokenizer.eos_token_ids
+        if sum(token in ends for token in tokens) < 2:
+            return tokens
+        stops = {self.tokenizer.decode([token], skip_special_tokens=False): token for token in ends}
+        own = "".join(stop for stop, token in stops.items() if [token] == self._end)
+        text = text if own and text.endswith(own) else text + own
+        found = list(re.finditer("|".join(map(re.escape, sorted(stops, key=len, reverse=True))), text))
+        end = found[-1].start()
+        if len(found) > 1 and found[-2].end() == end:  # the text itself ends with one
+            return tokens
+        try:
+            quoted = self.tokenizer.encode_marked(self.tokenizer.as_text(text[:end], stops) + text[end:])
+        except InvalidInput:
+            return tokens
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=False).split() for ids in (quoted, tokens)]
+        # Otherwise the vocabulary has no other tokens for it.
+        return quoted if "".join(texts[0]) == "".join(texts[1]) else tokens
 
     def _end_token(self) -> int:
         """Returns the token that ends a response without a chat template."""

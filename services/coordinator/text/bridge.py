@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.bridge_check import check_keeps_turns
+from services.coordinator.text.bridge_check import check_episode, check_keeps_turns
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.made_up import ANSWER, QUESTION, answer, call, with_call_ids
 from services.coordinator.text.tokenizer import Tokenizer
@@ -32,15 +32,8 @@ class Bridge:
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, Any] | None = None):
-        self._tokenizer, self._variables = tokenizer, dict(variables or {})
-        if tools and "tools" not in tokenizer.template_variables:
-            raise InvalidInput(
-                "the chat template does not show tools (it has no variable `tools`), so the policy would not know the "
-                "environment's: set data.chat_template to one that does",
-                field="data.chat_template",
-            )
-        if tools:
-            self._variables["tools"] = list(tools)
+        self._tokenizer = tokenizer.with_tools(tools) if tools else tokenizer
+        self._variables = dict(variables or {})
 
     def render(self, messages: Sequence[Message]) -> str:
         """Renders `messages` with the tools and variables, followed by the assistant header.
@@ -62,7 +55,7 @@ class Bridge:
         Raises:
             InvalidInput: The chat template rejects the messages, there is none, or raw text precedes a message.
         """
-        messages = [*messages, *map(self._as_text, said)]
+        messages = [*messages, *self._as_texts(said)]
         num_templated = sum(1 for message in messages if message["role"])
         templated, raw = messages[:num_templated], messages[num_templated:]
         if any(message["role"] for message in raw):
@@ -99,7 +92,7 @@ class Bridge:
                 f"messages: an environment's reply {f'must not {wrong}' if roles else 'needs a message'}",
                 field="messages",
             )
-        said = list(map(self._as_text, messages))
+        said = self._as_texts(messages)
         if roles == {""}:
             return self._raw("".join(message["content"] for message in said))
         tokens = self._tokenizer.encode_marked(self.after_turn(said))
@@ -124,6 +117,40 @@ class Bridge:
         templated = sorted(role for role in set(roles) if role)
         if templated and self._tokenizer.has_chat_template:
             check_keeps_turns(self, templated, with_system=with_system)
+
+    def check_episode(
+        self,
+        messages: Sequence[Message],
+        said: Sequence[Message],
+        turns: Sequence[Sequence[int]],
+        replies: Sequence[Sequence[Message]],
+    ) -> None:
+        """Compares an episode that was played with what the chat template makes of the whole conversation.
+
+        Both must be the same, but for white space around the assistant's text. Otherwise a program that renders the
+        conversation shows the model another text than it was trained on. Raw text, and turns that continue a message,
+        are not compared.
+
+        Args:
+            messages: Those of the data.
+            said: The environment's first messages.
+            turns: The policy's tokens of each turn but the last.
+            replies: The environment's messages after each of these turns.
+
+        Raises:
+            InvalidInput: The message shows the first difference.
+        """
+        first = [*messages, *self._as_texts(said)]
+        if (
+            not turns
+            or first[-1]["role"] == "assistant"
+            or not all(message["role"] for some in (first, *replies) for message in some)
+        ):
+            return
+        ends = self._tokenizer.eos_token_ids
+        texts = [turn[:-1] if turn[-1] in ends else turn for turn in turns]
+        shown = [self._tokenizer.decode(turn, skip_special_tokens=False) for turn in texts]
+        check_episode(self, first, shown, list(map(self._as_texts, replies)))
 
     def after_turn(self, messages: Sequence[Message]) -> str:
         """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` between.
@@ -181,12 +208,21 @@ class Bridge:
         """Returns whether `text` has the same tokens after other text."""
         return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
 
-    def _as_text(self, message: Message) -> Message:
-        """Returns a message of the environment's in which special tokens are marked as text."""
+    def _as_texts(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages of the environment's in which special tokens are marked as text.
+
+        Raw texts that follow each other become one, because a token may be spelled across them.
+        """
+        joined: list[Message] = []
+        for message in messages:
+            if joined and not message["role"] and not joined[-1]["role"]:
+                message = {**message, "content": joined.pop()["content"] + message["content"]}
+            joined.append(message)
         mark = self._tokenizer.as_text
-        return {
-            key: value if key == "role" or not isinstance(value, str) else mark(value) for key, value in message.items()
-        }
+        return [
+            {key: value if key == "role" or not isinstance(value, str) else mark(value) for key, value in one.items()}
+            for one in joined
+        ]
 
     def _raw(self, text: str) -> list[int]:
         # Some tokenizers put a space before a text. After other text they do not.

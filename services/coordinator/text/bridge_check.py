@@ -1,7 +1,7 @@
 """Checks that a chat template renders a conversation as the bridge puts it together."""
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import cycle, islice, product
 from typing import NoReturn, Protocol
 
 from services.common.errors import InvalidInput
@@ -12,6 +12,10 @@ from services.coordinator.text.prefix_stable import show_difference
 _THINKING = "<think>\nEasy.\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'
 _SAID = ("Paris.", _THINKING + "Paris.", "", "  Paris \n\n", "Zoë 🎉 漢字", _CALL, _THINKING + _CALL, "<think>\nEasy")
+_SAID += ("<|channel|>final<|message|>4", "<answer>4</answer>", "```python\n1\n```", "\\boxed{4}", "[TOOL_CALLS][]")
+_SAID += ("So [THINK]x[/THINK]4", "<tool_response>\n4\n</tool_response>", "### {{ 1 }}\n\n- 4")
+_LONG = 12
+"""Number of turns of a long conversation."""
 
 
 class Renders(Protocol):
@@ -32,7 +36,7 @@ class Renders(Protocol):
 
 
 def check_keeps_turns(bridge: Renders, roles: Sequence[str], *, with_system: bool) -> None:
-    """Compares whole made-up conversations of two and three turns with what `bridge` puts together; see Bridge.check.
+    """Compares whole made-up conversations of 1, 2 and 12 turns with what `bridge` puts together; see Bridge.check.
 
     Raises:
         InvalidInput: They differ, or the template rejects or leaves out a message.
@@ -40,9 +44,14 @@ def check_keeps_turns(bridge: Renders, roles: Sequence[str], *, with_system: boo
     for role in roles:
         _check_shown(bridge, role)
     first = [SYSTEM, QUESTION] if with_system else [QUESTION]
-    for said in _texts(bridge.render(first)):
+    texts = list(_texts(bridge.render(first)))
+    for said in texts:
         for order in (*product(roles), *product(roles, repeat=2)):
-            _check_conversation(bridge, first, order, said)
+            _check_conversation(bridge, first, order, [said])
+    for order in ([role] * _LONG for role in roles):
+        _check_conversation(bridge, first, order, [texts[0]])
+        _check_conversation(bridge, first, order, texts)
+    _check_conversation(bridge, first, [*islice(cycle(roles), _LONG)], texts[::-1])
 
 
 def _check_shown(bridge: Renders, role: str) -> None:
@@ -63,18 +72,48 @@ def _texts(prompt: str) -> Iterator[str]:
             yield _THINKING.removeprefix("<think>\n") + said
 
 
-def _check_conversation(bridge: Renders, first: Sequence[Message], order: Sequence[str], said: str) -> None:
-    replies = with_call_ids([{"role": role, "content": f"LockstepReply{index}"} for index, role in enumerate(order)])
+def _check_conversation(bridge: Renders, first: Sequence[Message], order: Sequence[str], texts: Sequence[str]) -> None:
+    """Compares a conversation with replies of these roles, in which the assistant says `texts`, over and over."""
+    said = with_call_ids([{"role": role, "content": f"LockstepReply{index}"} for index, role in enumerate(order)])
+    replies = [[reply] for reply in said]
+    turns = [answer(said) for said, _ in zip(cycle(texts), order, strict=False)]
     try:
-        turns = [answer(said) for _ in order]
         whole = bridge.render(_conversation(first, turns, replies))
     except TemplateRefusal:
         # Some accept a tool's result only after a call that they render themselves.
-        turns = [call(ANSWER) if role == "tool" else answer(said) for role in order]
+        turns = [call(ANSWER) if role == "tool" else turn for role, turn in zip(order, turns, strict=True)]
         try:
             whole = bridge.render(_conversation(first, turns, replies))
         except TemplateRefusal as error:
             _refuse(f"rejects an environment's replies {', '.join(order)} ({error.message})", "takes them")
+    _compare(bridge, first, turns, replies, whole)
+
+
+def check_episode(
+    bridge: Renders, first: Sequence[Message], turns: Sequence[str], replies: Sequence[Sequence[Message]]
+) -> None:
+    """Compares a conversation that was played with what the template makes of the whole; see Bridge.check.
+
+    It is not compared if the template takes results only of calls that it renders itself.
+
+    Raises:
+        InvalidInput: They differ.
+    """
+    answers = list(map(answer, turns))
+    try:
+        whole = bridge.render(_conversation(first, answers, list(map(with_call_ids, replies))))
+    except TemplateRefusal:
+        return
+    _compare(bridge, first, answers, replies, whole)
+
+
+def _compare(
+    bridge: Renders,
+    first: Sequence[Message],
+    turns: Sequence[Message],
+    replies: Sequence[Sequence[Message]],
+    whole: str,
+) -> None:
     rest = _remove(bridge.render(first), whole)
     for turn, reply in zip(turns, replies, strict=True):
         text = turn["content"].strip()
@@ -82,12 +121,14 @@ def _check_conversation(bridge: Renders, first: Sequence[Message], order: Sequen
             rest = rest[max(0, rest.find(bridge.end_text)) :]
         else:
             rest = _remove(text, rest.lstrip()).lstrip()
-        rest = _remove(bridge.after_turn([reply]), rest)
+        rest = _remove(bridge.after_turn(reply), rest)
     _remove(rest, "")
 
 
-def _conversation(first: Sequence[Message], turns: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
-    return [*first, *(message for pair in zip(turns, replies, strict=True) for message in pair)]
+def _conversation(
+    first: Sequence[Message], turns: Sequence[Message], replies: Sequence[Sequence[Message]]
+) -> list[Message]:
+    return [*first, *(message for turn, reply in zip(turns, replies, strict=True) for message in (turn, *reply))]
 
 
 def _remove(expected: str, rest: str) -> str:

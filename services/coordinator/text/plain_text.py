@@ -1,59 +1,105 @@
 """Encodes text whose author must not write special tokens, such as a web page that an environment shows.
 
 A tokenizer turns `<|im_end|>` into the token that ends a turn, no matter who wrote it. An environment's text is
-therefore marked before it is rendered: each special token that is spelled in it becomes one character that nothing else
-contains, and chat templates pass this on like any letter. Special tokens in the rendered text are then the template's
-own.
+therefore marked before it is rendered: each added token that is spelled in it, special or not, becomes one character
+that nothing else contains, and chat templates pass this on like any letter. Added tokens in the rendered text are then
+the template's own.
 """
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import tokenizers
 
 _FIRST_MARK = 0xF0000
 """First character of a plane of Unicode that is for private use."""
+_HIDDEN = chr(0x100000)
+"""Mark before a text that becomes a token only once the tokenizer has normalized it. It stands for no text."""
 
 
 class PlainText:
-    """Marks special tokens that are spelled in a text, and encodes rendered text with marks."""
+    """Marks added tokens that are spelled in a text, and encodes rendered text with marks.
+
+    Added tokens of white space only, such as runs of spaces, command nothing and are left out of all this.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
-        special = [token for token in backend.get_added_tokens_decoder().values() if token.special]
+        added = {id: token for id, token in backend.get_added_tokens_decoder().items() if token.content.strip(" ▁\t\n")}
         # A tokenizer finds the longest of the tokens that begin at the same place.
-        special.sort(key=lambda token: len(token.content), reverse=True)
-        self._special = {token.content: token for token in special}
+        tokens = sorted(added.values(), key=lambda token: len(token.content), reverse=True)
+        self._ids, self._special = set(added), {token.content: token for token in tokens}
         self._mark_of = {text: chr(_FIRST_MARK + number) for number, text in enumerate(self._special)}
-        self._text_of = {mark: text for text, mark in self._mark_of.items()}
+        self._text_of = {mark: text for text, mark in self._mark_of.items()} | {_HIDDEN: ""}
         self._spelled = _any_of(self._special)
         self._marked = _any_of(self._text_of)
 
-    def mark(self, text: str) -> str:
-        """Returns `text` without special tokens. Characters that are used as marks become U+FFFD."""
-        return self._spelled.sub(lambda found: self._mark_of[found[0]], self._marked.sub("\ufffd", text))
+    def mark(self, text: str, only: Collection[str] | None = None) -> str:
+        """Returns `text` without added tokens, or without `only` some. Characters that are marks become U+FFFD."""
+        text = self._marked.sub("\ufffd", text)
+        if only is not None:
+            return self._spelled.sub(lambda found: self._mark_of[found[0]] if found[0] in only else found[0], text)
+        parts, begin = [], 0
+        for found in self._spelled.finditer(text):
+            parts += [self._hide(text[begin : found.start()]), self._mark_of[found[0]]]
+            begin = found.end()
+        return "".join([*parts, self._hide(text[begin:])])
 
     def unmark(self, text: str) -> str:
-        """Returns `text` with the special tokens that were spelled in it."""
+        """Returns `text` with the added tokens that were spelled in it."""
         return self._marked.sub(lambda found: self._text_of[found[0]], text)
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text with marks. Without marks, they are those that the tokenizer gives.
 
-        Text between two special tokens is encoded alone by any tokenizer. So a stretch that has marks can be encoded
+        Text between two added tokens is encoded alone by any tokenizer. So a stretch that has marks can be encoded
         apart from the others, and as text.
         """
         if not self._marked.search(text):
-            return self._encode(self._backend, text)
+            return _encode(self._backend, text)
         tokens: list[int] = []
         for stretch, is_marked in self._stretches(text):
-            backend = self._without_special if is_marked else self._backend
-            tokens += self._encode(backend, self.unmark(stretch))
+            tokens += self._as_text(stretch) if is_marked else _encode(self._backend, stretch)
         return tokens
 
+    def _hide(self, text: str) -> str:
+        """Marks the places of a text without spelled tokens that the tokenizer takes for one, after normalizing it."""
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except Exception:  # noqa: BLE001 tokenizers raises no narrower class; `encode` will raise it again
+            return text
+        starts = {
+            begin
+            for token, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True)
+            if token in self._ids and token != self._unknown
+        }
+        for begin in sorted(starts, reverse=True):
+            text = text[:begin] + _HIDDEN + text[begin:]
+        return text
+
+    def _as_text(self, stretch: str) -> list[int]:
+        """Encodes a stretch with marks. A spelled token that is no text to the tokenizer is encoded by characters."""
+        try:
+            tokens = _encode(self._without_added, self.unmark(stretch))
+        except Exception:  # noqa: BLE001 tokenizers raises no narrower class
+            tokens = []
+        if tokens and self._unknown not in tokens:
+            return tokens
+        texts = re.split(f"({self._marked.pattern})", stretch)
+        parts = (text if index % 2 == 0 else self.unmark(text) for index, text in enumerate(texts))
+        pieces = (part if index % 2 == 0 else list(part) for index, part in enumerate(parts))
+        return [
+            token
+            for piece in pieces
+            for text in ([piece] if isinstance(piece, str) else piece)
+            for token in _encode(self._without_added, text)
+        ]
+
     def _stretches(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields the parts of a text, and whether they are between two special tokens and have marks."""
+        """Yields the parts of a text, and whether they are between two added tokens and have marks."""
         plain, parts = "", self._parts(text)
         for part in parts:
             if not self._marked.search(part):
@@ -67,7 +113,7 @@ class PlainText:
             yield plain, False
 
     def _parts(self, text: str) -> Sequence[str]:
-        """Splits a text into special tokens, with the white space that they take, and the text between them."""
+        """Splits a text into added tokens, with the white space that they take, and the text between them."""
         parts, begin = [], 0
         for found in self._spelled.finditer(text):
             token = self._special[found[0]]
@@ -79,17 +125,49 @@ class PlainText:
         return [*parts, text[begin:]]
 
     @cached_property
-    def _without_special(self) -> tokenizers.Tokenizer:
-        """Returns a copy of the tokenizer that reads special tokens as text."""
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        backend.encode_special_tokens = True
-        return backend
+    def _unknown(self) -> int | None:
+        """Returns the token of text that the vocabulary cannot spell, if there is one."""
+        model = json.loads(self._backend.to_str())["model"]
+        word = model.get("unk_token")
+        return model.get("unk_id") if word is None else self._backend.token_to_id(word)
 
-    @staticmethod
-    def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-        return backend.encode(text, add_special_tokens=False).ids
+    @cached_property
+    def _without_added(self) -> tokenizers.Tokenizer:
+        """Returns a copy of the tokenizer in which the added tokens are words that no text spells.
+
+        The vocabulary may hold the same words, which its model would find in text without any added tokens.
+        """
+        content = json.loads(self._backend.to_str()) | {"post_processor": None}
+        # One character is a letter of the alphabet, which the model needs for other words.
+        words = {word for word in self._special if len(word) > 1}
+        rename = {word: f"{_HIDDEN}{number}" for number, word in enumerate(words)}
+        for token in content["added_tokens"]:
+            token["content"] = rename.get(token["content"], token["content"])
+        _rename_words(content["model"], rename)
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-def _any_of(texts: Mapping[str, object]) -> re.Pattern[str]:
+def _rename_words(model: dict[str, Any], rename: Mapping[str, str]) -> None:
+    """Renames words of a model's vocabulary, which keep their ids, and removes the merges that make them."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {rename.get(word, word): id for word, id in vocab.items()}
+    else:
+        model["vocab"] = [[rename.get(word, word), score] for word, score in vocab]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = rename.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & rename.keys()]
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
     """Returns a pattern that finds any of `texts`, the earlier ones first; one that finds nothing if there are none."""
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+    if not texts:
+        return re.compile(r"(?!)")
+    firsts = "".join(sorted({re.escape(text[0]) for text in texts}))
+    return re.compile(f"(?=[{firsts}])(?:{'|'.join(map(re.escape, texts))})")

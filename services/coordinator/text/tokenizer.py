@@ -3,7 +3,8 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.text.chat_template import ChatTemplate, Message
+from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -23,6 +24,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, eos_token_ids: tuple[int, ...]):
         self._backend = backend
         self._template = template
+        self._variables: Mapping[str, object] = {}
         self.eos_token_ids = eos_token_ids
         """Ids that end a sample, ascending, from generation_config.json, config.json and the tokenizer."""
 
@@ -54,6 +56,24 @@ class Tokenizer:
         template = _read_template(directory, config, chat_template)
         return cls(backend, template and _compile(*template, special_tokens, date), eos_token_ids)
 
+    def with_tools(self, tools: Sequence[Mapping[str, object]]) -> "Tokenizer":
+        """Returns this tokenizer with a chat template that shows `tools`, their JSON schemas, in every prompt.
+
+        Raises:
+            InvalidInput: There are `tools` and the chat template does not show any.
+        """
+        if not tools:
+            return self
+        if "tools" not in self.template_variables:
+            raise InvalidInput(
+                "the chat template does not show tools (it has no variable `tools`), so the model would not know them: "
+                "set data.chat_template to one that does",
+                field="data.chat_template",
+            )
+        shown = copy(self)
+        shown._variables = {"tools": list(tools)}
+        return shown
+
     @property
     def vocab_size(self) -> int:
         """Returns the number of tokens, including added ones. A model's embedding may have more rows, as padding."""
@@ -65,6 +85,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def template_source(self) -> str | None:
+        """Returns the Jinja source of the chat template; None without one."""
+        return self._template.source if self._template else None
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """Returns the names of the variables that the chat template uses; none without a template."""
         return self._template.variables if self._template else frozenset()
@@ -72,27 +97,28 @@ class Tokenizer:
     @property
     def template_digest(self) -> str:
         """Returns a 128-bit hex digest of the chat template; that of an empty text without a template."""
-        source = self._template.source if self._template else ""
-        return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b((self.template_source or "").encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`; special tokens written in the text become their ids.
 
         By default no token is added, which is right for templated text because the template writes BOS itself.
-        `add_special_tokens` also applies the tokenizer's post-processor, which prepends BOS for models that were
-        pre-trained with it.
+        `add_special_tokens` also adds what the tokenizer's post-processor puts before a text, such as BOS for models
+        that were pre-trained with it, unless the text begins with it already. What it puts after a text, such as EOS,
+        is not added: the text is continued.
 
         Raises:
             InvalidInput: The vocabulary has no token for a part of `text`, and no unknown token.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises no narrower class
             raise self._cannot_encode(text, error) from error
+        return _to_continue(encoding) if add_special_tokens else encoding.ids
 
-    def as_text(self, text: str) -> str:
-        """Returns `text` with marks in place of the special tokens that are spelled in it; see plain_text.py."""
-        return self._plain.mark(text)
+    def as_text(self, text: str, only: Collection[str] | None = None) -> str:
+        """Returns `text` with marks in place of the added tokens, or `only` some, that it spells; see plain_text.py."""
+        return self._plain.mark(text, only)
 
     def encode_marked(self, text: str) -> list[int]:
         """Returns the token ids of a text with parts that `as_text` made: the marked special tokens stay text.
@@ -111,7 +137,7 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception:  # noqa: BLE001 tokenizers raises no narrower class; encoding one by one names the text
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        return [encoding.ids for encoding in encodings]
+        return [_to_continue(encoding) if add_special_tokens else encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `tokens`."""
@@ -127,7 +153,27 @@ class Tokenizer:
         if self._template is None:
             message = "messages need a chat template and the model has none: set data.chat_template to a Jinja file"
             raise InvalidInput(message, field="data.chat_template")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, **{**variables, **self._variables}
+        )
+
+    def render_prompt(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Renders a prompt: `messages` with the header of the assistant's turn or, if the last one is the assistant's,
+        up to the end of its text, which the model continues.
+
+        Raises:
+            InvalidInput: See `render`.
+            TemplateRefusal: The template does not show the text to continue.
+        """
+        if messages[-1]["role"] != "assistant":
+            return self.render(messages, **variables)
+        begun = messages[-1]["content"].lstrip()
+        whole, kept = self.render(messages, add_generation_prompt=False, **variables), begun.rstrip()
+        begin = whole.rfind(kept)
+        if begin < 0:
+            raise TemplateRefusal(f"the chat template changes the last message {kept[:80]!r}", field="messages")
+        # Many templates remove white space at the end of a message.
+        return whole[: begin + len(begun if whole.startswith(begun, begin) else kept)]
 
     @cached_property
     def _plain(self) -> PlainText:
@@ -136,6 +182,15 @@ class Tokenizer:
     @staticmethod
     def _cannot_encode(text: str, error: Exception) -> InvalidInput:
         return InvalidInput(f"data: the model's tokenizer cannot encode {text[:80]!r}: {error}", field="data")
+
+
+def _to_continue(encoding: tokenizers.Encoding) -> list[int]:
+    """Returns the tokens of a text after the special tokens before it, which come once, without those after it."""
+    own = [place for place, text in enumerate(encoding.sequence_ids) if text is not None]
+    if not own:
+        return encoding.ids
+    before, tokens = encoding.ids[: own[0]], encoding.ids[own[0] : own[-1] + 1]
+    return tokens if tokens[: len(before)] == before else before + tokens
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

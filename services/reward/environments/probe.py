@@ -1,7 +1,7 @@
 """Opens an environment and closes it: `python -m services.reward.environments.probe < environment.json`.
 
-stdin is the section `environment` of a config. The exit code is 0 if it opens, and stdout has its version and tools as
-JSON; otherwise it is 1, and the last line of stderr says why.
+stdin is the section `environment` of a config. The exit code is 0 if it opens, and stdout has its version and tools, by
+name and as schemas, as JSON; otherwise it is 1, and the last line of stderr says why.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ async def _probe(config: EnvironmentConfig) -> Mapping[str, object]:
     try:
         await environment.open()
         names = [schema["function"]["name"] for schema in environment.tools]  # type: ignore[index]
-        return {"version": environment.version, "tools": names}
+        return {"version": environment.version, "tools": names, "schemas": environment.tools}
     finally:
         await environment.close()
 

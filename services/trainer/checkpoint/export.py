@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,20 @@ from services.common.weights.plan import NamedTensors
 
 _SHARD_BYTES = 4 << 30
 _PEFT_PREFIX = "base_model.model."
+
+
+# With either, programs would take the directory of an adapter for a whole model.
+_OF_MODELS = ("config.json", "generation_config.json")
+
+
+def served_card(card: ModelCard, files: Mapping[str, str]) -> ModelCard:
+    """Returns the starting model's card with `files` in place of its own."""
+    return ModelCard(files={**card.files, **{name: text.encode() for name, text in files.items()}})
+
+
+def tokenizer_card(card: ModelCard) -> ModelCard:
+    """Returns the files of `card` that belong beside an adapter: those of its tokenizer and chat template."""
+    return ModelCard(files={name: content for name, content in card.files.items() if name not in _OF_MODELS})
 
 
 def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path) -> int:

@@ -3,7 +3,7 @@
 import gc
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,7 +22,7 @@ from services.common.config.reading.load import parse_json
 from services.common.config.trainer.roles import CriticSettings
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
-from services.common.files.model_card import read_model_card
+from services.common.files.model_card import read_model_card, write_model_card
 from services.common.files.storage import storage_error, writing
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
@@ -30,7 +30,13 @@ from services.common.weights.span import Items
 from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.background import in_background
-from services.trainer.checkpoint.export import adapter_config, export_adapter, export_hugging_face
+from services.trainer.checkpoint.export import (
+    adapter_config,
+    export_adapter,
+    export_hugging_face,
+    served_card,
+    tokenizer_card,
+)
 from services.trainer.losses import Totals
 from services.trainer.losses.python import require_importable
 from services.trainer.ranks.calls import Message, rank_command
@@ -283,11 +289,11 @@ class Worker(MemoryCommands):
         return self._saving.result()
 
     @rank_command
-    def export(self, *, path: str) -> Message:
+    def export(self, *, path: str, files: Mapping[str, str] | None = None) -> Message:
         """Exports the policy as a Hugging Face model directory to `path`. Rank 0 writes it.
 
-        A policy with adapters is written with the adapters merged, and the subdirectory `adapter` gets the adapters
-        alone.
+        `files` replace those of the starting model. A policy with adapters is written with the adapters merged, and the
+        subdirectory `adapter` gets the adapters alone, with the tokenizer.
         """
         weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
         adapter = self._adapters().adapter() if lora.rank else ()
@@ -298,9 +304,11 @@ class Worker(MemoryCommands):
         final = Path(path)
         partial = checkpoint.staging(final)
         try:
-            num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
+            card = served_card(read_model_card(self._model_path), files or {})
+            num_bytes = export_hugging_face(weights, card, partial)
             if lora.rank:
                 num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
+                write_model_card(tokenizer_card(card), partial / "adapter")
             checkpoint.finish_export(final)
         except OSError as error:
             _exhaust(weights)  # the other ranks take part to the end

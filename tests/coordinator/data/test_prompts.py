@@ -7,11 +7,13 @@ import tracemalloc
 import pyarrow as pa
 import pytest
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import Prompt, PromptDataset, load_eval
 from services.coordinator.text.tokenizer import Tokenizer
+from tests.coordinator.conftest import CHATML
 
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 MESSAGES = [[{"role": "user", "content": f"What is {n} + {n}?"}] for n in range(4)]
@@ -50,12 +52,34 @@ class TestPrompts:
         assert prompt.tokens[0] == 0
         assert load(path, add_special_tokens=False).prompts[1].tokens == prompt.tokens[1:]
 
+    def test_a_text_that_was_rendered_already_gets_no_second_bos(self, load, write_parquet):
+        path = write_parquet(prompt=["<|endoftext|>1 + 1 =", "1 + 1 ="], answer=["2", "2"])
+        written, plain = load(path).prompts
+        assert written.tokens == plain.tokens and written.tokens.count(0) == 1
+        assert load(path, add_special_tokens=False).prompts[0].tokens == plain.tokens
+
     def test_messages(self, load, tokenizer, write_parquet):
         path = write_parquet(prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
         prompt = load(path).prompts[2]
         assert prompt.text == tokenizer.render(MESSAGES[2])
         assert prompt.messages == tuple(MESSAGES[2])
         assert list(prompt.tokens) == tokenizer.encode(prompt.text)
+
+    @pytest.mark.parametrize("begun", ["So 2 + 2", " So\n", "<think>\nHm, ", "You are helpful.", "What is 1 + 1?"])
+    def test_a_message_to_continue(self, load, make_model, write_parquet, begun):
+        chat = [*MESSAGES[1], {"role": "assistant", "content": begun}]
+        path = write_parquet(prompt=pa.array([chat], CHAT), answer=["4"])
+        prompt = load(path, continue_final_message=True).prompts[0]
+        theirs = AutoTokenizer.from_pretrained(make_model())
+        assert prompt.text == theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        assert prompt.text.endswith("<|im_start|>assistant\n" + begun)
+        assert list(prompt.tokens) == theirs(prompt.text, add_special_tokens=False)["input_ids"]
+        assert list(prompt.row_prompt) == chat
+        with pytest.raises(InvalidInput, match=r"ends with an assistant message.*data\.continue_final_message"):
+            load(path)
+        trims = Tokenizer.load(make_model(CHATML.replace("+ message['content'] +", "+ message['content'] | trim +")))
+        text = PromptDataset.load(config(path, continue_final_message=True), trims, seed=0).prompts[0].text
+        assert text.endswith("<|im_start|>assistant\n" + begun.strip())
 
     def test_text_as_chat(self, load, write_parquet):
         as_text = write_parquet("text.parquet", prompt=[chat[0]["content"] for chat in MESSAGES], answer=list("0246"))

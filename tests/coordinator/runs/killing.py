@@ -6,7 +6,7 @@ The services are a real trainer servicer over a rank that only counts, and fake 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class CountingRank:
         return Message({"num_bytes": num_bytes, "manifest_digest": digest})
 
     @rank_command
-    def export(self, *, path: str) -> Message:
+    def export(self, *, path: str, files: Mapping[str, str]) -> Message:
         checkpoint.staging(Path(path)).rename(path)
         return Message({})
 

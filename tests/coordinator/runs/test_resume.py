@@ -198,6 +198,18 @@ def test_a_change_of_rounding_is_named_in_a_warning(
     assert len(caplog.messages) == len(warnings)
 
 
+def test_a_limit_may_be_raised_and_not_lowered(tmp_path: Path):
+    def limited(prompt: int, model: int, overlong: str = "drop") -> Start:
+        data = {"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": prompt, "overlong": overlong}
+        return begin(tmp_path, data=data, rollout={"max_model_len": model, "sampling": {"max_tokens": 64}})
+
+    limited(370, 512, "fail")
+    publish(tmp_path)
+    limited(450, 600)
+    with pytest.raises(PreconditionFailed, match=r"another data\.max_prompt_tokens, rollout\.max_model_len "):
+        limited(449, 599)
+
+
 def test_megatrons_sizes_may_change(tmp_path: Path):
     def sized(**megatron: object) -> Start:
         return begin(tmp_path, trainer={"strategy": "megatron", "num_ranks": 4, "megatron": megatron})

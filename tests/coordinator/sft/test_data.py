@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,11 @@ def test_text_is_trained_on_from_the_response_to_the_end_token(characters: Calla
     data = load(characters(), [{"prompt": "2+2=", "response": "4"}, {"prompt": "9+1=", "response": "10"}])
     assert parts(data, 0) == ([4, 12, 4, 14], [6, EOS], [1, 1])
     assert parts(data, 1) == ([11, 12, 3, 14], [3, 2, EOS], [1, 1, 1])
+
+
+def test_a_response_ends_once(characters: Callable, load: Callable) -> None:
+    data = load(characters(), [{"prompt": "2+2=", "response": "4<eos>"}])
+    assert parts(data) == ([4, 12, 4, 14], [6, EOS], [1, 1])
 
 
 def test_other_columns_and_the_chat_template(characters: Callable, load: Callable) -> None:
@@ -262,3 +268,119 @@ def test_digest_sees_the_mask(characters: Callable, load: Callable) -> None:
     tokenizer = characters(TEMPLATE)
     digests = {load(tokenizer, rows, messages_column="m", train_on=turns).digest for turns in ("all", "last")}
     assert len(digests) == 2
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+# ChatML that shows tools and calls.
+WITH_CALLS = """
+{%- if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>{{ '\\n' }}{% endif -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }} {{ m.content }}
+{%- for call in m.tool_calls or [] %}[{{ call.function.arguments.a }}]{% endfor -%}
+<|im_end|>{{ '\\n' }}
+{%- endfor -%}
+{{ '<|im_start|>assistant ' if add_generation_prompt }}"""
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "5"}
+
+
+@pytest.fixture
+def texts(make_model: Callable, tmp_path: Path) -> Callable[..., list[tuple[str, bool]]]:
+    """Returns the whole text of a conversation in JSON Lines, divided into what is trained on and what is not."""
+
+    def load(*rows: dict[str, Any], template: str = WITH_CALLS, **config: Any) -> list[tuple[str, bool]]:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tokenizer = Tokenizer.load(make_model(template))
+        settings = {"train": path, "samples_per_step": 1, "shuffle": False, "messages_column": "messages", **config}
+        example = SftDataset.load(SftDataConfig(**settings), tokenizer, seed=0).examples[0]
+        tokens = [*example.prompt_tokens.tolist(), *example.tokens.tolist()]
+        masks = [False] * len(example.prompt_tokens) + example.loss_mask.tolist()
+        return [
+            (tokenizer.decode([token for token, _ in part], skip_special_tokens=False), is_trained)
+            for is_trained, part in groupby(zip(tokens, masks, strict=True), key=lambda pair: pair[1])
+        ]
+
+    return load
+
+
+def test_a_conversation_as_openai_writes_it(texts: Callable) -> None:
+    parts = [{"type": "text", "text": "2 "}, {"type": "text", "text": "+ 3?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        RESULT,
+        {"role": "assistant", "content": [{"type": "text", "text": "It is 5."}]},
+    ]
+    called = [
+        ("<|im_start|>system Be brief.<|im_end|>\n<|im_start|>user 2 + 3?<|im_end|>\n<|im_start|>assistant ", False)
+    ]
+    called += [("[2]<|im_end|>", True), ("\n<|im_start|>tool 5<|im_end|>\n<|im_start|>assistant ", False)]
+    assert texts({"messages": messages}) == [*called, ("It is 5.<|im_end|>", True)]
+    for tools in ([SCHEMA], json.dumps([SCHEMA])):
+        shown = ("<|im_start|>tools " + json.dumps([SCHEMA]) + "<|im_end|>\n" + called[0][0], False)
+        assert texts({"messages": messages, "tools": tools}) == [shown, *called[1:], ("It is 5.<|im_end|>", True)]
+        assert texts({"messages": messages, "schemas": tools}, tools_column="schemas")[0] == shown
+        assert texts({"messages": messages, "tools": tools}, tools_column=None)[0] == called[0]
+    assert texts({"messages": messages, "tools": []}, {"messages": messages, "tools": [SCHEMA]})[0] == called[0]
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": 0, "train": True}])
+def test_messages_that_are_not_trained_on(texts: Callable, flag: dict[str, Any]) -> None:
+    first, last = {**assistant("4"), **flag}, {**assistant("6"), "train": True, "weight": 1}
+    head = "<|im_start|>user a<|im_end|>\n<|im_start|>assistant "
+    between = "<|im_end|>\n<|im_start|>user b<|im_end|>\n<|im_start|>assistant "
+    whole = [(head + "4" + between, False), ("6<|im_end|>", True)]
+    rows = {"messages": [user("a"), first, {**user("b"), "train": False}, last]}
+    assert texts(rows) == texts(rows, train_on="last") == whole
+    last, first = {**assistant("6"), **flag}, assistant("4")
+    rows = {"messages": [user("a"), first, user("b"), last]}
+    assert texts(rows) == [(head, False), ("4<|im_end|>", True)]
+    for unusable in ({"messages": [user("a"), last]}, {"messages": [user("a"), {**assistant("b"), "weight": 0.5}]}):
+        with pytest.raises(InvalidInput, match=r"to be trained on|message 1 has train or weight \[0.5\]"):
+            texts(unusable)
+    with pytest.raises(InvalidInput, match="to be trained on"):
+        texts(rows, train_on="last")
+
+
+@pytest.mark.parametrize("quote", ["<|im_end|>", "<|endoftext|>", "<|im_end|> and <|endoftext|>"])
+def test_an_answer_that_quotes_an_end_token_is_trained_on_as_text(
+    texts: Callable, make_model: Callable, quote: str
+) -> None:
+    said = f"A turn ends with {quote} here."
+    rows = {"messages": [user("a"), assistant(said), user("b"), assistant("c")]}
+    trained = [text for text, is_trained in texts(rows) if is_trained]
+    assert trained == [said + "<|im_end|>", "c<|im_end|>"]
+    prompted = texts(
+        {"p": "a ", "r": said}, messages_column=None, prompt_column="p", response_column="r", end_token="<|im_end|>"
+    )
+    assert prompted == [("<|endoftext|>a ", False), (said + "<|im_end|>", True)]
+    with pytest.raises(InvalidInput, match="answer 0 has 2 end tokens"):
+        texts({"messages": [user("a"), assistant("4<|im_end|>")]})
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [user("a"), {"role": "assistant", "content": None}]}, "message 1 has no content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, assistant("b")]},
+            "part 0 of message 0 is image",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}, assistant("b")]},
+            "part 0 of message 0 is without",
+        ),
+        ({"messages": [user("a"), assistant("b")], "tools": "x"}, "the tools are not JSON"),
+        (
+            {"messages": [user("a"), assistant("b")], "tools": ["x"]},
+            "not a list of JSON schemas: data.tools_column=null",
+        ),
+    ],
+)
+def test_what_is_no_conversation_of_text(texts: Callable, row: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        texts(row)
+    with pytest.raises(InvalidInput, match="has no column schemas"):
+        texts({"messages": TWO_TURNS}, tools_column="schemas")

@@ -50,16 +50,23 @@ def play(family: Family, bridge: Bridge, kind: str, chance: random.Random) -> in
         return {**message, "content": tokenizer.as_text(message["content"])}
 
     num_turns = chance.randint(1, 8)
+    turns: list[list[int]] = []
+    replies: list[list[Message]] = []
     for _ in range(num_turns):
         said, reply = family.said(chance, make_text(chance)), make_reply(chance, family)
+        begin = len(stream)
         stream += bridge.extend([], [{"role": "", "content": said}]) if family.is_plain else tokenizer.encode(said)
         if chance.random() < 0.5:  # otherwise the turn is truncated
             stream.append(bridge.end_token)
+        turns.append(stream[begin:])
+        replies.append(reply)
         before = list(stream)
         stream += bridge.extend(stream, reply)
         assert stream[: len(before)] == before
         messages += [make_turn(family, said), *with_call_ids(list(map(as_text, reply)))]
     assert stream == tokenizer.encode_marked(bridge.render(messages))
+    if num_turns == 3:  # some, because it takes long
+        bridge.check_episode([QUESTION], (), turns, replies)
     return num_turns
 
 
@@ -76,6 +83,44 @@ def test_streams_are_what_the_template_renders(name: str, kind: str, share: floa
 def test_these_templates_pass_the_check(name: str, kind: str):
     family = FAMILIES[name]
     family.bridge(kind).check({*family.roles, ""})
+
+
+_LATER = "loop.length < 9 or loop.last or loop.index0 > loop.length - 9"
+_CHANGES = {
+    "later turns": f"m.content if {_LATER} else '(earlier)'",
+    "answers with a mark": "m.content.split('<answer>')[-1] if m.role == 'assistant' else m.content",
+    "a later turn's thinking": f"m.content if {_LATER} else m.content.split('</think>')[-1]",
+    "the third turn": "m.content ~ ('' if loop.index0 != 5 else ' !')",
+}
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chatml(content: str) -> Bridge:
+    source = _CHATML.replace("CONTENT", content).replace("\\n", "\n")
+    return Bridge(make_tokenizer(source, eos=("<|im_end|>",)))
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_template_that_rewrites_only_later_or_marked_turns_is_found(change: str):
+    for roles in (("user",), ("tool",), ("user", "tool")):
+        assert "so a later turn would contradict" in refusal(chatml(_CHANGES[change]), *roles)
+    chatml("m.content").check(["user", "tool"])
+
+
+def test_an_episode_that_the_template_renders_differently_is_found():
+    bridge = chatml("m.content | replace('xyzzy', '')")
+    bridge.check(["user"])
+    encode, end = bridge._tokenizer.encode, bridge.end_token
+    good = ([*encode("4 <think>  "), end], [QUESTION]), (encode(" cut off"), [QUESTION, QUESTION])
+    bridge.check_episode([QUESTION], [QUESTION], *zip(*good, strict=True))
+    bad = (*good, ([*encode("an xyzzy"), end], [QUESTION]))
+    with pytest.raises(InvalidInput, match=r"changes earlier turns .* after 'an ', expected 'xyzzy' but got '<"):
+        bridge.check_episode([QUESTION], (), *zip(*bad, strict=True))
+    bridge.check_episode([{"role": "", "content": "raw"}], (), *zip(*bad, strict=True))
+    bridge.check_episode([QUESTION], (), (), ())
 
 
 def refusal(bridge: Bridge, *roles: str, with_system: bool = False) -> str:

@@ -6,8 +6,10 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.text.chat_template import ChatTemplate, TemplateRefusal
@@ -106,6 +108,22 @@ def pair(make_model, load_transformers):
 def test_bos_only_where_asked(tokenizer):
     assert tokenizer.encode("clips", add_special_tokens=True) == [0, *tokenizer.encode("clips")]
     assert 0 not in tokenizer.encode("clips")
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(min_size=1, max_size=20), times=st.integers(0, 2), after=st.sampled_from(["", " <|im_end|>"]))
+def test_a_text_begins_with_bos_once_and_is_continued(make_model, backend, text, times, after):
+    """Tokenizers may add BOS, EOS, both or none; a text that begins with BOS was rendered with it."""
+    for single in ("$A", "<|endoftext|> $A", "$A <|im_end|>", "<|endoftext|> <|im_start|> $A <|im_end|>"):
+        own = tokenizers.Tokenizer.from_str(backend.to_str())
+        ids = [(token, own.token_to_id(token)) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+        own.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+        tokenizer = Tokenizer.load(make_model(tokenizer=json.loads(own.to_str())))
+        before = single.partition("$A")[0].replace("> <", "><").strip()
+        bos, plain = tokenizer.encode(before), tokenizer.encode(text + after)
+        written = tokenizer.encode(before * times + text + after, add_special_tokens=True)
+        assert written == bos * max(1, times) + plain
+        assert tokenizer.encode_batch([before * times + text + after], add_special_tokens=True) == [written]
 
 
 def test_tokens_that_only_the_config_knows(make_model, load_transformers):

@@ -267,10 +267,12 @@ class SaveCheckpointResponse(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., manifest_digest: _Optional[str] = ...) -> None: ...
 
 class ExportHuggingFaceRequest(_message.Message):
-    __slots__ = ("path",)
+    __slots__ = ("path", "model_card")
     PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_CARD_FIELD_NUMBER: _ClassVar[int]
     path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
+    model_card: _types_pb2.ModelCard
+    def __init__(self, path: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ...) -> None: ...
 
 class ExportHuggingFaceResponse(_message.Message):
     __slots__ = ("num_bytes",)

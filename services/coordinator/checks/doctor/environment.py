@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 from services.common.config.environment import EnvironmentConfig
@@ -10,10 +9,8 @@ from services.common.config.run import Config
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.settings import fix_of
 from services.coordinator.services.launch import Addresses
+from services.coordinator.services.tools import PROBE, TIMEOUT_S, probe_environment
 
-_PROBE = ("-m", "services.reward.environments.probe")
-_TIMEOUT_S = 300.0
-"""Time limit for opening an environment, which may import torch or index a corpus."""
 _FIXES = {
     "python": "run in the directory from which the module can be imported, or install it where the reward service runs",
     "tools": "check environment.tools, and that their files and packages are where the reward service runs",
@@ -34,14 +31,11 @@ def examine_environment(config: Config, given: Addresses) -> Iterator[Finding]:
 
 
 def check_environment(
-    environment: EnvironmentConfig, command: Sequence[str] = _PROBE, timeout_s: float = _TIMEOUT_S
+    environment: EnvironmentConfig, command: Sequence[str] = PROBE, timeout_s: float = TIMEOUT_S
 ) -> Finding:
     """Checks that the environment opens; shows its name, version and tools."""
-    section = environment.model_dump_json()
     try:
-        done = subprocess.run(
-            [sys.executable, *command], input=section, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        done = probe_environment(environment, command, timeout_s)
     except subprocess.TimeoutExpired:
         why = f"{environment.kind}: it did not open within {timeout_s:g} s"
         return Finding(

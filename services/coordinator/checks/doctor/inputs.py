@@ -65,9 +65,10 @@ def _prompts(config: Config, given: Addresses) -> list[Finding]:
     assert data is not None, "the model is on this host"
     first, prompts = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
     answer = f"; answer: {shown(first.answer)}" if first.answer is not None else ""
+    sent = data.tokenizer.decode(first.tokens, skip_special_tokens=False)
     return [
         Finding("data", f"{counted(len(data.train), 'prompt')}{_held_out(data.eval)}"),
-        Finding("first prompt", f"{counted(len(first.tokens), 'token')}: {shown(first.text)}{answer}"),
+        Finding("first prompt", f"{counted(len(first.tokens), 'token')}: {shown(sent)}{answer}"),
         Finding("steps", _steps(config.num_steps, prompts, len(data.train), "prompt")),
     ]
 

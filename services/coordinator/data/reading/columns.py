@@ -23,7 +23,12 @@ def is_messages(kind: pa.DataType) -> bool:
     if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     types = {field.name: field.type for field in kind.value_type}
-    return all(name in types and is_text(types[name]) for name in ("role", "content")) and is_json(kind)
+    if not {"role", "content"} <= types.keys() or not is_text(types["role"]) or not is_json(kind):
+        return False
+    content = types["content"]
+    return (
+        is_text(content) or pa.types.is_null(content) or (_is_list(content) and pa.types.is_struct(content.value_type))
+    )
 
 
 def is_prompt(kind: pa.DataType) -> bool:
@@ -54,16 +59,23 @@ def require(value: Any, name: str, kind: type | tuple[type, ...] = str) -> Any:
     return value
 
 
-def as_messages(prompt: Any) -> list[Message]:
-    """Converts a prompt to messages. Raises BadRow if it cannot be used."""
+def as_messages(prompt: Any, *, may_continue: bool = False) -> list[Message]:
+    """Converts a prompt to messages, the last of which is the assistant's only if it `may_continue` that.
+
+    Raises:
+        BadRow: It cannot be used.
+    """
     prompt = require(prompt, "prompt", (str, list))
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     messages = _checked(prompt, " of the prompt")
     if not messages[-1]["content"].strip():
         raise BadRow("the last message of the prompt is empty")
-    if messages[-1]["role"] == "assistant":
-        raise BadRow("the prompt ends with an assistant message, but the model has to write that")
+    if messages[-1]["role"] == "assistant" and not may_continue:
+        raise BadRow(
+            "the prompt ends with an assistant message, but the model has to write that: data.continue_final_message "
+            "lets it continue the message"
+        )
     return messages
 
 
@@ -72,7 +84,7 @@ def as_conversation(value: Any) -> list[Message]:
     messages = _checked(require(value, "conversation", list))
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index in turns:
-        if not messages[index]["content"].strip():
+        if not messages[index]["content"].strip() and not messages[index].get("tool_calls"):
             raise BadRow(f"the assistant's message {index} is empty")
     if not turns:
         raise BadRow("it has no message of the assistant")
@@ -82,12 +94,32 @@ def as_conversation(value: Any) -> list[Message]:
 
 
 def _checked(messages: Sequence[Any], whose: str = "") -> list[Message]:
+    """Returns messages whose content is text, also of those that have it as OpenAI's API does: in parts, or not at all
+    beside calls of tools.
+    """
+    checked: list[Message] = []
     for index, message in enumerate(messages):
         if not isinstance(message, dict | None):
             raise BadRow(f"message {index}{whose} is {in_words(message)}, not an object")
+        if message and isinstance(message.get("content"), list):
+            message = {**message, "content": _joined(message["content"], f"message {index}{whose}")}
+        elif message and message.get("content") is None and message.get("tool_calls"):
+            message = {**message, "content": ""}
         for key in ("content", "role"):
             if not message or message.get(key) is None:
                 raise BadRow(f"message {index}{whose} has no {key}")
             if not isinstance(message[key], str):
                 raise BadRow(f"the {key} of message {index}{whose} is {in_words(message[key])}, not text")
-    return list(messages)
+        checked.append(message)
+    return checked
+
+
+def _joined(parts: Sequence[Any], whose: str) -> str:
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else in_words(part)
+        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
+        if not isinstance(text, str):
+            raise BadRow(f"part {index} of {whose} is {kind if kind != 'text' else 'without text'}: only text is read")
+        texts.append(text)
+    return "".join(texts)

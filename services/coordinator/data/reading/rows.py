@@ -96,7 +96,7 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
             self._require(is_value, metrics_column, self.field, "not text, integers or booleans")
         self._require(is_prompt(kind), prompt, self.field, "not text or a list of {role, content}")
         # Not a method of this object, which would keep the whole file in memory.
-        self._render_prompt = partial(self.tokenizer.render, **self.config.chat_template_kwargs)
+        self._render_prompt = partial(self.tokenizer.render_prompt, **self.config.chat_template_kwargs)
         return kind
 
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
@@ -104,7 +104,7 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         prompt, answer = (None if name is None else record.get(name) for name in names)
         others = [name for name in record if name not in names] if self._extra is None else self._extra
         extra = {name: record[name] for name in others if name in record}
-        messages = as_messages(prompt)
+        messages = as_messages(prompt, may_continue=self.config.continue_final_message)
         if self.needs_answer or not isinstance(answer, str | None):
             require(answer, "answer")
         self._require_metric(extra)
@@ -117,7 +117,7 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         if isinstance(prompt, str) and not self.config.chat:
             raise BadRow("the prompt is text, but the file's first one is a list: set data.chat to have both")
         messages = self._with_system(messages)
-        stored, pieces = json.dumps(messages, ensure_ascii=False), (self._render(messages, is_prompt=True),)
+        stored, pieces = json.dumps(messages, ensure_ascii=False), (self._render_prompt(messages),)
         kind = isinstance(prompt, str), self.config.system_prompt is not None
         return PromptRow(where, number, content_hash, pieces, *own, self._render_prompt, stored, *kind)
 

@@ -1,10 +1,12 @@
 """Plays episodes: the policy and an environment take turns on one stream of tokens, all sampled from one stamp."""
 
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.reward.v1.environment_pb2 import Message
 from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
@@ -15,7 +17,7 @@ from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
-from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.dialog import Dialog, OverlongPrompt
 from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
@@ -34,6 +36,12 @@ from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.opening import Services
 from services.coordinator.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
+Taken = tuple[Sequence[int], Sequence[Message]]
+"""The policy's tokens of a turn, with the environment's reply."""
+_NUM_COMPARED = 32
+"""Number of episodes of several turns that are rendered again, after each start."""
 # Why a sample has no score, by why its episode failed.
 _SCORE_REASONS = {
     EnvironmentFailure.TIMEOUT: FailureReason.FAILURE_REASON_TIMEOUT,
@@ -41,6 +49,7 @@ _SCORE_REASONS = {
     EnvironmentFailure.REFUSED: FailureReason.FAILURE_REASON_ERROR,
     EnvironmentFailure.INVALID_REPLY: FailureReason.FAILURE_REASON_ERROR,
     EnvironmentFailure.LOST: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.OVERLONG: FailureReason.FAILURE_REASON_ERROR,
     EnvironmentFailure.UNSPECIFIED: FailureReason.FAILURE_REASON_UNSPECIFIED,
 }
 
@@ -64,8 +73,10 @@ class EpisodeCollector(Collector):
         super().__init__(rollout, rewards, tokenizer, config.seed)
         assert config.environment, "without an environment, Collector samples single completions"
         self._settings, self._environments = config.environment, environments
+        self._drops_overlong = config.data.overlong == "drop"
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
+        self._to_compare, self._differs = _NUM_COMPARED, False
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Plays and scores the episodes of one prompt. Returns None if a failure drops the group."""
@@ -73,7 +84,8 @@ class EpisodeCollector(Collector):
             played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
             failures = [one.failure for one in played if one.failure]
             if failures and not draw.keep_failed:
-                if self._settings.on_failure == "fail":
+                is_overlong = failures[0].failure is EnvironmentFailure.OVERLONG
+                if self._settings.on_failure == "fail" and not is_overlong:
                     raise failures[0]
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
@@ -107,13 +119,16 @@ class EpisodeCollector(Collector):
                 cause = Cause(ENVIRONMENT, error.failure, error.detail)
                 self.failure_log.add(cause, f"prompt {prompt.prompt_id} sample {sample}")
                 failure = error
+                if error.failure is EnvironmentFailure.OVERLONG:
+                    break
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
 
     async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
         messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
-        first = self._dialog.begin(prompt, messages)
+        first = self._begin(prompt, messages)
         stream, affinity = Stream(first.tokens), Affinity()
         reason = FinishReason.FINISH_REASON_TURN_LIMIT
+        taken: list[Taken] = []
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
             params = self._params(draw, self._max_tokens - len(stream.tokens))
@@ -137,9 +152,37 @@ class EpisodeCollector(Collector):
                 break
             if turn + 1 < self._settings.max_turns:
                 stream.add_context(added)
+                taken.append((completion.tokens, reply.messages))
+        self._compare(prompt, messages, taken, sample)
         completion, episode = stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment)
         kept = join_kept(stream.kept) if any(sets for sets, _ in stream.kept) else b""
         return _Played(first, completion, episode, routes=bytes(stream.routes), kept=kept)
+
+    def _begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+        try:
+            return self._dialog.begin(prompt, messages)
+        except OverlongPrompt as error:
+            if not self._drops_overlong:
+                raise
+            raise EpisodeFailed(EnvironmentFailure.OVERLONG, error.message) from error
+
+    def _compare(self, prompt: Prompt, messages: Sequence[Message], taken: Sequence[Taken], sample: int) -> None:
+        """Renders one of the first episodes of several turns again, and warns if the chat template changes its text."""
+        if not taken or not self._to_compare:
+            return
+        self._to_compare -= 1
+        try:
+            self._dialog.check_played(prompt, messages, taken)
+        except InvalidInput as error:
+            self._counts["rendered_differently"] += 1
+            level = logging.INFO if self._differs else logging.WARNING
+            self._differs = True
+            log.log(
+                level,
+                "prompt %s sample %d: a program that renders the conversation with the chat template will not show the "
+                "model the text that it is trained on: %s",
+                *(prompt.prompt_id, sample, error.message),
+            )
 
     def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""

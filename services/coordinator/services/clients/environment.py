@@ -37,6 +37,8 @@ class EnvironmentFailure(StrEnum):
     INVALID_REPLY = "invalid_reply"
     LOST = "lost"
     """The reward service was lost or restarted, and its episodes with it."""
+    OVERLONG = "overlong"
+    """The first messages make the prompt longer than data.max_prompt_tokens; it is not played again."""
     UNSPECIFIED = "unspecified"
     """The reward service named no reason, or one that this coordinator does not know."""
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
-from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
+from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
 from services.common.config.reading.any import AnyConfig, role_section
@@ -23,6 +23,7 @@ from services.coordinator.services.clients.blocks import BlockStream, warn_of_sk
 from services.coordinator.services.clients.renewal import Renewal
 from services.coordinator.services.clients.trainer_calls import TrainerClient
 from services.coordinator.services.gpus import OwnGpus, Side
+from services.coordinator.text.served import served_files
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
@@ -204,6 +205,17 @@ class Trainer(Model):
 
     def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None):
         super().__init__("trainer", address, config, transport, gpus)
+        self._served = ModelCard()
+
+    async def open(self, run_id: str, checkpoint: str = "") -> int:
+        """Loads the model like Model.open, and reads what an export needs, because a file may be gone at the end.
+
+        Raises:
+            InvalidInput: See Model.open; or the tokenizer or chat template cannot be used.
+        """
+        version = await super().open(run_id, checkpoint)
+        self._served = served_files(self.opened.model_card, self._config.data)
+        return version
 
     async def go_back(self, run_id: str, checkpoint: str) -> int:
         """Closes the run and opens it again at `checkpoint`, or at the model it began with. Returns the version."""
@@ -238,8 +250,8 @@ class Trainer(Model):
         return answer.stamp
 
     async def export(self, path: str) -> None:
-        """Writes the policy as a Hugging Face model directory."""
-        request = pb.ExportHuggingFaceRequest(path=path)
+        """Writes the policy as a Hugging Face model directory that serves what was trained."""
+        request = pb.ExportHuggingFaceRequest(path=path, model_card=self._served)
         async with self._gpus.held_by(Side.TRAINER):
             await self._client.call(
                 TrainerService.ExportHuggingFace,

@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 from services.common.batches.kept import encode_kept, join_kept
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout.section import SamplingConfig
-from services.common.errors import LockstepError, Reason
+from services.common.errors import InvalidInput, LockstepError, Reason
 from services.common.files.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.data.episodes import Episode, Stream
@@ -23,6 +23,7 @@ from services.coordinator.rl.sampling.collect import Collector, Draw
 from services.coordinator.services.clients.environment import EpisodeFailed
 from tests.coordinator.fake_environment import FakeEnvironment, Script, episodes
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
+from tests.coordinator.text.bridge_families import make_tokenizer
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)
 SAMPLING = SamplingConfig(max_tokens=8)
@@ -79,12 +80,18 @@ async def played(
 
 
 async def played_on(
-    fakes: list[FakeReplica], environment: FakeEnvironment, *, num: int = 1, keep_failed: bool = False, **settings: Any
+    fakes: list[FakeReplica],
+    environment: FakeEnvironment,
+    *,
+    num: int = 1,
+    keep_failed: bool = False,
+    overlong: str = "fail",
+    **settings: Any,
 ) -> list[ScoredGroup | None]:
     config = make_config(
         environment={"kind": "python", "path": "m:C", **settings},
         rollout={"max_model_len": 200, "sampling": {"max_tokens": 8}},
-        data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
+        data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16, "overlong": overlong},
     )
     async with episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector:  # type: ignore[arg-type]
         draw = Draw(2, SAMPLING, STAMP, STAMP.version, keep_failed=keep_failed)
@@ -257,6 +264,49 @@ async def test_every_reason_of_an_environment_has_a_name(number: Any):
     word = known.removeprefix("ENVIRONMENT_FAILURE_REASON_").lower()
     assert played_on.metrics[f"environment/failed_{word}"] == 2.0  # type: ignore[attr-defined]
     assert group is not None and f"environment: {word}: on demand" == group.scores[0].failure.message
+
+
+@pytest.mark.parametrize("on_failure", ["drop_group", "fail"])
+async def test_an_episode_that_begins_too_long_is_dropped_once_and_never_ends_the_run(on_failure: str):
+    environment = FakeEnvironment(ends_after(1))
+    environment.first = [pb.Message(role="", content="7" * 14)]
+    assert await played(environment, overlong="drop", on_failure=on_failure) == [None]
+    assert len(environment.resets) == 2, "the same seeds begin the same way, so nothing is played again"
+    assert played_on.metrics["environment/failed_overlong"] == 2.0  # type: ignore[attr-defined]
+    (group,) = await played(environment, overlong="drop", on_failure=on_failure, keep_failed=True)
+    assert group is not None and group.is_failed.tolist() == [True, True]
+    with pytest.raises(InvalidInput, match=r"17 tokens, above data\.max_prompt_tokens 16: .* data\.overlong=drop"):
+        await played(environment, on_failure=on_failure)
+    environment.first = [pb.Message(role="", content="7" * 13)]
+    (group,) = await played(environment)
+    assert group is not None and len(group.prompt.tokens) == 16
+
+
+async def test_an_episode_that_a_chat_api_would_show_differently_is_named(caplog: pytest.LogCaptureFixture):
+    def script(turn: int, text: str) -> pb.StepResponse:
+        return pb.StepResponse(messages=[pb.Message(role="user", content="Again.")], done=turn == 2)
+
+    chatml = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for content, differing in (("m.content", 0), ("m.content[m.content | length == 2:]", 2)):
+        tokenizer = make_tokenizer(chatml.replace("CONTENT", content), eos=("<|im_end|>",))
+        config = make_config(
+            environment={"kind": "python", "path": "m:C"},
+            rollout={"sampling": {"max_tokens": 8}, "max_model_len": 4096},
+        )
+        prompt = replace(make_prompt(0), messages=({"role": "user", "content": "Hi"},))
+        caplog.clear()
+        async with (
+            replicas(1) as fakes,
+            episodes(config, fakes, FakeEnvironment(script), STAMP, tokenizer) as collector,
+        ):
+            group = await collector.one(0, prompt, Draw(2, SAMPLING, STAMP, STAMP.version))
+            assert group is not None
+            assert collector.take_metrics().get("environment/rendered_differently", 0) == differing
+        warned = [one for one in caplog.records if "will not show the model the text" in one.getMessage()]
+        assert [one.levelname for one in warned if one.levelname == "WARNING"] == ["WARNING"] * (differing > 0)
 
 
 async def test_an_evaluation_counts_failed_episodes_as_failed():
