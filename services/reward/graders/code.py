@@ -25,21 +25,23 @@ data over pipes (services/reward/inside/wire.py), so nothing that a program patc
 own process changes how the test compares. What the test gets:
 
 - Plain data (None, numbers, text, bytes, lists, tuples, sets, dicts; of the standard library Decimal, Fraction,
-  complex, range, slice, Counter, OrderedDict, deque, date, timedelta) is copied. What a program does to an argument
-  reaches the test only if the function returns None.
-- Any other object, such as a function, a class, its instances or a generator, is a proxy: attributes, items, calls,
-  iteration, len, str, `with` and operators work, and exceptions are raised as the same built-in class or one derived
-  from it. Compared with data it is equal only by a plain value of its own.
-- A function of the test can be an argument. An instance of a class of the test or of `setup` cannot: the sample then
-  fails with INVALID_ANSWER, because no program could pass.
+  complex, range, slice, Counter, OrderedDict, deque, date, time, datetime, timedelta, timezone, UUID) is copied. What a
+  program does to an argument reaches the test only if the function returns None.
+- A number or text of a class of the program's is that number or text, with the attributes of its class. Any other
+  object, such as a function, a class, its instances or a generator, is a proxy: attributes, items, calls, iteration,
+  len, str, `with` and operators work, and exceptions are raised as the same class, or as one that derives from the same
+  built-in classes. Compared with data it is equal only by a plain value of its own. Values are read once (proxies.py).
+- Any object of the test can be an argument. The program has a stub of it: functions can be called, iterators iterated,
+  and the public attributes and operators of the test's own classes used.
 - Not available, so that a program fails: coroutines, deriving from a class of the program, seeing its changes of
   modules, and replacing the program's stdin or globals. What it prints reaches the sys.stdout of the test.
 - Names that neither the test nor `setup` defines are the program's, except built-in names and modules of the standard
   library of which the test takes attributes (`math.isclose`).
 
 What remains possible: any object that is true passes `assert f(x)`; an object of the program's own class answers its
-own methods, and two of them are as equal as the program says; a test that calls the program on both sides compares
-what the program says with what it says.
+own methods, and two of them are as equal as the program says; so do instances that the test makes of a class under test
+(a name with a capital letter), for their operators too; a test that calls the program on both sides compares what the
+program says with what it says.
 
 Use inputs and outputs wherever a dataset has them.
 """
@@ -128,7 +130,7 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
         if not found or not isinstance(setup, str):
             raise ValueError("there must be at least one test, and setup must be text")
         check_imports(setup, *(str(test.request.get("code", "")) for test in found))
-    except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, ImportError, SyntaxError, RecursionError) as error:
         raise ScoringError(FailureReason.INVALID_ANSWER, f"tests: {type(error).__name__}: {error}"[:500]) from error
     return Tests(setup, found)
 
