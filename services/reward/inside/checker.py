@@ -263,23 +263,7 @@ def _set_public(mine: object, name: str, value: object) -> None:
 
 
 _CHANGES = ("call", "setattr", "delattr", "setitem", "delitem", "next", "enter", "exit")
-_READS = (
-    "plain",
-    "items",
-    "getattr",
-    "getitem",
-    "len",
-    "str",
-    "repr",
-    "hash",
-    "bool",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-)
+_READS = ("plain", "items", "getattr", "getitem", "len", "str", "repr", "hash", "bool", *OPERATORS[:6])
 _ON_MINE: dict[str, Callable] = {
     "call": lambda mine, *args, **kwargs: mine(*args, **kwargs),
     "getattr": _get_public,
