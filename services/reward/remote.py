@@ -4,8 +4,9 @@ import asyncio
 import email.utils
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -18,15 +19,20 @@ from services.reward.scorers.base import FailureReason, ScoringError
 MAX_RESPONSE_BYTES = 4 << 20
 _MAX_KEY_BYTES = 64 << 10
 _MAX_DETAIL_BYTES = 300
+Reader = Callable[[object], Awaitable[object]]
 
 
-class _MayPassError(Exception):
+class MayPassError(Exception):
     """A failure that a retry may fix. `error` is raised if no retries are left."""
 
     def __init__(self, error: ScoringError, retry_after_s: float = 0.0):
         super().__init__(str(error))
         self.error = error
         self.retry_after_s = retry_after_s
+
+
+async def _unread(answer: object) -> object:
+    return answer
 
 
 class Remote:
@@ -74,8 +80,10 @@ class Remote:
             trust_env=False,
         )
 
-    async def post(self, message: Mapping[str, object]) -> object:
-        """Posts `message` and returns the JSON answer. Waiting for the rate limits does not count against `timeout_s`.
+    async def post(self, message: Mapping[str, object], read: Reader = _unread) -> Any:
+        """Posts `message` and returns what `read` makes of the JSON answer; it may raise MayPassError to ask again.
+
+        Waiting for the rate limits does not count against `timeout_s`.
 
         Raises:
             ScoringError: TIMEOUT after `timeout_s` or if the last request timed out, CRASHED if closed, else ERROR.
@@ -89,7 +97,7 @@ class Remote:
                     await self._wait_for_turn()
                     self._check_open()
                     scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
-                    return await self._post_with_retries(payload)
+                    return await self._post_with_retries(payload, read)
         except TimeoutError:
             self._check_open()
             raise self._error(f"no score within {self._timeout_s:g} s", FailureReason.TIMEOUT) from None
@@ -104,11 +112,11 @@ class Remote:
         if self._session:
             await self._session.close()
 
-    async def _post_with_retries(self, payload: bytes) -> object:
+    async def _post_with_retries(self, payload: bytes, read: Reader) -> object:
         for num_retries in range(self._config.max_retries + 1):
             try:
-                return await self._request(payload)
-            except _MayPassError as failure:
+                return await read(await self._request(payload))
+            except MayPassError as failure:
                 if num_retries == self._config.max_retries:
                     raise failure.error from None
                 await asyncio.sleep(max(backoff_s(num_retries), failure.retry_after_s))
@@ -123,16 +131,16 @@ class Remote:
                     return await self._read(response)
         except TimeoutError:
             late = f"no answer within {self._request_timeout_s} s"
-            raise _MayPassError(self._error(late, FailureReason.TIMEOUT)) from None
+            raise MayPassError(self._error(late, FailureReason.TIMEOUT)) from None
         except aiohttp.ClientError as error:
-            raise _MayPassError(self._error(f"{type(error).__name__}: {error}")) from None
+            raise MayPassError(self._error(f"{type(error).__name__}: {error}")) from None
 
     async def _read(self, response: aiohttp.ClientResponse) -> object:
         if response.status != 200:
             detail = await _read_body(response, _MAX_DETAIL_BYTES)
             error = self._error(f"status {response.status}: {detail[:_MAX_DETAIL_BYTES].decode(errors='replace')}")
             if response.status >= 500 or response.status in self._retry_statuses:
-                raise _MayPassError(error, _retry_after_s(response.headers.get("Retry-After", "")))
+                raise MayPassError(error, _retry_after_s(response.headers.get("Retry-After", "")))
             raise error
         body = await _read_body(response, MAX_RESPONSE_BYTES)
         if len(body) > MAX_RESPONSE_BYTES:

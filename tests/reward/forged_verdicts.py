@@ -192,3 +192,188 @@ def add(a, b):
     "hidden in getattr": "def __getattr__(name): return lambda *_: 0",
     "raises": "def add(a, b): raise ValueError(5)",
 }
+
+
+_FACTOR = "p = factor(91)\nassert 1 < p < 91 and 91 % p == 0"
+_SORT = "r = order([3, 1, 2])\nassert all(r[i] <= r[i + 1] for i in range(len(r) - 1)) and sorted(r) == [1, 2, 3]"
+_CHANGES = """
+def change(kind, first, then, *names):
+    def one(self, *_):
+        self.n = getattr(self, 'n', 0) + 1
+        return first if self.n < 3 else then
+    return type('V', (kind,), dict.fromkeys(names, one))
+"""
+
+# Each is wrong, and would pass if a value could change between two questions, or if it answered each as it likes; or it
+# would hide that a test has failed.
+CHANGE = {
+    "int that becomes another": (
+        _CHANGES + "def factor(n): return change(int, 2, 1, '__int__', '__index__')(2)",
+        _FACTOR,
+    ),
+    "int that becomes another under its function's name": (
+        _CHANGES
+        + "class factor(change(int, 2, 1, '__int__', '__index__')):\n    def __new__(cls, n): return super().__new__(cls, 2)",
+        _FACTOR,
+    ),
+    "class under test that becomes another": (
+        _CHANGES
+        + "class Factor(change(int, 2, 1, '__int__', '__index__')):\n    def __new__(cls, n): return super().__new__(cls, 2)",
+        _FACTOR.replace("factor", "Factor"),
+    ),
+    "float that becomes another": (_CHANGES + "def factor(n): return change(float, 2.0, 1.0, '__float__')(2)", _FACTOR),
+    "forged class": (
+        _CHANGES
+        + "def factor(n):\n    v = change(object, 2, 1, '__int__', '__index__')\n    v.__class__ = property(lambda self: int)\n    return v()",
+        _FACTOR,
+    ),
+    "operators of an int": (
+        "class V(int):\n    __mod__ = __rmod__ = lambda *_: 0\n    __lt__ = __gt__ = lambda *_: True\ndef factor(n): return V(2)",
+        _FACTOR,
+    ),
+    "operators of a class": (
+        "class V:\n    __mod__ = __rmod__ = lambda *_: 0\n    __lt__ = __gt__ = lambda *_: True\ndef factor(n): return V()",
+        _FACTOR,
+    ),
+    "property that becomes another": (
+        "class V:\n    n = 0\n    @property\n    def x(self):\n        self.n += 1\n        return 2 if self.n < 3 else 1\ndef factor(n): return V()",
+        "p = factor(91)\nassert 1 < p.x < 91 and 91 % p.x == 0",
+    ),
+    "nested value": (
+        _CHANGES + "def factor(n): return [{'p': change(int, 2, 1, '__int__', '__index__')(2)}]",
+        "p = factor(91)\nassert 1 < p[0]['p'] < 91 and 91 % p[0]['p'] == 0",
+    ),
+    "text that becomes another": (
+        _CHANGES + "def f(): return change(str, 'ab', 'ba', '__str__')('ab')",
+        "p = f()\nassert p.startswith('a') and p[::-1] == p",
+    ),
+    "text whose length and characters differ": (
+        "class V(str):\n    __len__ = lambda _: 5\n    __getitem__ = lambda s, i: 'x'\n    __eq__ = lambda *_: True\n    __hash__ = str.__hash__\ndef f(): return V('ab')",
+        "p = f()\nassert len(p) == 5 and p[0] == p[-1]",
+    ),
+    "number whose text differs": (
+        "class V(int):\n    __str__ = __repr__ = lambda _: '101'\ndef f(): return V(123)",
+        "p = f()\nassert p > 100 and str(p) == str(p)[::-1]",
+    ),
+    "bytes that become others": (
+        _CHANGES + "def f(): return change(bytes, b'ab', b'ba', '__bytes__', '__iter__')(b'ab')",
+        "p = f()\nassert p[0] == 97 and p == p[::-1]",
+    ),
+    "list with two readings": ("class V(list):\n    __getitem__ = lambda s, i: 0\ndef order(x): return V(x)", _SORT),
+    "list with a short length": ("class V(list):\n    __len__ = lambda s: 1\ndef order(x): return V(x)", _SORT),
+    "tuple with two readings": ("class V(tuple):\n    __getitem__ = lambda s, i: 0\ndef order(x): return V(x)", _SORT),
+    "iterator that changes": (
+        "class V(list):\n    n = 0\n    def __iter__(self):\n        self.n += 1\n        return iter([1, 2, 3] if self.n % 2 else [3, 2, 1])\ndef order(x): return V(x)",
+        "r = order([3, 1, 2])\nassert list(r) == sorted(r) and list(r) == sorted(r)",
+    ),
+    "own class with two readings": (
+        "class V:\n    __len__ = lambda s: 3\n    __iter__ = lambda s: iter([3, 1, 2])\n    __getitem__ = lambda s, i: 0\ndef order(x): return V()",
+        _SORT,
+    ),
+    "own class whose iteration changes": (
+        "class V:\n    n = 0\n    __len__ = lambda s: 3\n    def __iter__(self):\n        self.n += 1\n        return iter([1, 2, 3] if self.n % 2 else [3, 1, 2])\ndef order(x): return V()",
+        "r = order([3, 1, 2])\nassert sorted(r) == [1, 2, 3] and list(r) == [1, 2, 3] and list(r) == sorted(r) and [*r] != [3, 1, 2] and r == 0 or list(r) == [1, 2, 3] and r[0] == 3",
+    ),
+    "dict with two readings": (
+        "class V(dict):\n    __len__ = lambda s: 2\n    __missing__ = lambda s, k: 1\n    __contains__ = lambda *_: True\ndef f(): return V()",
+        "r = f()\nassert len(r) == 2 and 'a' in r and r['a'] == 1",
+    ),
+    "set with two readings": (
+        "class V(set):\n    __len__ = lambda s: 2\n    __contains__ = lambda *_: True\ndef f(): return V()",
+        "r = f()\nassert len(r) == 2 and 5 in r",
+    ),
+    "hash of another": (
+        "class V(int):\n    __hash__ = lambda _: hash(5)\n    __eq__ = lambda *_: True\ndef f(): return V(4)",
+        "assert f() in {5}",
+    ),
+    "truth of another": (
+        "class V(int):\n    __bool__ = lambda _: True\ndef f(): return V(0)",
+        "r = f()\nassert r and r == 0",
+    ),
+    "product of a float": (
+        "class V(float):\n    __mul__ = lambda *_: 2.0\ndef root(x): return V(1)",
+        "r = root(2)\nassert abs(r * r - 2) < 1e-6",
+    ),
+    "product of a class": (
+        "class V:\n    __mul__ = lambda *_: 2.0\ndef root(x): return V()",
+        "r = root(2)\nassert abs(r * r - 2) < 1e-6",
+    ),
+    "product of a class that is called as a function": (
+        "class root:\n    def __init__(self, x): pass\n    __mul__ = lambda *_: 2.0",
+        "r = root(2)\nassert abs(r * r - 2) < 1e-6",
+    ),
+    "product of what a method returns": (
+        "class Solution:\n    def root(self, x): return self\n    __mul__ = lambda *_: 2.0",
+        "r = Solution().root(2)\nassert abs(r * r - 2) < 1e-6",
+    ),
+    "product of a nested value": (
+        "class V(float):\n    __mul__ = lambda *_: 2.0\ndef root(x): return [V(1)]",
+        "(r,) = root(2)\nassert abs(r * r - 2) < 1e-6",
+    ),
+    "sum of two values": (
+        "class V:\n    __add__ = __radd__ = lambda *_: 5\ndef f(x): return V()",
+        "assert f(1) + f(2) == 5",
+    ),
+    "equal lists": ("class V(list):\n    __eq__ = lambda *_: True\ndef f(x): return V([x])", "assert f(1) == f(2)"),
+    "raises in a with": (
+        "class C:\n    __enter__ = lambda s: s\n    __exit__ = lambda *_: None\n    def get(self): raise ValueError(5)\ndef ctx(): return C()",
+        "with ctx() as c:\n    assert c.get() == 5",
+    ),
+    "suppresses a failed assert": (
+        "class C:\n    __enter__ = lambda s: s\n    __exit__ = lambda *_: True\n    get = lambda s: 4\ndef ctx(): return C()",
+        "with ctx() as c:\n    assert c.get() == 5",
+    ),
+    "suppresses before an assert": (
+        "class C:\n    __enter__ = lambda s: s\n    __exit__ = lambda *_: True\n    def get(self): raise ValueError(5)\ndef ctx(): return C()",
+        "with ctx() as c:\n    x = c.get()\n    assert x == 5",
+    ),
+    "suppresses a failed check of unittest": (
+        "class C:\n    __enter__ = lambda s: s\n    __exit__ = lambda *_: True\n    get = lambda s: 4\ndef ctx(): return C()",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with ctx() as c: self.assertEqual(c.get(), 5)",
+    ),
+    "raises in place of a failed assert": (
+        "class C:\n    __enter__ = lambda s: s\n    def __exit__(self, *_): raise KeyError\n    get = lambda s: 4\ndef ctx(): return C()",
+        "try:\n    with ctx() as c:\n        assert c.get() == 5\nexcept KeyError: pass",
+    ),
+    "gives a module to a callback": ("import os\ndef each(f): return f(os)", "assert each(lambda x: x) == 5"),
+    "gives an attribute of a module to a callback": (
+        "import os\ndef each(f): return f(os)",
+        "assert each(lambda x: x.environ) == 5",
+    ),
+    "gives itself to a callback": (
+        "import sys\ndef each(f): return f(sys.modules['program'])",
+        "assert each(lambda x: x) == 5",
+    ),
+    "gives a frame to a callback": (
+        "import sys\ndef each(f): return f(sys._getframe())",
+        "assert each(lambda x: [x, len]) == 5",
+    ),
+    "raises a module": (
+        "import os\ndef f(): raise ValueError(os, print)",
+        "try: f()\nexcept ValueError as e: f(e.args)",
+    ),
+    "swallows what a callback raises": (
+        "def each(f, x):\n    try: f(0)\n    except BaseException: pass",
+        "def check(x): assert x == 5\neach(check, 5)",
+    ),
+    "swallows a check of unittest in a callback": (
+        "def each(f, x):\n    try: f(0)\n    except BaseException: pass",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): each(lambda x: self.assertEqual(x, 5), 5)",
+    ),
+    "formats an object of the test": (
+        "def f(n): return n.val.format(n)",
+        "class Node:\n    val = '{0.__class__.__init__.__globals__}'\nassert 'check' in f(Node())\ncheck = 1",
+    ),
+    "reads what an object of the test knows": (
+        "def f(n):\n    try: return n.get.__globals__['secret']\n    except AttributeError: return n.__init__.__func__.__globals__['secret']",
+        "import secrets\nsecret = secrets.token_hex()\nclass Node:\n    def get(self): return 5\nassert f(Node()) == secret",
+    ),
+    "reads the frame of a generator of the test": (
+        "def f(g): return g.gi_frame.f_globals['secret']",
+        "import secrets\nsecret = secrets.token_hex()\nassert f(x for x in [1]) == secret",
+    ),
+    "replaces a method of the test's class": (
+        "def f(n):\n    type(n).same = n.same = lambda *_: True\n    return 4",
+        "class Node:\n    def __eq__(self, other): return other == 5\nassert Node() == f(Node())",
+    ),
+}

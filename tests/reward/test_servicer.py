@@ -59,7 +59,7 @@ async def test_a_group_with_right_wrong_and_endless_samples(client):
         response = await score(client, "5", r"\boxed{4}", HANG, r"\boxed{5}")
         if not any(s.HasField("failure") for s in response.scores):
             break
-    assert re.fullmatch(r"math 2/math-verify-[0-9.]+ x 1 \+ exact 1 x 0\.5", opened.scorer)
+    assert re.fullmatch(r"math 3/math-verify-[0-9.]+ x 1 \+ exact 2 x 0\.5", opened.scorer)
     assert response.scorer == opened.scorer
     right, wrong, endless, boxed = response.scores
     assert [s.reward for s in (right, wrong, boxed)] == [1.5, 0.0, 1.0]
@@ -86,12 +86,12 @@ async def test_state_follows_the_run(client):
     assert caught.value.reason is Reason.RUN_NOT_OPEN
 
     exact, gsm8k = ({"scorers": [{"kind": kind}]} for kind in ("exact", "gsm8k"))
-    assert (await open_run(client, exact)).scorer == (await open_run(client, exact)).scorer == "exact 1 x 1"
+    assert (await open_run(client, exact)).scorer == (await open_run(client, exact)).scorer == "exact 2 x 1"
     during = await info()
     assert (during.state, during.run_id, during.incarnation) == ("open", "r", before.incarnation)
-    assert (await open_run(client, gsm8k)).scorer == "gsm8k 1 x 1"
+    assert (await open_run(client, gsm8k)).scorer == "gsm8k 2 x 1"
     assert (await info()).config_digest != during.config_digest
-    assert (await open_run(client, exact, "other")).scorer == "exact 1 x 1"
+    assert (await open_run(client, exact, "other")).scorer == "exact 2 x 1"
     await client.call(
         RewardService.CloseRun, pb.CloseRunRequest(run_id="r"), timeout_s=PATIENCE_S
     )  # late, of a run that was replaced
@@ -107,6 +107,9 @@ async def test_bad_requests_name_the_field(client):
     assert caught.value.reason is Reason.INVALID_CONFIG
     with pytest.raises(InvalidInput, match="run_id"):
         await open_run(client, MIXED, run_id="")
+    with pytest.raises(InvalidInput, match="config_json: is empty; send the section as JSON") as caught:
+        await client.call(RewardService.OpenRun, pb.OpenRunRequest(run_id="r"), timeout_s=PATIENCE_S)
+    assert caught.value.metadata["field"] == "config_json"
     with pytest.raises(InvalidInput, match=r"scorers\.0 .*No module"):
         await open_run(client, {"scorers": [{"kind": "python", "path": "no_such:f"}]})
     await open_run(client, {"scorers": [{"kind": "exact"}]})

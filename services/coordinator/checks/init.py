@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -63,7 +64,7 @@ rollout:
   sampling: {{temperature: 1.0, max_tokens: {completion}}}   # max_tokens: the longest completion
 reward:
   scorers:                       # docs/algorithms.md lists the kinds: math, code, judge, http, python, ...
-    - {{kind: exact}}              # 1 if the completion is the answer, else 0
+    - {scorer}   # {why_scorer}
 trainer:
   strategy: fsdp                 # or megatron, for tensor, pipeline and expert parallelism
   num_ranks: {ranks}
@@ -72,6 +73,18 @@ trainer:
 # evaluation: {{eval_freq: 10}}    # every 10 steps, with data.eval
 checkpoint: {{save_freq: 20}}      # the same command resumes from the newest
 """
+
+_TESTS = ("tests", "test_cases", "test_list")
+_SCORERS = {
+    "code": "1 if the program in the completion passes the tests, else 0; needs bubblewrap",
+    "gsm8k": "1 if the last number (after #### if there is one) is the answer's, else 0",
+    "math": "1 if the last \\boxed{} equals the answer, else 0",
+    "exact": "1 if the completion is the answer, else 0",
+}
+_NUM_READ = 200
+"""Number of rows whose answers decide the scorer."""
+_MANY_WORDS = 8
+"""Number of words above which an answer is a text, which no completion repeats."""
 
 
 def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> str:
@@ -94,6 +107,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
+    kind, tests = _scorer(rows, answer)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)
     sizes = replace(sizes, prompt_tokens=prompt_tokens, prompts=min(sizes.prompts, len(rows)))
@@ -115,6 +129,8 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         train=json.dumps(str(train)),
         prompt=json.dumps(prompt),
         answer=json.dumps(answer),
+        scorer=_options(kind, tests),
+        why_scorer=_SCORERS[kind],
         sizes=sizes,
         chat=chat if is_text_of_chat else "",
         replicas=replicas,
@@ -138,6 +154,44 @@ def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.Da
         has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
         raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
     return found
+
+
+def _scorer(rows: pa.Table, answer: str) -> tuple[str, str]:
+    """Returns the kind of scorer that the answers are written for, and the column of tests if it reads another one."""
+    texts = [text for text in rows.column(answer).slice(0, _NUM_READ).to_pylist() if text and text.strip()]
+    for name in _TESTS:
+        if name in rows.column_names and _most(_is_tests, rows.column(name).slice(0, _NUM_READ).to_pylist()):
+            return "code", name
+    if _most(_is_tests, texts):
+        return "code", ""
+    if _most(lambda text: re.search(r"####[^\w\n]*[0-9]", text), texts):
+        return "gsm8k", ""
+    if _most(lambda text: re.search(r"\\[A-Za-z]+\s*\{|^\$.*\$$", text.strip()), texts):
+        return "math", ""
+    if _most(lambda text: len(text.split()) > _MANY_WORDS and re.search("[0-9]", text), texts):
+        return "gsm8k", ""
+    return "exact", ""
+
+
+def _options(kind: str, tests: str) -> str:
+    column = {"tests": "", "": ", tests_key: null"}.get(tests, f", tests_key: {tests}") if kind == "code" else ""
+    return f"{{kind: {kind}{column}}}"
+
+
+def _most(fits: Callable[[Any], object], values: list) -> bool:
+    return sum(bool(fits(value)) for value in values) * 2 > len(values)
+
+
+def _is_tests(value: object) -> bool:
+    """Returns whether a value is tests of programs, in one of the forms that the scorer `code` reads."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(test, str) and "assert" in test for test in value)
+    return isinstance(value, dict) and bool(value.keys() & {"inputs", "asserts", "script"})
 
 
 def _hosts(num_gpus: int) -> str:

@@ -29,7 +29,7 @@ def parse_environment(section_json: str) -> EnvironmentConfig | None:
     Raises:
         InvalidInput: It does not fit the schema.
     """
-    return parse_json(EnvironmentSection, section_json).root if section_json else None
+    return parse_json(EnvironmentSection, section_json, field="environment_json").root if section_json else None
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):

@@ -25,21 +25,23 @@ data over pipes (services/reward/inside/wire.py), so nothing that a program patc
 own process changes how the test compares. What the test gets:
 
 - Plain data (None, numbers, text, bytes, lists, tuples, sets, dicts; of the standard library Decimal, Fraction,
-  complex, range, slice, Counter, OrderedDict, deque, date, timedelta) is copied. What a program does to an argument
-  reaches the test only if the function returns None.
-- Any other object, such as a function, a class, its instances or a generator, is a proxy: attributes, items, calls,
-  iteration, len, str, `with` and operators work, and exceptions are raised as the same built-in class or one derived
-  from it. Compared with data it is equal only by a plain value of its own.
-- A function of the test can be an argument. An instance of a class of the test or of `setup` cannot: the sample then
-  fails with INVALID_ANSWER, because no program could pass.
+  complex, range, slice, Counter, OrderedDict, deque, date, time, datetime, timedelta, timezone, UUID) is copied. What a
+  program does to an argument reaches the test only if the function returns None.
+- A number or text of a class of the program's is that number or text, with the attributes of its class. Any other
+  object, such as a function, a class, its instances or a generator, is a proxy: attributes, items, calls, iteration,
+  len, str, `with` and operators work, and exceptions are raised as the same class, or as one that derives from the same
+  built-in classes. Compared with data it is equal only by a plain value of its own. Values are read once (proxies.py).
+- Any object of the test can be an argument. The program has a stub of it: functions can be called, iterators iterated,
+  and the public attributes and operators of the test's own classes used.
 - Not available, so that a program fails: coroutines, deriving from a class of the program, seeing its changes of
   modules, and replacing the program's stdin or globals. What it prints reaches the sys.stdout of the test.
 - Names that neither the test nor `setup` defines are the program's, except built-in names and modules of the standard
   library of which the test takes attributes (`math.isclose`).
 
 What remains possible: any object that is true passes `assert f(x)`; an object of the program's own class answers its
-own methods, and two of them are as equal as the program says; a test that calls the program on both sides compares
-what the program says with what it says.
+own methods, and two of them are as equal as the program says; so do instances that the test makes of a class under test
+(a name with a capital letter), for their operators too; a test that calls the program on both sides compares what the
+program says with what it says.
 
 Use inputs and outputs wherever a dataset has them.
 """
@@ -50,15 +52,25 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
-from services.reward.graders.asserts import split_assert, used_names
-from services.reward.inside.checker import CANNOT_PASS, PASSED
+from services.reward.graders.asserts import (
+    MAX_DIGITS,
+    check_imports,
+    split_assert,
+    to_int,
+    used_names,
+    with_short_literals,
+)
+from services.reward.graders.completion import after_reasoning, blocks
+from services.reward.inside.checker import PASSED
+from services.reward.inside.wire import pack
 from services.reward.scorers.base import FailureReason, ScoringError
 
-_FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "python3", "py")
+_PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
+_NUMBER = re.compile(r"[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -84,15 +96,16 @@ class Tests:
 
 
 def find_program(completion: str, *, require_fence: bool) -> str | None:
-    """Returns the last fenced Python block, else the last fenced block without a language.
+    """Returns the last fenced Python block after the reasoning, else the last fenced block without a language.
 
     A completion without any fence is returned as a whole, or None with `require_fence`.
     """
-    blocks = [(match[1].strip().lower(), match[2]) for match in _FENCE.finditer(completion)]
-    if not blocks:
-        return None if require_fence else completion
-    tagged = [text for language, text in blocks if language in _PYTHON]
-    untagged = [text for language, text in blocks if not language]
+    text = after_reasoning(completion)
+    found = list(blocks(text))
+    if not found:
+        return None if require_fence else text
+    tagged = [block for language, block in found if language in _PYTHON]
+    untagged = [block for language, block in found if not language]
     return (tagged or untagged or [None])[-1]
 
 
@@ -103,9 +116,10 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
         ScoringError: INVALID_ANSWER if they have none of them.
     """
     try:
-        tests = json.loads(tests) if isinstance(tests, str) else tests
+        tests = json.loads(tests, parse_int=to_int) if isinstance(tests, str) else tests
         if isinstance(tests, list):
             tests = {"asserts": tests}
+        tests = {key: value for key, value in tests.items() if value is not None}  # a table has all keys in all rows
         setup = tests.get("setup", "")
         for form, read in _FORMS.items():
             if tests.keys() - {"setup"} == set(form):
@@ -115,7 +129,8 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
             raise ValueError(f"keys {sorted(tests)} match no known form of tests")
         if not found or not isinstance(setup, str):
             raise ValueError("there must be at least one test, and setup must be text")
-    except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
+        check_imports(setup, *(str(test.request.get("code", "")) for test in found))
+    except (ValueError, TypeError, AttributeError, ImportError, SyntaxError, RecursionError) as error:
         raise ScoringError(FailureReason.INVALID_ANSWER, f"tests: {type(error).__name__}: {error}"[:500]) from error
     return Tests(setup, found)
 
@@ -142,11 +157,14 @@ def _read_calls(inputs: list, outputs: list, fn_name: str, tolerance: float) -> 
     for given, expected in zip(inputs, outputs, strict=True):
         args = given
         if isinstance(given, str):
-            args, expected = [json.loads(line) for line in given.splitlines()], json.loads(expected)
+            args = [json.loads(line, parse_int=to_int) for line in given.strip().split("\n")] if given.strip() else []
+            expected = json.loads(expected, parse_int=to_int)
         if not isinstance(args, list):
             raise TypeError(f"an input of {fn_name} must be a list of its arguments: {given!r:.100}")
-        request = {"kind": "call", "function": fn_name, "args": args}
-        found.append(Test(request, functools.partial(_same_json, expected, tolerance)))
+        request = {"kind": "call", "function": fn_name, "args": pack(args, _refuse)}
+        found.append(
+            Test(request, functools.partial(_same_json, expected, tolerance), output_bytes=_num_bytes(expected))
+        )
     return found
 
 
@@ -155,23 +173,34 @@ def _read_asserts(asserts: list, tolerance: float) -> list[Test]:
 
 
 def _read_assert(code: str) -> Test:
+    code = with_short_literals(code)
     parts = split_assert(code)
     if parts is None:
         return _script(code)
     expression, expected = parts
-    return Test({"kind": "value", "expression": expression}, functools.partial(_same_json, expected, 0.0))
+    accepts = functools.partial(_same_json, expected, 0.0)
+    return Test({"kind": "value", "expression": expression}, accepts, output_bytes=_num_bytes(expected))
+
+
+def _num_bytes(expected: object) -> int:
+    """Returns the size of a result as JSON, in which Python writes no integer of more digits than it reads."""
+    try:
+        return len(json.dumps(expected))
+    except ValueError:
+        return 0
+
+
+def _refuse(value: object) -> dict:
+    raise TypeError(f"an argument must be JSON, not a {type(value).__name__}")
 
 
 def _script(code: str) -> Test:
+    code = with_short_literals(code)
     names, modules = used_names(code)
     return Test({"kind": "script", "code": code, "names": names, "modules": modules}, _has_passed)
 
 
 def _has_passed(output: str) -> bool:
-    if output.startswith(CANNOT_PASS):
-        kind = output.removeprefix(CANNOT_PASS)
-        detail = f"tests: the script passes a {kind} to the program, which is in another process and only takes data"
-        raise ScoringError(FailureReason.INVALID_ANSWER, detail)
     return output == PASSED
 
 
@@ -196,21 +225,26 @@ def _same_line(tolerance: float, expected: str, output: str) -> bool:
 def _same_word(tolerance: float, expected: str, output: str) -> bool:
     if expected == output or _INTEGER.fullmatch(expected):
         return expected == output
-    try:
-        return _same_number(float(expected), float(output), tolerance)
-    except ValueError:
-        return False
+    is_number = _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(output)
+    return bool(is_number) and _same_number(float(expected), float(output), tolerance)
 
 
 def _same_number(expected: float, output: float, tolerance: float) -> bool:
+    if math.isnan(expected):
+        return math.isnan(output)
     return math.isclose(expected, output, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _same_json(expected: object, tolerance: float, output: str) -> bool:
     try:
-        return _same_value(expected, json.loads(output), tolerance)
+        return _same_value(expected, json.loads(output, parse_int=_to_number), tolerance)
     except (ValueError, OverflowError, RecursionError):
         return False
+
+
+def _to_number(digits: str) -> int | Decimal:
+    """Returns an integer of a program's result. A long one is a Decimal, which is made in linear time."""
+    return int(digits) if len(digits) <= MAX_DIGITS else Decimal(digits)
 
 
 def _same_value(expected: object, output: object, tolerance: float) -> bool:
@@ -220,6 +254,6 @@ def _same_value(expected: object, output: object, tolerance: float) -> bool:
     if isinstance(expected, dict) and isinstance(output, dict):
         pairs = ((expected[key], output.get(key)) for key in expected)
         return expected.keys() == output.keys() and all(_same_value(*pair, tolerance) for pair in pairs)
-    if isinstance(expected, float) and isinstance(output, int | float):
-        return _same_number(expected, output, tolerance)
+    if isinstance(expected, float) and isinstance(output, int | float | Decimal):
+        return _same_number(expected, float(output), tolerance)
     return expected == output

@@ -5,8 +5,8 @@ import re
 from services.reward.scorers.base import FailureReason, ScoringError
 
 
-def extract(*, text: str, pattern: str, scale: float) -> float:
-    """Returns the first group of the last match of `pattern` in `text`, as a number, times `scale`.
+def extract(*, text: str, pattern: str) -> float:
+    """Returns the first group of the last match of `pattern` in `text`, as a number.
 
     The last match counts, because a judge reasons and quotes before it gives its verdict. `.` matches line breaks too.
 
@@ -19,6 +19,6 @@ def extract(*, text: str, pattern: str, scale: float) -> float:
     if found is None:
         raise ScoringError(FailureReason.ERROR, f"score_pattern does not match the judge's answer {text[-200:]!r}")
     try:
-        return float(found[1]) * scale
+        return float(found[1])
     except (TypeError, ValueError):
         raise ScoringError(FailureReason.ERROR, f"the judge's score {found[1]!r} is not a number") from None

@@ -12,7 +12,9 @@ import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from services.reward.compat.math_verify import refuse_eval
+from services.reward.graders.completion import after_reasoning
 from services.reward.graders.notation import compare_texts, plain_number, unify
+from services.reward.graders.texts import with_fractions
 from services.reward.scorers.base import FailureReason, ScoringError
 
 refuse_eval()
@@ -32,14 +34,15 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> float:
     """Returns 1.0 if the completion's answer equals `answer`, else 0.0.
 
-    The completion's answer is the content of the last closed \\boxed{}. If there is none, it is the last formula or
-    number near the end, unless `require_boxed`. An answer that cannot be parsed is wrong.
+    The completion's answer is the content of the last closed \\boxed{} after the reasoning. If there is none, it is the
+    last formula or number near the end, unless `require_boxed`. An answer that cannot be parsed is wrong.
 
     Raises:
         ScoringError: INVALID_ANSWER, if `answer` cannot be parsed or does not equal itself.
         Exception: Any exception that sympy raises while comparing, after which equality is unknown.
     """
-    text, gold = _parse_gold(answer)
+    text, gold = _parse_gold(with_fractions(answer))
+    completion = with_fractions(after_reasoning(completion))
     boxed = last_boxed(completion)
     if boxed is None:
         predicted = () if require_boxed else _parse_end(completion)

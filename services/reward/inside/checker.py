@@ -1,28 +1,28 @@
 """Runs a test of kind `script` in a process that never loads the program, and has proxies in place of its objects.
 
-What a proxy's method returns comes from the program's process as data (see wire.py). An operator of an object of the
-program could see the value that is expected and pretend to match it. Therefore:
+What a proxy's method returns comes from the program's process as data (see wire.py and proxies.py). The other way
+round, plain data is copied, and any other object of the test is a stub in the program's process, whose operations come
+back here as callbacks.
 
-- An object is compared with data of the test only by its own plain value, if its class derives from a plain type. The
-  value is fetched and compared here. An object without one equals no data, and is neither less nor greater.
-- What an operator between an object and data returns must be an object too, which then has neither a plain value nor a
-  truth value: `abs(f(1) - 0.5) < 1e-6` cannot be answered by the class of `f(1)`.
+A check of the test that fails is a wrong answer wherever it stands: the program can neither suppress it by the
+`__exit__` of a context manager nor swallow it around a callback.
 """
 
 import builtins
 import importlib
+import io
+import json
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
+from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from services.reward.inside.wire import Peer, pack, pack_error, unpack
+from services.reward.inside.proxies import Proxy, lines_of, number_of, set_under_test, value_of
+from services.reward.inside.wire import OPERATORS, Peer, pack, pack_error, unpack
 
 PASSED = "passed"
-CANNOT_PASS = "cannot pass "
-"""Start of the output of a test that passes the program an object that is not plain data."""
 _RUN_TEST_CASES = """
 import sys
 if "unittest" in sys.modules:
@@ -38,7 +38,7 @@ def check(test: dict, setup: str, load: Callable[..., None], peer: Peer, answer:
     module = ModuleType("tests")
     sys.modules["tests"] = sys.modules["__main__"] = module
     load(module, setup)
-    remote = Remote(peer, answer)
+    remote = Remote(peer, test["code"], vars(module))
     names = [name for name in test["names"] if name not in vars(module)]
     # The program must not replace a module that the test uses but does not import.
     modules = {name: importlib.import_module(name) for name in test["modules"] if name in names}
@@ -50,25 +50,63 @@ def check(test: dict, setup: str, load: Callable[..., None], peer: Peer, answer:
 class Remote:
     """Asks the program's process."""
 
-    def __init__(self, peer: Peer, answer: Callable[[str], NoReturn]):
-        self._peer, self._fail_dataset = peer, answer
-        self._proxies: dict[int, Proxy] = {}
+    def __init__(self, peer: Peer, code: str, variables: dict[str, object]):
+        self._peer, self._code, self._variables = peer, code, variables
+        self._objects: dict[int, object] = {}
         self._exceptions: dict[int, type[BaseException]] = {}
-        self._functions: list[Callable] = []
+        self._mine: list[object] = []
+        self._mine_by_id: dict[int, int] = {}
+        self._replies: dict[str, dict] = {}
+        self._failed: BaseException | None = None
 
     def names(self, names: list[str]) -> dict:
         """Returns the program's globals of these names, without those that it does not have."""
-        return self._result(self._ask({"names": names}))  # pyright: ignore[reportReturnType]
+        found: dict = self._result(self._ask({"names": names}))  # pyright: ignore[reportAssignmentType]
+        for name, value in found.items():
+            if name[:1].isupper():
+                set_under_test(value)
+        return found
 
-    def do(self, what: str, *args: object, **kwargs: object) -> object:
-        """Runs the named operation on objects in the other process. Raises the exception that is raised there."""
+    def do(self, what: str, *args: object, is_made: bool = False, **kwargs: object) -> object:
+        """Runs the named operation on objects in the other process. Raises the exception that is raised there.
+
+        An operation that reads an object of the program has the same result until one that may change objects.
+        `is_made` says that the test makes the result by calling a class under test.
+        """
         packed = {name: pack(value, self._refer) for name, value in kwargs.items()}
-        reply = self._ask({"do": what, "args": [pack(value, self._refer) for value in args], "kwargs": packed})
+        message = {"do": what, "args": [pack(value, self._refer) for value in args], "kwargs": packed}
+        reply = self._ask_once(message) if what in _READS else self._ask(message)
+        if what in _CHANGES:
+            self._replies.clear()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
         if "error" in reply:
             raise self._to_error(reply["error"], may_stop=what == "next")
         for mine, theirs in zip(args, reply.get("args", ()), strict=False):
             _update(mine, unpack(theirs, self._resolve))
-        return self._result(reply)
+        return self._result(reply, is_made=is_made)
+
+    def is_check(self, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Returns whether `error` is a check of the test that fails, or would skip one that follows in its `with`."""
+        if error is None:
+            return False
+        from services.reward.inside.checks import skips_check
+
+        with_line = sys._getframe(2).f_lineno
+        return self._is_failed_check(error) or skips_check(self._code, with_line, lines_of(trace, self._variables)[:1])
+
+    def _is_failed_check(self, error: BaseException) -> bool:
+        from services.reward.inside.checks import is_check
+
+        lines = lines_of(error.__traceback__, self._variables)
+        return isinstance(error, AssertionError) and any(is_check(self._code, line) for line in lines)
+
+    def _ask_once(self, message: dict) -> dict:
+        key = json.dumps(message)
+        if key not in self._replies:
+            self._replies[key] = self._ask(message)
+        return self._replies[key]
 
     def _ask(self, message: dict) -> dict:
         try:
@@ -80,53 +118,88 @@ class Remote:
             os._exit(1)
         return reply
 
-    def _result(self, reply: dict) -> object:
+    def _result(self, reply: dict, *, is_made: bool = False) -> object:
         try:
-            return unpack(reply["value"], self._resolve)
+            message = reply["value"]
+            if is_made and isinstance(message, dict) and message.keys() & {"object", "value"}:
+                return self._resolve(message, is_made=True)
+            return unpack(message, self._resolve)
         except Exception:  # noqa: BLE001 as above
             os._exit(1)
 
     def _call_back(self, message: dict) -> dict:
-        function = self._functions[message["callback"]]
+        """Runs an operation on an object of the test, which must be one that the program was given."""
+        operation = _ON_MINE[message["what"]]
+        mine = self._mine[message["callback"]]
         args = [unpack(value, self._resolve) for value in message["args"]]
         kwargs = {name: unpack(value, self._resolve) for name, value in message["kwargs"].items()}
         try:
-            return {"value": pack(function(*args, **kwargs), self._refer)}
+            return {"value": pack(operation(mine, *args, **kwargs), self._refer)}
         except Exception as error:  # noqa: BLE001 the program gets what its callback raises
-            return {"error": pack_error(error, lambda _: {"builtin": "object"})}
+            if self._is_failed_check(error):
+                self._failed = error
+            return {"error": self._refer(error)}
 
     def _refer(self, value: object) -> dict:
-        if isinstance(value, Proxy):
-            return {"object": number_of(value)}
-        if isinstance(value, type) and (number := vars(value).get("__number__")) is not None:
+        number = number_of(value)
+        if number is None and isinstance(value, type | BaseException):
+            number = vars(value).get("__number__")
+        if number is not None:
             return {"object": number}
+        if isinstance(value, ModuleType) and value.__name__ in sys.stdlib_module_names:
+            return {"module": value.__name__}
         name = getattr(value, "__name__", "")
         if isinstance(value, type | type(len)) and vars(builtins).get(name) is value:
             return {"builtin": name}
-        if callable(value):
-            self._functions.append(value)
-            return {"callback": len(self._functions) - 1}
-        self._fail_dataset(f"{CANNOT_PASS}{type(value).__name__}")
+        found = self._mine_by_id.setdefault(id(value), len(self._mine))
+        if found == len(self._mine):
+            self._mine.append(value)
+        if isinstance(value, BaseException):
+            return {"error": {**pack_error(value, self._refer), "mine": found}}
+        return {"callback" if callable(value) else "stub": found}
 
-    def _resolve(self, reference: dict) -> object:
+    def _resolve(self, reference: dict, *, is_made: bool = False) -> object:
         ((kind, content),) = reference.items()
-        if kind == "object":
-            return self._proxies.setdefault(int(content), Proxy(self, int(content)))
-        if kind == "callback":
-            return self._functions[content]
+        if kind in ("object", "value"):
+            number, plain = content if kind == "value" else (content, None)
+            if int(number) not in self._objects:
+                is_value = kind == "value" and not is_made
+                new = value_of(self, number, unpack(plain, self._resolve)) if is_value else None
+                self._objects[int(number)] = Proxy(self, int(number), is_made=is_made) if new is None else new
+            return self._objects[int(number)]
+        if kind in ("callback", "stub"):
+            return self._mine[content]
         if kind == "module" and content.partition(".")[0] in sys.stdlib_module_names:
             return importlib.import_module(content)
+        if kind == "error":
+            return self._to_error(content, may_stop=True)
         if kind != "exception":
             raise ValueError(f"{kind} is not passed")
-        number, name, builtin = content
+        return self._exception_type(*content)
+
+    def _exception_type(self, number: int, name: str, bases: list) -> type[BaseException]:
+        """Returns a class that stands for an exception of the program. `bases` are names of Python's or references."""
         if number not in self._exceptions:
-            kinds = (_exception(builtin),)
-            self._exceptions[number] = type(str(name), kinds, {"__number__": number, "__module__": "program"})
+            kinds = tuple(_exception(base) if isinstance(base, str) else self._resolve(base) for base in bases)
+            content: dict = {"__number__": number, "__module__": "program"}
+            content["__getattr__"] = lambda error, attribute: self._ask_error("getattr", error, attribute)
+            content["__str__"] = lambda error: self._ask_error("str", error)
+            self._exceptions[number] = type(str(name), kinds, content)  # pyright: ignore[reportArgumentType]
         return self._exceptions[number]
+
+    def _ask_error(self, what: str, error: BaseException, *names: str) -> object:
+        """Asks an exception that the program raised. One of its classes that the test made has only its arguments."""
+        if "__number__" in vars(error) and not any(name.startswith("__") for name in names):
+            return self.do(what, error, *names)
+        if names:
+            raise AttributeError(names[0])
+        return BaseException.__str__(error)
 
     def _to_error(self, content: dict, *, may_stop: bool) -> BaseException:
         """Returns the exception to raise. StopIteration would end a loop of the test early, as in `all(map(f,
         inputs))`."""
+        if "mine" in content:
+            return self._mine[content["mine"]]  # pyright: ignore[reportReturnType] `raise` refuses all but exceptions
         try:
             kind = content["kind"]
             error_type = _exception(kind) if isinstance(kind, str) else self._resolve(kind)
@@ -135,16 +208,21 @@ class Remote:
                 error_type = RuntimeError
             error = error_type.__new__(error_type)
             error.args = tuple(unpack(content["args"], self._resolve))  # pyright: ignore[reportArgumentType]
+            vars(error)["__number__"] = int(content["number"])
             return error
         except Exception as error:  # noqa: BLE001 not an exception that can be made here
             return RuntimeError(f"the program raised an exception that cannot be passed: {error}")
 
 
 def _exception(name: str) -> type[BaseException]:
-    kind = vars(builtins)[name]
-    if not issubclass(kind, BaseException):
+    """Returns the exception of Python's of this name, such as `ValueError` or `json.decoder.JSONDecodeError`."""
+    module, _, kind = name.rpartition(".")
+    if module and module.partition(".")[0] not in sys.stdlib_module_names:
+        raise ValueError(f"{name} is not passed")
+    found = getattr(importlib.import_module(module or "builtins"), kind)
+    if not (isinstance(found, type) and issubclass(found, BaseException)):
         raise TypeError(f"{name} is not an exception")
-    return kind
+    return found
 
 
 def _update(mine: object, theirs: object) -> object:
@@ -167,121 +245,32 @@ def _update(mine: object, theirs: object) -> object:
     return mine
 
 
-class Proxy:
-    """Stands for an object of the program. Its attributes, items and calls are those of the object."""
+def _get_public(mine: object, name: str) -> object:
+    """Returns an attribute of a class of the test, of an instance of one, or of a file.
 
-    __slots__ = ("__number", "__opaque", "__remote")
-
-    def __init__(self, remote: Remote, number: int):
-        for name, value in (("remote", remote), ("number", number), ("opaque", False)):
-            object.__setattr__(self, f"_Proxy__{name}", value)
-
-    def __do(self, what: str, *args: object, **kwargs: object) -> object:
-        return self.__remote.do(what, self, *args, **kwargs)
-
-    def __plain(self) -> object:
-        if self.__opaque:
-            raise TypeError("the result of an operator of the program's own class has no plain value")
-        value = self.__do("plain")
-        if isinstance(value, Proxy):
-            raise TypeError("not plain data")
-        return value
-
-    def __getattr__(self, name: str) -> object:
-        return self.__do("getattr", name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self.__do("setattr", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self.__do("delattr", name)
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.__do("call", *args, **kwargs)
-
-    def __iter__(self) -> Iterator:
-        iterator = self.__do("iter")
-        while True:
-            try:
-                item = self.__remote.do("next", iterator)
-            except StopIteration:
-                return
-            yield item
-
-    def __next__(self) -> object:
-        return self.__do("next")
-
-    def __bool__(self) -> bool:
-        if self.__opaque:
-            raise TypeError("the result of an operator of the program's own class has no truth value")
-        return self.__do("bool") is True
-
-    def __hash__(self) -> int:
-        return self.__do("hash")  # pyright: ignore[reportReturnType] Python refuses all but an int
-
-    def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, Proxy) and self.__remote.do("isinstance", instance, self) is True
-
-    def __float__(self) -> float:
-        return float(self.__plain())  # pyright: ignore[reportArgumentType]
-
-    def __int__(self) -> int:
-        return int(self.__plain())  # pyright: ignore[reportArgumentType]
-
-    def __index__(self) -> int:
-        return operator.index(self.__plain())  # pyright: ignore[reportArgumentType]
-
-    def __eq__(self, other: object) -> bool:
-        return self.__compare("eq", other, unknown=False)
-
-    def __ne__(self, other: object) -> bool:
-        return self.__compare("ne", other, unknown=True)
-
-    def __compare(self, what: str, other: object, unknown: bool | None = None) -> bool:
-        if isinstance(other, Proxy):
-            return self.__do(what, other) is True
-        try:
-            plain = self.__plain()
-        except TypeError:
-            if unknown is None:
-                raise
-            return unknown
-        return getattr(operator, what)(plain, other)
-
-    def __operate(self, what: str, *others: object, reflected: bool = False) -> object:
-        operands = (*others, self) if reflected else (self, *others)
-        if not others or not isinstance(others[0], Proxy):
-            try:
-                plain = [value.__plain() if isinstance(value, Proxy) else value for value in operands]
-            except TypeError:
-                result = self.__remote.do(what, *operands)
-                if not isinstance(result, Proxy):
-                    raise TypeError(f"{what} of data and an object of the program must be such an object") from None
-                object.__setattr__(result, "_Proxy__opaque", True)
-                return result
-            return getattr(operator, what)(*plain)
-        return self.__remote.do(what, *operands)
+    Private names, and attributes of functions, frames and generators, lead to all that the test knows.
+    """
+    owner = mine if isinstance(mine, type) else type(mine)
+    if name.startswith("_") or not (owner.__module__ == "tests" or issubclass(owner, io.IOBase)):
+        raise AttributeError(f"{type(mine).__name__} object has no attribute {name!r} that the program may use")
+    return getattr(mine, name)
 
 
-def number_of(proxy: Proxy) -> int:
-    """Returns the number by which the program's process knows the object."""
-    return object.__getattribute__(proxy, "_Proxy__number")
+def _set_public(mine: object, name: str, value: object) -> None:
+    if name.startswith("_") or type(mine).__module__ != "tests":
+        raise AttributeError(f"{type(mine).__name__} object has no attribute {name!r} that the program may set")
+    setattr(mine, name, value)
 
 
-def _add_operators() -> None:
-    for name in ("len", "str", "repr", "enter", "exit", "copy", "getitem", "setitem", "delitem"):
-        setattr(Proxy, f"__{name}__", lambda self, *args, _name=name: self._Proxy__do(_name, *args))
-    Proxy.__deepcopy__ = lambda self, _: self._Proxy__do("deepcopy")  # pyright: ignore[reportAttributeAccessIssue]
-    for name in ("lt", "le", "gt", "ge"):
-        setattr(Proxy, f"__{name}__", lambda self, other, _name=name: self._Proxy__compare(_name, other))
-    for name in ("neg", "pos", "abs", "invert"):
-        setattr(Proxy, f"__{name}__", lambda self, _name=name: self._Proxy__operate(_name))
-    arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-    for name in (*arithmetic, "lshift", "rshift", "and", "or", "xor"):
-        what = f"{name}_" if name in ("and", "or") else name
-        setattr(Proxy, f"__{name}__", lambda self, other, _what=what: self._Proxy__operate(_what, other))
-        reflected = lambda self, other, _what=what: self._Proxy__operate(_what, other, reflected=True)  # noqa: E731
-        setattr(Proxy, f"__r{name}__", reflected)
-
-
-_add_operators()
+_CHANGES = ("call", "setattr", "delattr", "setitem", "delitem", "next", "enter", "exit")
+_READS = ("plain", "items", "getattr", "getitem", "len", "str", "repr", "hash", "bool", *OPERATORS[:6])
+_ON_MINE: dict[str, Callable] = {
+    "call": lambda mine, *args, **kwargs: mine(*args, **kwargs),
+    "getattr": _get_public,
+    "setattr": _set_public,
+    **{kind.__name__: kind for kind in (len, iter, next, bool, str, repr, hash)},
+    "enter": lambda mine: type(mine).__enter__(mine),
+    "exit": lambda mine, *error: type(mine).__exit__(mine, *error),
+    **{name: getattr(operator, name) for name in OPERATORS},
+}
+"""Operations that the program can run on an object of the test that it was given."""

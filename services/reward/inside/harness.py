@@ -16,9 +16,9 @@ runs in a process in which no line of the program runs, and which alone can writ
 another, without the script, and the two exchange data over pipes (see wire.py). Files that a test leaves in /tmp are
 removed before the next test.
 
-This module imports only the standard library, because the sandbox has nothing else. Importing json takes several
-milliseconds, but it also imports re, collections and functools, which most programs need and which every fork then has
-at no cost.
+This module imports only its neighbors and the standard library, because the sandbox has nothing else. Importing json
+takes several milliseconds, but it also imports re, collections and functools, which most programs need and which every
+fork then has at no cost.
 """
 
 import functools
@@ -32,8 +32,12 @@ import sys
 import time
 from contextlib import suppress
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from services.reward.inside.wire import to_plain, unpack
+
+_FRAMES = 50
+"""Depth of the stack below a program, at most, which it can use in addition."""
 SourceFileLoader = type(json.__loader__)
 
 
@@ -54,22 +58,38 @@ def encode(value: object) -> object:
     Raises:
         TypeError: The value contains objects that are not of plain types.
     """
-    for plain in (bool, int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
     if value is None:
         return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, int | float | complex) or kind in ("fractions.Fraction", "decimal.Decimal"):
+        return _encode_number(value)
     if isinstance(value, list):
         return [encode(entry) for entry in value]
     if isinstance(value, tuple):
         return {"tuple": [encode(entry) for entry in value]}
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset | type({}.keys()) | type({}.items())):
         return {"set": sorted((encode(entry) for entry in value), key=json.dumps)}
     if isinstance(value, dict):
         return {"dict": sorted(([encode(key), encode(entry)] for key, entry in value.items()), key=json.dumps)}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
-    raise TypeError(f"a {type(value).__name__} is not plain data")
+    return to_plain(value, str)
+
+
+def _encode_number(value: Any) -> object:
+    """Returns an int if the value equals one (also True and 1.0), else a float if it equals one."""
+    if isinstance(value, int | float | complex):
+        value = to_plain(value, int, float, complex)
+    if isinstance(value, complex):
+        if value.imag:
+            return {"complex": [value.real, value.imag]}
+        value = value.real
+    if isinstance(value, float) and not value.is_integer():
+        return value
+    whole = int(value)
+    if whole == value:
+        return whole if whole.bit_length() < 10_000 else {"int": hex(whole)}
+    return float(value) if float(value) == value else {"number": str(value)}
 
 
 def main(job_descriptor: int, tests: int) -> None:
@@ -78,6 +98,8 @@ def main(job_descriptor: int, tests: int) -> None:
         job = json.load(file)
     if any(job["scripts"]):  # imported only for them, but before the forks
         from services.reward.inside import checker, program  # noqa: F401
+    sys.set_int_max_str_digits(0)  # a program may print integers of any length
+    sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
     gc.freeze()  # keeps the garbage collector of a fork from copying the pages that it shares with this process
     _reply({})
@@ -207,7 +229,8 @@ def _import_program(job: dict) -> ModuleType:
 def _call(job: dict, test: dict, write_end: int) -> None:
     module = _import_program(job)
     owner = module.Solution() if hasattr(module, "Solution") else module
-    result = getattr(owner, test["function"])(*test["args"])
+    args: Any = unpack(test["args"], dict)
+    result = getattr(owner, test["function"])(*args)
     _answer(write_end, json.dumps(result))
 
 

@@ -8,17 +8,26 @@ expected value, and no descriptor but the two pipes to the test's process, which
     <- {"value": {"dict": [["add", {"object": [0, ...]}]]}, ...}    those that the program has
     -> {"do": "call", "args": [{"object": 0}, 2, 3], "kwargs": {}}
     <- {"value": 5, "printed": ""}   or   {"error": {"kind": "ValueError", ...}, "printed": ""}
-    <- {"callback": 0, "args": [...]}                               a function of the test, while a call is answered
+    <- {"callback": 0, "what": "call", "args": [...], "kwargs": {}} on an object of the test, while a call is answered
 """
 
 import copy
+import importlib
 import io
 import operator
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from services.reward.inside.wire import Peer, pack, pack_error, to_plain, unpack
+from services.reward.inside.wire import OPERATORS, Peer, name_of, pack, pack_error, to_plain, unpack
+
+
+def _items(value: Any) -> object:
+    """Returns what an object holds that has a length and can be iterated, in plain containers."""
+    len(value)
+    return {key: value[key] for key in value.keys()} if hasattr(value, "keys") else list(value)  # noqa: SIM118
+
 
 _DO: dict[str, Callable] = {
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
@@ -36,6 +45,7 @@ _DO: dict[str, Callable] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "plain": to_plain,
+    "items": _items,
     "enter": lambda context: type(context).__enter__(context),
     "exit": lambda context, *error: type(context).__exit__(context, *error),
 }
@@ -50,6 +60,7 @@ class Program:
         self._peer, self._printed = peer, printed
         self._objects: list[object] = []
         self._numbers: dict[int, int] = {}
+        self._stubs: dict[int, _Stub] = {}
 
     def serve(self, module: ModuleType) -> None:
         """Answers until the other process closes the pipe."""
@@ -64,7 +75,7 @@ class Program:
             else:
                 answer = self._do(message)
         except BaseException as error:  # noqa: BLE001 the test may expect any exception
-            answer = {"error": pack_error(error, self._refer)}
+            answer = {"error": self._pack_error(error)}
         answer["printed"] = self._printed.getvalue()
         self._printed.seek(0)
         self._printed.truncate()
@@ -82,43 +93,94 @@ class Program:
     def _refer(self, value: object) -> dict:
         if isinstance(value, ModuleType):
             return {"module": value.__name__}
-        if isinstance(value, _Callback):
-            return {"callback": value.number}
+        if isinstance(value, _Stub):
+            return {"callback": vars(value)["__number__"]}
+        number = self._number(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
+            return {"exception": [number, value.__name__, [name_of(base) or self._refer(base) for base in bases]]}
+        if isinstance(value, BaseException):
+            return {"error": self._pack_error(value)}
+        try:
+            return {"value": [number, pack(to_plain(value, int, float, complex, str, bytes), self._refer)]}
+        except TypeError:
+            return {"object": number}
+
+    def _pack_error(self, error: BaseException) -> dict:
+        if "__test_error__" in vars(error):
+            return {"mine": vars(error)["__test_error__"]}
+        return {**pack_error(error, self._refer), "number": self._number(error)}
+
+    def _number(self, value: object) -> int:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
-        if isinstance(value, type) and issubclass(value, BaseException):
-            builtin = next(base.__name__ for base in value.__mro__ if base.__module__ == "builtins")
-            return {"exception": [number, value.__name__, builtin]}
-        return {"object": number}
+        return number
 
     def _resolve(self, reference: dict) -> object:
         ((kind, content),) = reference.items()
-        if kind == "object":
-            return self._objects[content]
-        if kind == "builtin":
-            return vars(sys.modules["builtins"])[content]
-        return _Callback(self, content)
+        match kind:
+            case "object":
+                return self._objects[content]
+            case "builtin":
+                return vars(sys.modules["builtins"])[content]
+            case "module":
+                return importlib.import_module(content)
+            case "error":
+                return self._to_error(content)
+        if content not in self._stubs:
+            self._stubs[content] = _Callback(self, content) if kind == "callback" else _Stub(self, content)
+        return self._stubs[content]
 
-    def call_back(self, number: int, args: tuple, kwargs: dict) -> object:
-        """Calls a function of the test."""
+    def _to_error(self, content: dict) -> BaseException:
+        """Returns an exception of the test, as one of the same built-in class or of the program's class."""
+        kind = None if isinstance(content["kind"], str) else self._resolve(content["kind"])
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            kind = vars(sys.modules["builtins"])[content["builtin"]]
+        error = kind.__new__(kind)
+        error.args = tuple(unpack(content["args"], self._resolve))  # pyright: ignore[reportArgumentType]
+        if "mine" in content:
+            vars(error)["__test_error__"] = content["mine"]
+        return error
+
+    def call_back(self, what: str, number: int, args: tuple, kwargs: dict) -> object:
+        """Runs an operation on an object of the test."""
         packed = {name: pack(value, self._refer) for name, value in kwargs.items()}
-        self._peer.send({"callback": number, "args": [pack(value, self._refer) for value in args], "kwargs": packed})
+        message = {"callback": number, "what": what, "args": [pack(value, self._refer) for value in args]}
+        self._peer.send({**message, "kwargs": packed})
         while "do" in (message := self._peer.receive()):  # that function calls the program in turn
             self._peer.send(self._answer(ModuleType(""), message))
         if "error" in message:
-            raise vars(sys.modules["builtins"])[message["error"]["builtin"]](*message["error"]["args"])
+            raise self._resolve(message["error"])  # pyright: ignore[reportGeneralTypeIssues] it is an exception
         return unpack(message["value"], self._resolve)
 
 
-class _Callback:
-    """Stands for a function of the test."""
+class _Stub:
+    """Stands for an object of the test."""
 
     def __init__(self, program: Program, number: int):
-        self._program, self.number = program, number
+        vars(self).update(__program__=program, __number__=number)
+
+    def __getattr__(self, name: str) -> object:
+        return _on_test(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _on_test(self, "setattr", name, value)
+
+
+class _Callback(_Stub):
+    """Stands for a function or class of the test, or another object that can be called."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        return self._program.call_back(self.number, args, kwargs)
+        return _on_test(self, "call", *args, **kwargs)
+
+
+def _on_test(stub: _Stub, what: str, *args: object, **kwargs: object) -> Any:
+    return vars(stub)["__program__"].call_back(what, vars(stub)["__number__"], args, kwargs)
+
+
+for _what in ("len", "iter", "next", "bool", "str", "repr", "hash", "enter", "exit", *OPERATORS):
+    setattr(_Stub, f"__{_what}__", lambda self, *args, _name=_what: _on_test(self, _name, *args))
 
 
 def serve(load: Callable[[], ModuleType], peer: Peer) -> None:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem", "delitem", "contains", "add", "sub", "mul")
+"""Functions of the module operator that the program can run on an object of the test, besides a few built-ins."""
 _MAX_INT_BITS = 10_000  # json reads no decimal numbers above 4300 digits
 _STANDARD: dict[str, Callable[..., tuple]] = {
     "builtins.complex": lambda value: (value.real, value.imag),
@@ -21,9 +23,13 @@ _STANDARD: dict[str, Callable[..., tuple]] = {
     "collections.OrderedDict": lambda value: (list(value.items()),),
     "collections.deque": lambda value: (list(value), value.maxlen),
     "datetime.date": lambda value: (value.year, value.month, value.day),
+    "datetime.datetime": lambda value: (*value.timetuple()[:6], value.microsecond, value.tzinfo),
+    "datetime.time": lambda value: (value.hour, value.minute, value.second, value.microsecond, value.tzinfo),
     "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
+    "datetime.timezone": lambda value: (value.utcoffset(None),),
     "decimal.Decimal": lambda value: (str(value),),
     "fractions.Fraction": lambda value: (value.numerator, value.denominator),
+    "uuid.UUID": lambda value: (str(value),),
 }
 """Maps the name of each type of the standard library to a function that returns the arguments of an equal value."""
 
@@ -69,16 +75,31 @@ def pack(value: Any, refer: Callable[[object], dict]) -> object:
     return _pack_plain(value, refer)
 
 
-def to_plain(value: object) -> object:
-    """Returns the value of an object whose class derives from a plain type, as that type.
+_READ: dict[type, Callable[[Any], Any]] = {
+    int: int.__index__,
+    float: float.__float__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    bytearray: lambda value: bytearray.__getitem__(value, slice(None)),
+    list: lambda value: list(list.__iter__(value)),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    set: lambda value: set(set.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    dict: lambda value: dict(dict.items(value)),
+}
+"""Maps each plain type to a function that reads a value of a class that derives from it, as the plain type does."""
+
+
+def to_plain(value: object, *kinds: type) -> object:
+    """Returns the value of an object whose class derives from a plain type (one of `kinds`), as that type.
 
     Raises:
         TypeError: The class derives from none.
     """
-    plain_types: tuple[type[Any], ...] = (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-    for plain in plain_types:
-        if isinstance(value, plain):
-            return plain(value)  # pyright: ignore[reportCallIssue, reportArgumentType] it is of that type
+    for plain in kinds or _READ:
+        if issubclass(type(value), plain):
+            return _READ[plain](value)
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
@@ -122,11 +143,19 @@ def unpack(message: object, resolve: Callable[[dict], object]) -> object:
 
 
 def pack_error(error: BaseException, refer: Callable[[object], dict]) -> dict:
-    """Returns an exception as JSON: its class, the built-in class that it derives from, and its arguments."""
+    """Returns an exception as JSON: its class, the built-in class that it derives from, and its
+    arguments."""
     kind = type(error)
     builtin = next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
     try:
         arguments = [pack(argument, refer) for argument in error.args]
     except Exception:  # noqa: BLE001 an argument can be any object, whose code may raise anything
         arguments = []
-    return {"kind": builtin if kind.__module__ == "builtins" else refer(kind), "builtin": builtin, "args": arguments}
+    return {"kind": name_of(kind) or refer(kind), "builtin": builtin, "args": arguments}
+
+
+def name_of(kind: type) -> str:
+    """Returns the name of an exception of Python's, with its module if that is not builtins; "" if it is another's."""
+    if kind.__module__ == "builtins":
+        return kind.__name__
+    return f"{kind.__module__}.{kind.__name__}" if kind.__module__.partition(".")[0] in sys.stdlib_module_names else ""

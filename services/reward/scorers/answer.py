@@ -1,30 +1,27 @@
 """Scores answers to questions by exact match, as SQuAD normalizes text (arXiv 1606.05250)."""
 
-import re
-import string
-
 from services.common.config.reward.section import AnswerConfig, RewardConfig
+from services.reward.graders.completion import after_reasoning
+from services.reward.graders.texts import normalize
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class AnswerScorer(Scorer):
     """Scores 1 if the text in the last <answer> is one of the accepted answers, else 0."""
 
-    version = "1"
+    version = "2"
 
     def __init__(self, config: AnswerConfig, run: RewardConfig):
         self._key = config.answers_key
 
     async def score(self, item: Item) -> float:
         """Returns 1.0 or 0.0."""
-        accepted = {normalize(answer) for answer in self._accepted(item)}
-        if not accepted or "" in accepted:
-            raise ScoringError(FailureReason.INVALID_ANSWER, "an accepted answer has no letter or digit")
-        _, opened, rest = item.completion.rpartition(_OPEN)
+        accepted = {normalize(answer) for answer in self._accepted(item)} - {""}
+        if not accepted:
+            raise ScoringError(FailureReason.INVALID_ANSWER, "every accepted answer is empty")
+        _, opened, rest = after_reasoning(item.completion).rpartition(_OPEN)
         found, closed, _ = rest.partition(_CLOSE)
         return float(bool(opened and closed) and normalize(found) in accepted)
 
@@ -38,8 +35,3 @@ class AnswerScorer(Scorer):
         if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
             raise ScoringError(FailureReason.INVALID_ANSWER, f"{self._key} is not a list of texts: {answers!r:.200}")
         return answers
-
-
-def normalize(text: str) -> str:
-    """Returns the text in lower case, without punctuation, articles and white space around words."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.section import RewardConfig
 from services.reward.graders.code import Tests, find_program, read_tests
+from services.reward.graders.completion import unindent
 from services.reward.sandbox import Limits, Sandbox
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected, share_s
 
@@ -18,7 +19,7 @@ class CodeScorer(Scorer):
     Every fault of the program counts as a failed test: no program, an exception, a timeout, or an exceeded limit.
     """
 
-    version = f"2/python-{platform.python_version()}"
+    version = f"3/python-{platform.python_version()}"
 
     def __init__(self, config: CodeConfig, run: RewardConfig):
         self._config, self._group_timeout_s = config, run.group_timeout_s
@@ -61,7 +62,7 @@ class CodeScorer(Scorer):
         async with self._slots:
             if self._closed:
                 raise ScoringError(FailureReason.CRASHED, "the run was closed")
-            running = asyncio.ensure_future(self._fraction_passed(program, tests, limit_s))
+            running = asyncio.ensure_future(self._fraction_passed(unindent(program), tests, limit_s))
             self._running.add(running)
             try:
                 return await running

@@ -4,12 +4,20 @@ import re
 from decimal import Decimal
 
 from services.common.config.reward.section import Gsm8kConfig, RewardConfig
+from services.reward.graders.completion import after_reasoning
+from services.reward.graders.texts import one_width
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 
 # A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5).
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)])[-−])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
+
+_MARKER = re.compile(r"(?<!#)####(?!#)")
+_SPACES = re.compile(r"\\[!,;: ](?=[0-9]{3})")
+_STEP = re.compile(r"\W*[0-9]+[.):]\s+[^\W\d]")
+_BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
+_SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
 
 
 def last_number(text: str) -> Decimal | None:
@@ -25,7 +33,7 @@ def last_number(text: str) -> Decimal | None:
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "1"
+    version = "2"
 
     def __init__(self, config: Gsm8kConfig, run: RewardConfig):
         self._require_marker = config.require_marker
@@ -36,15 +44,30 @@ class Gsm8kScorer(Scorer):
         Raises:
             ScoringError: The answer has no number.
         """
-        gold = _marked_number(item.answer) if "####" in item.answer else last_number(item.answer)
+        gold, _ = _final_number(item.answer)
         if gold is None:
             raise ScoringError(FailureReason.INVALID_ANSWER, f"no number in the answer {item.answer[-100:]!r}")
-        if "####" in item.completion:
-            return float(_marked_number(item.completion) == gold)
-        return float(not self._require_marker and last_number(item.completion) == gold)
+        found, is_marked = _final_number(after_reasoning(item.completion))
+        return float((is_marked or not self._require_marker) and found == gold)
 
 
-def _marked_number(text: str) -> Decimal | None:
-    """Returns the first number after the last ####, on the same line."""
-    found = _NUMBER.search(text.rpartition("####")[2].strip().split("\n", 1)[0])
-    return last_number(found[0]) if found else None
+def _final_number(text: str) -> tuple[Decimal | None, bool]:
+    """Returns the first number after the last marker, on its line, else the last number; and whether a marker gave it.
+
+    A last line of `####` without a number gives none.
+    """
+    text = _SPACES.sub("", one_width(text).replace("{,}", ",")).rstrip()
+    for marker in reversed(list(_MARKER.finditer(text))):
+        line, more, _ = text[marker.end() :].partition("\n")
+        if not more or not _is_heading(line):
+            found = _NUMBER.search(line)
+            return (last_number(found[0]) if found else None), True
+    return last_number(text), False
+
+
+def _is_heading(line: str) -> bool:
+    """Returns whether the line after `####`, which is not the last, is a heading of Markdown, and no answer.
+
+    An answer begins with its number or says that it is one. A number that counts steps has a point and words behind it.
+    """
+    return bool(_STEP.match(line)) or not (_BEGINS.match(line) or _SAYS.search(line))

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import math
 from typing import Any
 
 from services.common.config.reward.remote import JudgeConfig, parse_template
 from services.common.config.reward.section import RewardConfig
 from services.reward.processes.pool import Target, WorkerPool
-from services.reward.remote import Remote
+from services.reward.remote import MayPassError, Remote
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 
 _TOO_MANY_REQUESTS = frozenset({408, 429})
@@ -46,7 +47,8 @@ class JudgeScorer(Scorer):
         """Returns the judge's score.
 
         Raises:
-            ScoringError: TIMEOUT or ERROR if the judge does not answer, ERROR if its answer has no number.
+            ScoringError: TIMEOUT or ERROR if the judge does not answer, ERROR if its answer has no number, or again and
+                again one out of range.
         """
         request: dict[str, object] = {
             "model": self._config.model,
@@ -54,9 +56,16 @@ class JudgeScorer(Scorer):
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
-        answer = await self._remote.post({key: value for key, value in request.items() if value is not None})
-        fields = {"text": _content(answer), "pattern": self._config.score_pattern, "scale": self._config.scale}
-        return await self._pool.call(fields)
+        return await self._remote.post({key: value for key, value in request.items() if value is not None}, self._read)
+
+    async def _read(self, answer: object) -> float:
+        """Returns the score in the judge's answer. One out of range is no score, so the judge is asked again."""
+        score = await self._pool.call({"text": _content(answer), "pattern": self._config.score_pattern})
+        least, most = self._config.limits
+        if not least <= score <= most and math.isfinite(score):
+            detail = f"the judge's score {score:g} is not from {least:g} to {most:g} (score_range)"
+            raise MayPassError(ScoringError(FailureReason.ERROR, detail))
+        return score * self._config.scale
 
     async def close(self) -> None:
         """Ends all requests and kills the worker."""

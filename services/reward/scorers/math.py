@@ -16,7 +16,7 @@ class MathScorer(WorkerScorer):
     An answer such as 9^{9^9}, on which sympy does not end or takes all memory, is wrong.
     """
 
-    version = f"2/math-verify-{version('math-verify')}"
+    version = f"3/math-verify-{version('math-verify')}"
     num_spares = 1
 
     def __init__(self, config: MathConfig, run: RewardConfig):

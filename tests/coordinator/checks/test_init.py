@@ -84,3 +84,33 @@ def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", prompt="1", answer=2)
     with pytest.raises(InvalidInput, match=r"no column of answers .* among prompt \(string\), answer \(int64\)"):
         starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
+
+
+SCORERS = {
+    "Paris": "{kind: exact}",
+    "A": "{kind: exact}",
+    "72": "{kind: exact}",
+    "Half of 48 is 24.\n48 + 24 = 72\n#### 72": "{kind: gsm8k}",
+    "#### Solution\nHalf of 48 is 24, and 48 + 24 makes 72.": "{kind: gsm8k}",
+    "He sells 24 clips in May, and 72 in both months together.": "{kind: gsm8k}",
+    r"Add them: the sum is $\boxed{\frac{1}{2}}$.": "{kind: math}",
+    r"\frac{1}{2}": "{kind: math}",
+    '["assert add(2, 3) == 5"]': "{kind: code, tests_key: null}",
+    '{"inputs": ["2 3"], "outputs": ["5"]}': "{kind: code, tests_key: null}",
+}
+
+
+@pytest.mark.parametrize("answer", SCORERS)
+def test_the_scorer_fits_the_answers(tmp_path: Path, answer: str) -> None:
+    data, out = write(tmp_path / "a.jsonl", prompt="1", answer=answer), tmp_path / "x.yaml"
+    out.write_text(text := starting_config(MODEL, data, out, num_gpus=0))
+    assert f"    - {SCORERS[answer]} " in text
+    assert len(load(Config, [str(out)]).reward.scorers) == 1
+
+
+@pytest.mark.parametrize(("name", "scorer"), [("tests", "{kind: code} "), ("test_list", "tests_key: test_list}")])
+def test_a_column_of_tests_decides_before_the_answers(tmp_path: Path, name: str, scorer: str) -> None:
+    row = {"prompt": "1", "answer": "def add(a, b): return a + b", name: ["assert add(2, 3) == 5"]}
+    data, out = write(tmp_path / "a.jsonl", **row), tmp_path / "x.yaml"
+    out.write_text(text := starting_config(MODEL, data, out, num_gpus=0))
+    assert scorer in text and load(Config, [str(out)]).reward.scorers[0].component == "code"

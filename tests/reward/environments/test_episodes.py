@@ -95,7 +95,7 @@ def failure(response: pb.ResetResponse | pb.StepResponse) -> str:
 
 async def test_repeated_calls_are_answered_from_memory(service, environment):
     opened = await service.open(**CONFIG)
-    assert (opened.scorer, opened.environment, list(opened.roles)) == ("exact 1 x 1", "python 1", ["user", "tool"])
+    assert (opened.scorer, opened.environment, list(opened.roles)) == ("exact 2 x 1", "python 1", ["user", "tool"])
     assert opened.tools_json == '[{"type": "function", "function": {"name": "look"}}]'
     assert await service.reset() == await service.reset()
     first = await service.step(0, "a")

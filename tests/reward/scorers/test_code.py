@@ -23,7 +23,7 @@ from services.common.errors import InvalidInput
 from services.reward.graders.code import find_program
 from services.reward.run import ScoringRun
 from services.reward.scorers.base import FailureReason
-from tests.reward.forged_verdicts import FORGE
+from tests.reward.forged_verdicts import CHANGE, FORGE
 from tests.reward.honest_programs import ADD, CALL, HONEST, STATEMENTS, pairs
 from tests.reward.hostile_programs import BREAK, LEAVE, STEAL
 from tests.support import PATIENCE_S, descendants, until
@@ -201,6 +201,13 @@ async def test_no_verdict_can_be_forged(attack, score, run, hurried_run, tests):
     assert await attack(hurried_run, FORGE, tests) == {}
 
 
+@sandboxed
+@pytest.mark.parametrize("name", CHANGE)
+async def test_a_value_is_read_once_and_a_failed_check_is_a_wrong_answer(score, run, name):
+    program, test = CHANGE[name]
+    assert await score(run, program, {"script": test}) == 0.0
+
+
 def test_the_corpus_is_a_corpus():
     assert len(STEAL) + len(BREAK) + len(LEAVE) + len(FORGE) >= 60
 
@@ -242,7 +249,9 @@ def test_the_program_is_the_last_block_of_python(completion, program):
      {"inputs": ["1"], "outputs": []}, {"inputs": [1], "outputs": [1]}, {"inputs": [[1]], "outputs": [1]},
      {"inputs": [1], "outputs": [1], "fn_name": "f"},
      {"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, {"inputs": [[]], "outputs": [1], "fn_name": "f("},
-     {"script": "("}, {"script": 5}, {"script": "pass", "more": 1}, {"script": "pass", "setup": 5}, "[" * 100_000],
+     {"script": "("}, {"script": 5}, {"script": "pass", "more": 1}, {"script": "pass", "setup": 5}, "[" * 100_000,
+     {"script": "import numpy\nassert add(1, 2) == 3"}, {"script": "def t():\n    from pytest import raises\nt()"},
+     {"script": "pass", "setup": "import numpy"}, {**pairs(("", "")), "setup": "("}, ["from solution import add"]],
 )  # fmt: skip
 async def test_unreadable_tests_are_a_failure_for_right_and_wrong_programs(run, make_item, tests):
     outcomes = await run.score([make_item(program, extra={"tests": tests}) for program in (ADD, "```text\n```")])
@@ -264,9 +273,10 @@ async def test_all_or_nothing_a_fence_and_tests_in_the_answer(open_run, make_ite
 @sandboxed
 @pytest.mark.parametrize(
     ("tests", "limit"),
-    [(pairs(("x" * 2**25, "1")), "max_disk_mib"), (pairs(("", "x" * 2**19)), "max_output_mib")],
-    ids=["input", "output"],
-)
+    [(pairs(("x" * 2**25, "1")), "max_disk_mib"), (pairs(("", "x" * 2**19)), "max_output_mib"),
+     ({**CALL, "outputs": [[0] * 2**18]}, "max_output_mib"), ([f"assert f() == '{'x' * 2**19}'"], "max_output_mib")],
+    ids=["input", "output", "result", "value"],
+)  # fmt: skip
 async def test_a_test_above_the_limits_is_a_failure_and_not_the_programs(run, make_item, tests, limit):
     (outcome,) = await run.score([make_item(ADD, extra={"tests": tests})])
     assert outcome.failure.reason is FailureReason.INVALID_ANSWER
@@ -339,7 +349,7 @@ async def test_canceling_and_closing_leave_no_process(open_run, make_item):
 
 @sandboxed
 async def test_the_version_names_the_interpreter(run):
-    assert run.scorer == f"code 2/python-{platform.python_version()} x 1"
+    assert run.scorer == f"code 3/python-{platform.python_version()} x 1"
 
 
 async def test_programs_run_where_new_files_are_private(open_run, score) -> None:

@@ -46,7 +46,7 @@ async def test_a_group_is_one_request_with_every_field(open_run, make_item):
     items = [make_item("abc", "4", extra={"level": 3}), make_item("", "4"), make_item("{}", finish_reason="length")]
     async with served(lengths) as end, open_run(http(end.url, weight=2), {"kind": "exact"}) as run:
         outcomes = await run.score(items)
-        assert run.scorer == "http lengths 1 x 2 + exact 1 x 1"
+        assert run.scorer == "http lengths 1 x 2 + exact 2 x 1"
     assert [outcome.components for outcome in outcomes] == [
         {"http": 3.0, "exact": 0.0}, {"exact": 0.0}, {"http": 2.0, "exact": 0.0},
     ]  # fmt: skip
@@ -182,7 +182,7 @@ async def test_through_the_real_service(tmp_path):
         await client.close()
         await servicer.close()
         await server.grpc.stop(0)
-    assert opened.scorer == answer.scorer == "http lengths 1 x 1 + exact 1 x 0.5"
+    assert opened.scorer == answer.scorer == "http lengths 1 x 1 + exact 2 x 0.5"
     assert [score.reward for score in answer.scores] == [3.0, 0.0, 2.5]
     failure = answer.scores[1].failure
     assert (failure.reason, failure.scorer, failure.message) == (pb.FAILURE_REASON_ERROR, "http", "empty")

@@ -102,6 +102,43 @@ async def test_a_pattern_that_explodes_on_an_answer_stops_its_worker_and_not_the
         assert (await run.score([make_item("good")]))[0].reward == 1.0
 
 
+@pytest.mark.parametrize(
+    ("fields", "refused", "score"),
+    [
+        ({"scale": 0.1}, 85, 0.7),
+        ({"scale": 0.1}, -1, 0.7),
+        ({"score_range": [1, 10]}, 0, 7),
+        ({"scale": 0.01}, 700, 0.07),
+    ],
+)
+async def test_a_score_out_of_range_is_asked_for_again(open_run, make_item, pauses, fields, refused, score):
+    async with (
+        served(in_turn(chat(f"Score: {refused}"), chat("Score: 7"))) as end,
+        open_run(judge(end.url, **fields)) as run,
+    ):
+        (outcome,) = await run.score([make_item("a")])
+    assert (outcome.reward, len(end.bodies)) == (pytest.approx(score), 2)
+
+
+async def test_a_judge_that_stays_out_of_range_gives_no_score(open_run, make_item, pauses):
+    async with (
+        served(in_turn(chat("Score: 85"))) as end,
+        open_run(judge(end.url, scale=0.1, max_retries=2), {"kind": "exact"}) as run,
+    ):
+        (outcome,) = await run.score([make_item("a", "a")])
+    assert (outcome.failure.reason, outcome.components, len(end.bodies)) == (FailureReason.ERROR, {"exact": 1.0}, 3)
+    assert "score 85 is not from 0 to 10 (score_range)" in outcome.failure.detail
+
+
+@pytest.mark.parametrize(
+    ("fields", "score"), [({}, 85), ({"scale": 0.1, "score_range": [0, 100]}, 8.5), ({"scale": 2}, 170)]
+)
+async def test_without_a_range_every_number_is_a_score(open_run, make_item, fields, score):
+    async with served(in_turn(chat("Score: 85"))) as end, open_run(judge(end.url, **fields)) as run:
+        (outcome,) = await run.score([make_item("a")])
+    assert outcome.reward == score
+
+
 @pytest.mark.parametrize("status", [429, 408, 500, 503])
 async def test_failures_that_may_pass_are_tried_again(open_run, make_item, status):
     async with (

@@ -52,6 +52,11 @@ RIGHT = [
     ("2+3i", r"\boxed{2+3\sqrt{-1}}"),
     ("0.123456789", r"\boxed{0.1234567890}"),
     (r"\frac{1}{3}", r"\boxed{0.333333}"),
+    ("42", "\\boxed{\uff14\uff12}"),
+    ("-4.2", "so \uff0d\uff14\uff0e\uff12"),
+    ("1/2", "\\boxed{\u00bd}"),
+    ("5", r"<think>\boxed{6}, or</think> \boxed{5}"),
+    ("5", r"<think>\boxed{6}</think> The answer is 5."),
 ]
 
 WRONG = [

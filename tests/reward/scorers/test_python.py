@@ -32,7 +32,7 @@ async def test_weights_names_and_versions(open_run, make_item):
     assert outcome.components == {"size": 4.0, "exact": 1.0, "python": 4.0}
     digest = described.split()[1]
     assert len(digest) == 12
-    assert described == f"size {digest} x 0.5 + exact 1 x 2 + python {digest} x 0"
+    assert described == f"size {digest} x 0.5 + exact 2 x 2 + python {digest} x 0"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ async def test_the_order_of_scorers_does_not_change_a_bit_of_the_reward(open_run
 @pytest.mark.parametrize(
     ("completion", "answer", "ignore_case", "expected"),
     [("Paris", "Paris", False, 1), (" Paris\n", "Paris", False, 1), ("paris", "Paris", False, 0),
-     ("paris", "Paris", True, 1), ("Paris.", "Paris", True, 0), ("", "Paris", False, 0)],
+     ("paris", "Paris", True, 1), ("Paris.", "Paris", True, 0), ("", "Paris", False, 0),
+     ("cafe\u0301", "caf\u00e9", False, 1), ("CAFE\u0301", "caf\u00e9", True, 1), ("x\u00b2", "x2", False, 0)],
 )  # fmt: skip
 async def test_exact(open_run, make_item, completion, answer, ignore_case, expected):
     assert await score(open_run, make_item(completion, answer), kind="exact", ignore_case=ignore_case) == expected
@@ -45,7 +46,17 @@ async def test_answer(open_run, make_item, completion, expected):
         assert await score(open_run, item, kind="answer") == expected
 
 
-@pytest.mark.parametrize("answers", [None, "Beatles", [], ["the"], [1]])
+@pytest.mark.parametrize(
+    ("completion", "answers", "expected"),
+    [("A", ["A"], 1), ("B", ["A"], 0), ("A", ["the", "A"], 1), ("Paris", ["", "Paris"], 1), ("5", ["-5"], 0),
+     ("-5", ["-5"], 1), ("C", ["C++"], 0), ("", ["?"], 0), ("?", ["?"], 1), ("the", ["A"], 0)],
+)  # fmt: skip
+async def test_what_is_taken_from_an_answer_may_be_the_answer(open_run, make_item, completion, answers, expected):
+    item = make_item(f"<think><answer>A</answer></think><answer>{completion}</answer>", extra={"answers": answers})
+    assert await score(open_run, item, kind="answer", answers_key="answers") == expected
+
+
+@pytest.mark.parametrize("answers", [None, "Beatles", [], ["", " "], [1]])
 async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, answers):
     item = make_item("<answer>the</answer>", "x", extra={} if answers is None else {"answers": answers})
     async with open_run({"kind": "answer", "answers_key": "answers"}) as run:
@@ -79,6 +90,22 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("٤٢", "42", 0),
         ("", "42", 0),
         ("9" * 5000, "9" * 5000, 1),
+        ("#### Conclusion\nSo it is 42.", "42", 1),
+        ("#### Step 1: 6 sevens\nadd\n#### Step 2: sum\nThat makes 42.", "42", 1),
+        ("#### 1. Count\nsix\n#### 2. Add\nThat makes 42", "42", 1),
+        ("#### 42\n#### Why\n6 times 7", "42", 1),
+        ("##### Part 1\nIt is 42", "42", 1),
+        ("#### 42\n\nI hope that helps 1 person!", "42", 1),
+        ("#### Answer: 42\n\nI hope that helps 1 person!", "42", 1),
+        ("#### 41\n\nIt could be 42", "42", 0),
+        ("#### $42$\nDone 1", "42", 1),
+        ("#### \\boxed{42}\nDone 1", "42", 1),
+        ("#### **42**\nDone 1", "42", 1),
+        ("<think>#### 41\n</think>It is 42", "42", 1),
+        ("42 #### Solution\nNo, 41", "#### Solution\nSo: 42", 0),
+        ("#### 1{,}234", "1,234", 1),
+        ("\uff14\uff12", "42", 1),
+        ("42\u00b2 is not", "42", 1),
     ],
 )
 async def test_gsm8k(open_run, make_item, completion, answer, expected):
@@ -88,6 +115,7 @@ async def test_gsm8k(open_run, make_item, completion, answer, expected):
 async def test_gsm8k_may_require_the_marker(open_run, make_item):
     assert await score(open_run, make_item("it is 42", "42"), kind="gsm8k", require_marker=True) == 0
     assert await score(open_run, make_item("#### 42", "42"), kind="gsm8k", require_marker=True) == 1
+    assert await score(open_run, make_item("#### End\n42", "42"), kind="gsm8k", require_marker=True) == 0
 
 
 @pytest.mark.parametrize("answer", ["", "#### none", "unknown"])

@@ -68,8 +68,8 @@ def is_override(arg: str) -> bool:
     return "=" in arg and not os.path.exists(arg)  # Path.exists raises if arg is too long for a path
 
 
-def parse_json(model: type[Model], text: str) -> Model:
-    """Builds `model` from a config section that was received as JSON.
+def parse_json(model: type[Model], text: str, *, field: str = "config_json") -> Model:
+    """Builds `model` from a config section that was received as JSON. `field` names the section in errors.
 
     Raises:
         InvalidInput: The JSON does not fit this service's schema.
@@ -77,6 +77,11 @@ def parse_json(model: type[Model], text: str) -> Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if not first["loc"] and first["type"] != "value_error":  # about the section as a whole
+            empty = "is empty; send the section as JSON, {} if it has only defaults"
+            message = f"{field}: {in_words(first) if text.strip() else empty}"
+            raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field=field) from error
         raise _explain(model, error, {}) from error
 
 

@@ -1,6 +1,7 @@
 """Defines the config of the scorers that call another server over HTTP: a judge model, or a scorer of your own."""
 
 import ipaddress
+import math
 import re
 import string
 from typing import Annotated, Literal, Self
@@ -99,6 +100,9 @@ class JudgeConfig(RemoteConfig):
     which must be a number."""
     scale: float = Field(default=1.0, allow_inf_nan=False)
     """Factor to multiply the judge's number by: 0.1 maps 0..10 to 0..1."""
+    score_range: tuple[float, float] | None = None
+    """Smallest and largest number that the judge may write, before `scale`. It is asked again for any other, which is
+    never a score. null is 0 to 1/scale with a scale between 0 and 1 (0.1: 0 to 10), else any number."""
     temperature: float | None = Field(default=0.0, ge=0, le=2)
     """Sampling temperature of the judge; null uses the server's default."""
     max_tokens: int | None = Field(default=1024, ge=1)
@@ -114,9 +118,18 @@ class JudgeConfig(RemoteConfig):
             num_groups = re.compile(self.score_pattern, re.DOTALL).groups
         except re.error as error:
             raise ValueError(f"score_pattern {self.score_pattern!r} is not a regular expression: {error}") from error
+        if self.score_range is not None and not self.score_range[0] < self.score_range[1]:
+            raise ValueError(f"score_range {list(self.score_range)}: the first number must be the smaller one")
         if not num_groups:
             raise ValueError("score_pattern: must have a group around the number, such as Score: ([0-9]+)")
         return self
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Returns the smallest and the largest number that the judge may write."""
+        if self.score_range is None:
+            return (0.0, round(1 / self.scale, 9)) if 0 < self.scale < 1 else (-math.inf, math.inf)
+        return self.score_range
 
 
 class HttpConfig(RemoteConfig):

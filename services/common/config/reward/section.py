@@ -17,7 +17,8 @@ class ExactConfig(BaseScorerConfig):
     """Scores 1 if completion and answer are the same text, else 0, ignoring leading and trailing whitespace."""
 
     kind: Literal["exact"] = "exact"
-    """Score 1 if completion and answer are the same text, else 0. Leading and trailing whitespace is ignored."""
+    """Score 1 if completion and answer are the same text, else 0. Leading and trailing whitespace is ignored, and how
+    Unicode composes characters (NFC)."""
     ignore_case: bool = False
     """Ignore case when comparing."""
 
@@ -27,7 +28,8 @@ class AnswerConfig(BaseScorerConfig):
 
     kind: Literal["answer"] = "answer"
     """Score 1 if the text between the completion's last <answer> and </answer> is an accepted answer, else 0. Case,
-    punctuation, the articles a, an, the and white space are ignored, as in SQuAD's exact match."""
+    white space, the punctuation of sentences and an article before a word are ignored, as in SQuAD's exact match; but
+    signs, points in numbers, symbols and an answer such as A are not."""
     answers_key: str | None = None
     """Dataset column with the list of accepted answers, which must be among data.extra_columns. By default, only the
     answer itself is accepted."""
@@ -37,7 +39,8 @@ class Gsm8kConfig(BaseScorerConfig):
     """Scores 1 if the number after the last #### equals the answer's, else 0."""
 
     kind: Literal["gsm8k"] = "gsm8k"
-    """Score 1 if the number after the completion's last #### equals the answer's, else 0."""
+    """Score 1 if the number after the completion's last #### equals the answer's, else 0. A heading of Markdown
+    (#### Conclusion, #### Step 2: ...) is no marker."""
     require_marker: bool = False
     """Score 0 if the completion has no ####. With false, the completion's last number is used instead."""
 

@@ -333,6 +333,8 @@ def test_section_that_does_not_fit_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_json(TrainerConfig, text)
     assert caught.value.reason is Reason.INVALID_CONFIG
+    if not text.startswith('{"'):
+        assert caught.value.message.startswith("config_json: ") and caught.value.metadata["field"] == "config_json"
     if "lrr" in text:
         assert "did you mean optim.lr" in caught.value.message
 
