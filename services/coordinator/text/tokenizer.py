@@ -68,6 +68,10 @@ class Tokenizer:
         """Returns the names of the variables that the chat template uses; none without a template."""
         return self._template.variables if self._template else frozenset()
 
+    def has_token(self, text: str) -> bool:
+        """Returns whether `text` is one token of the vocabulary."""
+        return self._backend.token_to_id(text) is not None
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`; special tokens written in the text become their ids.
 
