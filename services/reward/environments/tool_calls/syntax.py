@@ -118,7 +118,7 @@ def _hermes(turn: _Turn, found: re.Match[str]) -> _Parsed:
         at = error.pos if isinstance(error, json.JSONDecodeError) else begin
         # An object that is broken may hold tags within strings; other text mentions the tag rather than calls.
         is_closed, position = turn.after_broken(at, with_open=turn.text[begin : begin + 1] not in ("{", "["))
-        return [_not_json(error) if is_closed else _unclosed()], position
+        return [_not_json(error, begin) if is_closed else _unclosed()], position
     if closing := _CLOSES.match(turn.text, end):
         return [_json_call(turn.text[begin:end])], closing.end()
     is_closed, position = turn.after_broken(end, with_open=True)
@@ -156,7 +156,7 @@ def _llama3(turn: _Turn, found: re.Match[str]) -> _Parsed:
         try:
             _, end = _SPAN.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            return [*calls, _not_json(error)], turn.next_reasoning(position)
+            return [*calls, _not_json(error, position)], turn.next_reasoning(position)
         call, position = _json_call(text[position:end]), _skip_space(text, end)
         if position < len(text) and text[position] != ";" and not turn.reasoning.match(text, position):
             return [*calls, BadCall("", "there is text after the JSON object of a call")], turn.next_reasoning(position)
@@ -207,7 +207,7 @@ def _json_call(body: str) -> Call:
     try:
         return _to_call(read_json(body))
     except (ValueError, RecursionError) as error:
-        return _not_json(error)
+        return _not_json(error, 0)
 
 
 def read_json(text: str) -> object:
@@ -244,8 +244,11 @@ def _unclosed() -> BadCall:
     return BadCall("", f"the call has no {_CLOSE}")
 
 
-def _not_json(error: Exception) -> BadCall:
+def _not_json(error: Exception, begin: int) -> BadCall:
+    """Returns the error of a JSON text that begins at `begin` of what was read."""
     detail = "too deep" if isinstance(error, RecursionError) else str(error)[:200]
+    if isinstance(error, json.JSONDecodeError):
+        detail = f"{error.msg} at character {error.pos - begin}"
     return BadCall("", f"the call is not valid JSON: {detail}")
 
 
