@@ -137,12 +137,11 @@ def _qwen3_coder(turn: _Turn, found: re.Match[str]) -> _Parsed:
         if not value_end:
             detail = f"parameter {key[:100]} must end with </parameter>, and the call with </function> and {_CLOSE}"
             return [BadCall(name, detail)], turn.next_reasoning(parameter.end())
-        if key in arguments:
-            return [BadCall(name, f"parameter {key[:100]} is set twice")], turn.after_broken(position, with_open=True)[
-                1
-            ]
-        arguments[key] = text[parameter.end() : value_end.start()]
         position = value_end.end()
+        if key in arguments:
+            position = turn.after_broken(position, with_open=True)[1]
+            return [BadCall(name, f"parameter {key[:100]} is set twice")], position
+        arguments[key] = text[parameter.end() : value_end.start()]
     if closing := _FUNCTION_END.match(text, position):
         return [ToolCall(name, arguments)], closing.end()
     detail = f"after <function={name[:100]}> must come <parameter=NAME>, or </function> and {_CLOSE}"
