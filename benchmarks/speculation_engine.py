@@ -10,10 +10,10 @@ and a step is as fast as with that shape.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ def main() -> None:
     """Makes the model if it is not there, and measures."""
     model, settings, result = map(Path, sys.argv[1:])
     read = json.loads(settings.read_text())
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as directory:
-        _prepare(directory)
+    with contextlib.ExitStack() as files:
+        _prepare(files)
         if not (model / "config.json").exists():
             make_model(model, read["shape"], read["is_tiny"])
         read["vocab_size"] = json.loads((model / "config.json").read_text())["vocab_size"]

@@ -1,6 +1,6 @@
 """Defines the Prometheus metrics of the reward service."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -36,6 +36,14 @@ class RewardMetrics:
             registry=registry,
         )
 
+        self._tool_calls = Counter(
+            "lockstep_reward_tool_calls_total",
+            "Calls of tools by outcome: ok, malformed, refused (no such tool, or wrong arguments), or the class of the "
+            "exception that the tool raised.",
+            ["outcome"],
+            registry=registry,
+        )
+
     def count(self, scorer: str, outcome: str) -> None:
         """Counts one sample that one scorer has finished, with its outcome."""
         self._scores.labels(scorer, outcome).inc()
@@ -56,6 +64,11 @@ class RewardMetrics:
     def count_environment_failure(self, reason: str) -> None:
         """Counts one failure of the environment."""
         self._environment_failures.labels(reason.lower()).inc()
+
+    def count_tool_calls(self, outcomes: Sequence[str]) -> None:
+        """Counts calls of tools by what became of them."""
+        for outcome in outcomes:
+            self._tool_calls.labels(outcome).inc()
 
     def observe_environment(self, call: Literal["reset", "step"], seconds: float) -> None:
         """Records how long the environment took for one call."""

@@ -45,6 +45,7 @@ def exported() -> dict[str, dict[str, Exported]]:
     reward.count("exact", "scored")
     reward.observe_environment("step", 1.0)
     reward.count_environment_failure("TIMEOUT")
+    reward.count_tool_calls(["ok"])
     coordinator = Prometheus(registries["coordinator"], "run-1")
     coordinator.watch(SimpleNamespace(num_dead=0, num_redispatched=0))
     with coordinator.phase("training", 0):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, RootModel, model_validator
+from pydantic import Field, RootModel, field_validator, model_validator
 
 from services.common.config.base import NAME, Strict
 from services.common.import_path import IMPORT_PATH
@@ -36,6 +36,23 @@ class BaseEnvironmentConfig(Strict):
     def longest_reply_s(self) -> float:
         """Returns how long a reply may take, including waiting."""
         return self.turn_s
+
+
+class ReasoningTags(Strict):
+    """Says which part of a turn is reasoning, which is neither an answer nor a call."""
+
+    reasoning_tags: tuple[str, str] | tuple[()] = ("<think>", "</think>")
+    """Begin and end of the policy's reasoning. What stands between them is not read: a tool that is only thought of is
+    not called, an answer that is only considered is not scored. A turn begins within reasoning if its prompt ends with
+    the first tag, as the prompts of some chat templates do. []: everything is read, for policies that call tools
+    while they reason."""
+
+    @field_validator("reasoning_tags")
+    @classmethod
+    def _tags_differ(cls, tags: tuple[str, str] | tuple[()]) -> tuple[str, str] | tuple[()]:
+        if tags and (not all(tag.strip() for tag in tags) or tags[0] in tags[1] or tags[1] in tags[0]):
+            raise ValueError("must be two different texts, such as [<think>, </think>], or none: []")
+        return tags
 
 
 class WorkerEnvironmentConfig(BaseEnvironmentConfig):
@@ -137,12 +154,14 @@ ToolConfig = Annotated[
 ]
 
 
-class ToolSyntax(Strict):
+class ToolSyntax(ReasoningTags):
     """Says how the policy writes calls of tools and how results are returned."""
 
-    syntax: Literal["hermes", "llama3", "tags"] = "hermes"
-    """How the policy calls a tool. hermes: JSON between <tool_call> and </tool_call> (Qwen, Hermes); llama3: the JSON
-    object of Llama 3's templates; tags: <name>...</name> with the tool's only argument as text (Search-R1)."""
+    syntax: Literal["hermes", "qwen3_coder", "llama3", "tags"] = "hermes"
+    """How the policy calls a tool. hermes: JSON between <tool_call> and </tool_call> (Qwen, Hermes); qwen3_coder:
+    <function=name> and <parameter=name> between the same tags (Qwen3-Coder), read as the tool's schema says; llama3:
+    the JSON object of Llama 3's templates; tags: <name>...</name> with the tool's only argument as text
+    (Search-R1)."""
     result_tag: str = Field(default="", pattern=r"^[A-Za-z0-9_]*$")
     """With syntax tags: return results as raw text between <tag> and </tag> within the policy's turn, as Search-R1's
     `information`, without the chat template. By default, and with the other syntaxes, a result is a message of role
@@ -184,7 +203,7 @@ class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
         return self
 
 
-class TextArenaEnvironmentConfig(WorkerEnvironmentConfig):
+class TextArenaEnvironmentConfig(WorkerEnvironmentConfig, ReasoningTags):
     """Plays a single-player game of textarena."""
 
     kind: Literal["textarena"] = "textarena"
@@ -195,7 +214,7 @@ class TextArenaEnvironmentConfig(WorkerEnvironmentConfig):
     """Keyword arguments for textarena.make."""
 
 
-class ReasoningGymEnvironmentConfig(WorkerEnvironmentConfig):
+class ReasoningGymEnvironmentConfig(WorkerEnvironmentConfig, ReasoningTags):
     """Gives tasks of reasoning-gym and scores answers."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
@@ -207,7 +226,7 @@ class ReasoningGymEnvironmentConfig(WorkerEnvironmentConfig):
     """Settings of the task."""
 
 
-class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):
+class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
     """Plays an environment that an OpenEnv server runs."""
 
     kind: Literal["openenv"] = "openenv"

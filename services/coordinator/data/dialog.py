@@ -1,15 +1,29 @@
 """Converts an environment's messages to tokens, and the policy's turns to text."""
 
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from lockstep.reward.v1.environment_pb2 import Message
 
+from services.common.config.environment import ReasoningTags
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.bridge import Bridge
 from services.coordinator.text.tokenizer import Tokenizer
+
+_OTHER_TAGS = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""Tags of reasoning, other than the default, that models have tokens for."""
+_MAX_TAIL_TOKENS = 100
+"""Number of tokens that is more than a tag and the white space after it have."""
 
 
 class OverlongPrompt(InvalidInput):
@@ -23,16 +37,32 @@ class Dialog:
         assert config.environment, "the run has an environment"
         self._tokenizer = tokenizer
         self._bridge = Bridge(tokenizer, tools, config.data.chat_template_kwargs)
+        environment = config.environment
+        self._reasoning_tags = environment.reasoning_tags if isinstance(environment, ReasoningTags) else ()
+        self._has_default_tags = "reasoning_tags" not in environment.model_fields_set
         self._max_message_tokens = config.environment.max_message_tokens
         self._max_prompt_tokens, self._stop = config.data.max_prompt_tokens, config.rollout.sampling.stop
 
     def check(self, roles: Sequence[str]) -> None:
-        """Proves that the chat template keeps earlier turns when messages of `roles` follow.
+        """Proves that the chat template keeps earlier turns when messages of `roles` follow, and that the model reasons
+        between the tags of the config.
 
         Raises:
-            InvalidInput: It changes them, or cannot render the messages.
+            InvalidInput: It changes them, or cannot render the messages; or the tags are not set and the model has
+                tokens for others.
         """
         self._bridge.check(roles)
+        if not self._reasoning_tags or not self._has_default_tags:
+            return
+        has_token = self._tokenizer.has_token
+        for tags in () if has_token(self._reasoning_tags[0]) else _OTHER_TAGS:
+            if all(map(has_token, tags)):
+                shown = json.dumps(tags, ensure_ascii=False)
+                raise InvalidInput(
+                    f"the model has tokens for reasoning between {tags[0]} and {tags[1]}: set "
+                    f"environment.reasoning_tags to {shown}, or tools that it only thinks of would be called",
+                    field="environment.reasoning_tags",
+                )
 
     def begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """Returns the first prompt: the row's, which shows the tools already, with the environment's first messages.
@@ -74,14 +104,30 @@ class Dialog:
         turns, replies = [turn for turn, _ in taken], [list(map(self._cut, reply)) for _, reply in taken]
         self._bridge.check_episode(prompt.messages, list(map(self._cut, messages)), turns, replies)
 
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Returns whether a prompt ends with the begin of reasoning, so that the turn after it begins within it."""
+        if not self._reasoning_tags:
+            return False
+        begin = self._reasoning_tags[0]
+        tail = self._tokenizer.decode(list(prompt[-_MAX_TAIL_TOKENS:]), skip_special_tokens=False)
+        return tail.rstrip().endswith(begin)
+
     def text(self, turn: Sequence[int]) -> str:
-        """Returns the text of a turn, without special tokens."""
-        return self._tokenizer.decode(turn)
+        """Returns the text of a turn, without special tokens but with the tags of reasoning."""
+        parts = [(tag, list(tokens)) for tag, tokens in itertools.groupby(turn, self._special_tags.get)]
+        return "".join(tag * len(tokens) if tag else self._tokenizer.decode(tokens) for tag, tokens in parts)
 
     def is_stopped(self, turn: Sequence[int]) -> bool:
         """Returns whether a turn ended with a stop token or a stop string."""
         text = self.text(turn)
         return turn[-1] in self._tokenizer.eos_token_ids or any(stop in text for stop in self._stop)
+
+    @cached_property
+    def _special_tags(self) -> Mapping[int, str]:
+        """Returns the tags of reasoning that are special tokens, which decoding leaves out."""
+        tags = [tag for tag in self._reasoning_tags if self._tokenizer.has_token(tag)]
+        encoded = {tag: self._tokenizer.encode(tag) for tag in tags}
+        return {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not self._tokenizer.decode(ids)}
 
     def _cut(self, message: Message) -> dict[str, str]:
         most, content = self._max_message_tokens, message.content

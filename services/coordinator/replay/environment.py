@@ -50,8 +50,10 @@ class _Player:
             if found := _differences(f"{at} first prompt", row["prompt_tokens"], first.tokens):
                 return found
             for turn, tokens in enumerate(episode.turns(row["tokens"])):
-                text, reason = self._dialog.text(tokens), self._reason(tokens, episode.turn_begins[turn])
-                reply = await client.step(text, len(tokens), reason)
+                begin = episode.turn_begins[turn]
+                text, reason = self._dialog.text(tokens), self._reason(tokens, begin)
+                reasons = self._dialog.opens_reasoning([*first.tokens, *row["tokens"][:begin]])
+                reply = await client.step(text, len(tokens), reason, is_reasoning=reasons)
                 reward = weighted_sum([(self._weight, reply.reward)])
                 found = _differences(f"{at} turn {turn} reward", episode.turn_rewards[turn], reward)
                 if turn < len(replies) - 1:

@@ -99,6 +99,10 @@ class Tokenizer:
         """Returns a 128-bit hex digest of the chat template; that of an empty text without a template."""
         return hashlib.blake2b((self.template_source or "").encode(), digest_size=16).hexdigest()
 
+    def has_token(self, text: str) -> bool:
+        """Returns whether `text` is one token of the vocabulary."""
+        return self._backend.token_to_id(text) is not None
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`; special tokens written in the text become their ids.
 

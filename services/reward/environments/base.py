@@ -1,5 +1,6 @@
 """Defines the interface of environments. Imports nothing heavy, because worker processes load this too."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -51,6 +52,20 @@ class Turn:
     text: str
     num_tokens: int
     is_truncated: bool
+    is_reasoning: bool = False
+    """Whether the text begins within reasoning, which the prompt has opened."""
+
+    def answer(self, tags: Sequence[str]) -> str:
+        """Returns the text without what stands between the `tags` of reasoning; all of it if there are none.
+
+        An end without a begin makes all text before it reasoning; a begin without an end, all text after it.
+        """
+        if not tags:
+            return self.text
+        begin, end = map(re.escape, tags)
+        text = f"{tags[0]}{self.text}" if self.is_reasoning else self.text
+        said = re.sub(rf"{begin}.*?(?:{end}|\Z)", "", text, flags=re.DOTALL).rpartition(tags[1])[2]
+        return self.text if said == self.text else said.strip()
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,8 @@ class Reply:
     reward: float = 0.0
     done: bool = False
     tool_calls: Sequence[ToolCall] = field(default=())
+    outcomes: Sequence[str] = field(default=())
+    """What became of each call that was found: `ok`, or the kind of error that the policy was told."""
 
 
 class Environment:

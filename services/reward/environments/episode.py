@@ -123,6 +123,7 @@ class Episode:
         try:
             reply = await self._limited("step", environment.step(self._key, turn))
             response = messages.step_response(reply, environment.roles)
+            self._context.metrics.count_tool_calls(reply.outcomes)
         except EpisodeError as error:
             return pb.StepResponse(failure=self._fail(error))
         if response.done:

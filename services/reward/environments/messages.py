@@ -33,6 +33,8 @@ def step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
         reward=reply.reward,
         done=reply.done,
         tool_calls=[_tool_call(call) for call in reply.tool_calls],
+        num_calls=len(reply.outcomes),
+        num_failed_calls=sum(outcome != "ok" for outcome in reply.outcomes),
     )
 
 

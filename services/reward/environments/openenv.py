@@ -70,8 +70,8 @@ class OpenEnvironment(Environment):
         return [message]
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
-        """Sends the text as an action."""
-        action = {self._config.action_field: turn.text}
+        """Sends the text as an action, without its reasoning."""
+        action = {self._config.action_field: turn.answer(self._config.reasoning_tags)}
         message, reward, done = self._read(await _ask(self._sockets[episode_id], {"type": "step", "data": action}))
         return Reply([message], reward, done)
 

@@ -16,9 +16,13 @@ _HOSTED = "services.reward.environments.hosted"
 
 
 class WorkerEnvironment(Environment):
-    """Plays each episode with an object of `path`, a `module:Class`, made from `kwargs`."""
+    """Plays each episode with an object of `path`, a `module:Class`, made from `kwargs`.
 
-    def __init__(self, path: str, kwargs: Mapping[str, object], config: Config):
+    With `reasoning_tags`, it gets the turns without their reasoning.
+    """
+
+    def __init__(self, path: str, kwargs: Mapping[str, object], config: Config, reasoning_tags: Sequence[str] = ()):
+        self._reasoning_tags = reasoning_tags
         target = Target(path, kwargs, int(config.max_memory_gib * 2**30))
         self._workers = Workers(target, config.num_workers)
 
@@ -33,7 +37,7 @@ class WorkerEnvironment(Environment):
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
         """Calls step with the policy's text."""
-        line = await self._workers.call(episode_id, {"call": "step", "text": turn.text})
+        line = await self._workers.call(episode_id, {"call": "step", "text": turn.answer(self._reasoning_tags)})
         try:
             return Reply(_messages(line), line["reward"], line["done"])
         except KeyError as error:
@@ -55,12 +59,14 @@ def python(config: PythonEnvironmentConfig) -> Environment:
 
 def textarena(config: TextArenaEnvironmentConfig) -> Environment:
     """Returns the environment that a game of textarena plays."""
-    return WorkerEnvironment(f"{_HOSTED}.games:Game", {"game": config.game, "kwargs": config.kwargs}, config)
+    kwargs = {"game": config.game, "kwargs": config.kwargs}
+    return WorkerEnvironment(f"{_HOSTED}.games:Game", kwargs, config, config.reasoning_tags)
 
 
 def reasoning_gym(config: ReasoningGymEnvironmentConfig) -> Environment:
     """Returns the environment that gives tasks of reasoning-gym."""
-    return WorkerEnvironment(f"{_HOSTED}.tasks:Task", {"task": config.task, "kwargs": config.kwargs}, config)
+    kwargs = {"task": config.task, "kwargs": config.kwargs}
+    return WorkerEnvironment(f"{_HOSTED}.tasks:Task", kwargs, config, config.reasoning_tags)
 
 
 def _messages(line: Line) -> list[Message]:

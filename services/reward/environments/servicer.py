@@ -101,7 +101,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """
         table = self._table_for(request.run_id)
         is_truncated = finish_reason(request.finish_reason, field="finish_reason") == "length"
-        return await table.step(request, Turn(request.text, request.num_tokens, is_truncated))
+        turn = Turn(request.text, request.num_tokens, is_truncated, request.is_reasoning)
+        return await table.step(request, turn)
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
         """Ends an episode; does nothing if it is not open.

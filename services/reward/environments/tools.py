@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from services.common.config.environment import ToolsEnvironmentConfig
 from services.reward.environments.base import Message, ToolCall
 from services.reward.environments.tool_calls.calling import CallingEnvironment
-from services.reward.environments.tool_calls.schema import find_fault
+from services.reward.environments.tool_calls.schema import find_fault, fitted
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
 from services.reward.environments.toolbox.calculator import Calculator
 from services.reward.environments.toolbox.function import FunctionTools
@@ -29,7 +29,6 @@ class ToolsEnvironment(CallingEnvironment):
         paths = [tool.path for tool in config.tools if tool.kind == "function"]
         self._functions = FunctionTools(paths, config.num_workers, int(config.max_memory_gib * 2**30))
         self._has_functions, self._turn_s = bool(paths), config.turn_s
-        self._parameters: dict[str, Mapping[str, object]] = {}
 
     async def open(self) -> None:
         """Starts the tools, one after the other."""
@@ -42,7 +41,6 @@ class ToolsEnvironment(CallingEnvironment):
             self._served |= {schema["function"]["name"]: server for schema in server.schemas}
         schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.schemas]
         schemas += [schema for server in self._servers for schema in server.schemas]
-        self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
         self.offer(schemas)
         versions = [one.version for one in (*self._tools.values(), *self._servers)]
         self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
@@ -62,10 +60,11 @@ class ToolsEnvironment(CallingEnvironment):
             return await server.call(call)
         if fault := find_fault(call.arguments, parameters):
             raise BadArgumentsError(fault)
+        arguments = fitted(call.arguments, parameters)
         tool = self._tools.get(call.name)
         if tool is None:
-            return await self._functions.call(episode_id, call)
-        return await tool.call({name: str(value) for name, value in call.arguments.items()}, share * self._turn_s)
+            return await self._functions.call(episode_id, ToolCall(call.name, arguments))
+        return await tool.call({name: str(value) for name, value in arguments.items()}, share * self._turn_s)
 
     async def end(self, episode_id: str) -> None:
         """Frees the episode's place among the workers."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -41,7 +42,14 @@ def die() -> str:
     os._exit(3)
 
 
+def reject(code: int) -> str:
+    """Answers with an error of the protocol."""
+    raise MCPError(code, "the table is locked")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["rejects"]:
+        server.tool()(reject)
     if sys.argv[1:2] == ["http"]:
         server.run("streamable-http", port=int(sys.argv[2]))
     else:

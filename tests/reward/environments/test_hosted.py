@@ -39,6 +39,12 @@ class TestTextarena:
             low, high, turn = (guess + 1, high, turn + 1) if "higher" in hint else (low, guess - 1, turn + 1)
         assert answer.reward == 1.0
 
+    async def test_a_move_that_is_only_considered_is_not_made(self, service):
+        await service.open(**GUESS)
+        await service.reset()
+        answer = await service.step(0, "<think>[1] or [2] would be a move.</think> I pass.")
+        assert "invalid move" in answer.messages[0].content
+
     async def test_two_invalid_moves_end_the_game(self, service):
         await service.open(**GUESS)
         await service.reset()
@@ -95,6 +101,25 @@ class TestReasoningGym:
         assert (right.reward, right.done) == (1.0, True)
         assert (await service.step(0, str(total), "b")).reward == 1.0
         assert (await service.step(0, "<answer></answer>", "c")).reward == 0.0
+
+    @pytest.mark.parametrize(
+        ("text", "is_reasoning", "reward"),
+        [
+            ("<think>Is it <answer>1</answer>?</think>\n\n<answer>{}</answer>", False, 1.0),
+            ("<think>Is it <answer>1</answer>?</think>\n\n{}", False, 1.0),
+            ("<think>It is <answer>{}</answer>.</think> No idea.", False, 0.0),
+            ("It is <answer>{}</answer>.</think> No idea.", True, 0.0),
+            ("<think>It is <answer>{}</answer>", False, 0.0),
+            ("<answer>{}</answer>", True, 0.0),
+            ("<think>Hm.</think><answer>{}</answer><think>Sure?</think>", False, 1.0),
+        ],
+    )
+    async def test_an_answer_that_is_only_considered_is_not_scored(self, service, text, is_reasoning, reward):
+        await service.open(**SUMS)
+        (message,) = (await service.reset()).messages
+        (a, sign, b) = re.search(r"(\d+) ([+-]) (\d+) =", message.content).groups()
+        answer = await service.step(0, text.replace("{}", str(int(a) + int(sign + b))), is_reasoning=is_reasoning)
+        assert (answer.reward == 1.0) == (reward == 1.0)
 
     @pytest.mark.parametrize("task", ["chain_sum", "isomorphic_strings", "word_ladder"])
     async def test_rows_of_a_file_are_scored(self, service, tmp_path, task):

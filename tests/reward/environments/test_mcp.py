@@ -75,6 +75,15 @@ async def test_a_server_that_dies_or_hangs_has_failed_and_the_next_call_finds_an
     assert failure(await service.step(0, hermes("wait"), "hangs")) == "TIMEOUT"
 
 
+async def test_an_error_that_the_server_answers_is_told_to_the_policy(service):
+    await open_run(service, {**STDIO, "command": [*STDIO["command"], "rejects"], "names": ["add", "reject"]})
+    await service.reset()
+    for turn, code in enumerate((-32602, -32603, -32601, -31000)):
+        answer = await service.step(turn, hermes("reject", code=code) + hermes("add", a=1, b=2))
+        first, second = [text for _, _, text in texts(answer)]
+        assert first.startswith("error: ") and "the table is locked" in first and second == "3"
+
+
 async def test_a_closed_run_leaves_no_process(service):
     await open_run(service, STDIO)
     servers = descendants(os.getpid()).items()

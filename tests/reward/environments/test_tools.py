@@ -3,19 +3,13 @@
 import asyncio
 import json
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 
-from services.common.config.environment import SearchToolConfig
 from services.common.errors import InvalidInput
-from services.reward.environments.base import EpisodeError
 from services.reward.environments.tool_calls.schema import find_fault, function_schema
 from services.reward.environments.toolbox.base import BadArgumentsError
 from services.reward.environments.toolbox.calculator import compute
-from services.reward.environments.toolbox.search import Search
 from tests.reward.environments import user_tools
 
 CALCULATOR = {"kind": "calculator"}
@@ -86,13 +80,142 @@ async def test_a_wrong_call_is_the_policys_to_hear_of(service, call, words):
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("raise", "CRASHED"), ("exit", "CRASHED"), ("return", "INVALID_REPLY"), ("hang", "TIMEOUT")]
+    ("how", "reason"),
+    [
+        ("give up", "REFUSED"),
+        ("memory", "CRASHED"),
+        ("exit", "CRASHED"),
+        ("return", "INVALID_REPLY"),
+        ("return inside", "INVALID_REPLY"),
+        ("hang", "TIMEOUT"),
+    ],
 )
 async def test_a_tool_that_fails_is_no_observation(service, how, reason):
     limits = {"turn_s": 2.0} if how == "hang" else {}
     await service.open(kind="tools", tools=functions("breaks"), **limits)
     await service.reset()
     assert failure(await service.step(0, hermes("breaks", how=how))) == reason
+
+
+RAISED = {
+    "raise": "RuntimeError: a bug",
+    "sql": 'OperationalError: near "SELEC": syntax error',
+    "key": "KeyError: 'missing'",
+    "stop": "StopIteration: ",
+    "assert": "AssertionError: ",
+    "value": "no such value",
+    "empty": "ValueError: ",
+    "long": "RuntimeError: " + "x" * 986,
+}
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_later"])
+async def test_whatever_a_function_raises_is_told_to_the_policy_counted_and_logged_once(service, caplog, name):
+    await service.open(kind="tools", tools=functions(name, "echo"))
+    await service.reset()
+    for turn, (how, text) in enumerate(RAISED.items()):
+        answer = await service.step(turn, hermes(name, how=how) + hermes(name, how=how) + hermes("echo", text="a"))
+        if (how, name) == ("stop", "raises_later"):  # Python raises this instead
+            text = "RuntimeError: coroutine raised StopIteration"
+        assert texts(answer) == [("tool", name, f"error: {text}")] * 2 + [("tool", "echo", "a")]
+        assert (answer.num_calls, answer.num_failed_calls, answer.done) == (3, 2, False)
+    tracebacks = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert all("user_tools.py" in one for one in tracebacks)
+    (of_sql,) = [one for one in tracebacks if "OperationalError" in one]
+    assert of_sql.startswith(f"tool {name} raised OperationalError") and "in _raise" in of_sql
+    assert len([one for one in tracebacks if "raised RuntimeError" in one]) == 1
+    outcomes = {how: service.metric("lockstep_reward_tool_calls_total", outcome=how) for how in ("ok", "KeyError")}
+    assert outcomes == {"ok": len(RAISED), "KeyError": 2}
+
+
+async def test_malformed_and_refused_calls_are_counted(service):
+    await service.open(kind="tools", tools=[CALCULATOR])
+    await service.reset()
+    good, bad = hermes("calculator", expression="1"), hermes("calculator", expression="a")
+    answer = await service.step(0, good + bad + hermes("nothing") + "<tool_call>{</tool_call>")
+    assert (answer.num_calls, answer.num_failed_calls) == (4, 3)
+    names = ("ok", "refused", "malformed")
+    assert [service.metric("lockstep_reward_tool_calls_total", outcome=name) for name in names] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("bytes", "caf\ufffd"),
+        ("none", "null"),
+        ("nan", '{"a": NaN, "b": Infinity}'),
+        ("numpy", '{"a": [[1, 2]], "b": 1.5, "c": true}'),
+        ("date", '["2026-01-02", "1.50", "caf\ufffd"]'),
+        ("keys", "{(1, 2): 3}"),
+        ("inside itself", "[[...]]"),
+        ("surrogate", '["?"]'),
+        ("set", '"{1}"'),
+    ],
+)
+async def test_results_that_are_no_text(service, how, text):
+    await service.open(kind="tools", tools=functions("returns"))
+    await service.reset()
+    assert texts(await service.step(0, hermes("returns", how=how))) == [("tool", "returns", text)]
+
+
+@pytest.mark.parametrize("piece", ["a", '"', "\0", "漢", "🎉", "\ud800"])
+async def test_a_result_that_is_too_long_is_cut_and_not_a_failure(service, piece):
+    await service.open(kind="tools", tools=functions("repeat"))
+    await service.reset()
+    for turn, times in enumerate((1 << 17, 1 << 23)):
+        ((_, _, text),) = texts(await service.step(turn, hermes("repeat", text=piece, times=times)))
+        shown, mark = "?" if piece == "\ud800" else piece, "\n[... cut ...]\n"
+        assert text.replace(mark, "") == shown * (len(text) - len(mark) * (mark in text))
+        assert (mark in text) == (turn == 1) and len(text) >= 1 << 17
+
+
+async def test_an_integer_may_be_written_as_a_float_and_a_default_as_null(service):
+    await service.open(kind="tools", tools=functions("weather", "typed"))
+    await service.reset()
+    ((_, _, text),) = texts(await service.step(0, hermes("weather", city="Oslo", days=3.0, unit=None)))
+    assert text == '{"city": "Oslo", "days": 3, "unit": "C"}'
+    ((_, _, text),) = texts(await service.step(1, hermes("typed", ids=[1.0, 2], level=2.0, label=None, number=3.0)))
+    assert text == "[1, 2] 2 None 3.0"
+    parameters = function_schema(user_tools.typed)["function"]["parameters"]
+    for arguments in ({"ids": [1.5]}, {"ids": None}, {"ids": [1], "level": 2.5}, {"ids": [True]}):
+        assert find_fault(arguments, parameters).startswith("argument ")
+
+
+async def test_xml_calls_are_typed_by_the_schema(service):
+    await service.open(kind="tools", tools=functions("weather", "typed"), syntax="qwen3_coder")
+    await service.reset()
+    text = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\n123\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=typed>\n<parameter=ids>\n[1, 2]\n</parameter>\n"
+        "<parameter=label>\n</tool_call>\n</parameter>\n</function>\n</tool_call>"
+    )
+    answer = await service.step(0, text)
+    results = ['{"city": "123", "days": 2, "unit": "C"}', "[1, 2] 1 </tool_call> 0.5"]
+    assert [text for _, _, text in texts(answer)] == results
+    assert json.loads(answer.tool_calls[0].arguments_json) == {"city": "123", "days": 2}
+    wrong = "<parameter=city>A</parameter><parameter=days>two</parameter>"
+    wrong = f"<tool_call><function=weather>{wrong}</function></tool_call>"
+    assert texts(await service.step(1, wrong))[0][2] == "error: argument days must be integer"
+
+
+async def test_tools_that_are_only_thought_of_are_not_called(service):
+    await service.open(kind="tools", tools=[CALCULATOR])
+    call = hermes("calculator", expression="6*7")
+    turns = [
+        (f"<think>I could {call}.</think>No.", False, []),
+        (f"<think>No <tool_call>.</think>{call}", False, ["42"]),
+        (f"I could {call}.</think>No.", True, []),
+        (call, True, []),
+        (call, False, ["42"]),
+    ]
+    for number, (text, is_reasoning, results) in enumerate(turns):
+        await service.reset(str(number))
+        answer = await service.step(0, text, str(number), is_reasoning=is_reasoning)
+        assert [text for _, _, text in texts(answer)] == results and answer.done == (not results)
+    await service.close_run()
+    await service.open(kind="tools", tools=[CALCULATOR], reasoning_tags=[])
+    await service.reset()
+    assert [text for _, _, text in texts(await service.step(0, f"<think>I {call}"))] == ["42"]
 
 
 async def test_text_that_utf8_cannot_hold_breaks_nothing(service):
@@ -130,6 +253,9 @@ async def test_llama3_and_tags_without_a_result_tag(service):
         ({"tools": functions("takes_bytes")}, "of a type of JSON"),
         ({"tools": functions("add"), "syntax": "tags"}, "needs one argument"),
         ({"tools": [CALCULATOR, CALCULATOR]}, "same name"),
+        ({"tools": functions("think"), "syntax": "tags"}, "one of environment.reasoning_tags"),
+        ({"tools": [CALCULATOR], "reasoning_tags": ["<think>", ""]}, "two different texts"),
+        ({"tools": [CALCULATOR], "reasoning_tags": ["##", "##"]}, "two different texts"),
         ({"tools": [{"kind": "search", "corpus": "/no/such/file.parquet"}]}, "file.parquet"),
         ({"tools": [{"kind": "python", "timeout_s": 9}], "turn_s": 9}, "must be below turn_s"),
     ],
@@ -182,69 +308,6 @@ def test_arithmetic_is_computed(expression, value):
 def test_what_is_no_arithmetic_or_too_large_is_refused_at_once(expression):
     with pytest.raises(BadArgumentsError):
         compute(expression)
-
-
-async def test_search_ranks_documents(service, tmp_path):
-    pytest.importorskip("bm25s", reason="needs the extra `environments`")
-    documents = [
-        {"title": "Paris", "text": "Paris is the capital of France."},
-        {"title": None, "text": "Rome is the capital of Italy."},
-        {"title": "Twin", "text": "A zebra."},
-        {"title": "Twin", "text": "A zebra."},
-        {"title": "Twin", "text": "A zebra."},
-    ]
-    pq.write_table(pa.Table.from_pylist(documents), tmp_path / "corpus.parquet")
-    tool = {"kind": "search", "corpus": str(tmp_path / "corpus.parquet"), "top_k": 2}
-    opened = await service.open(kind="tools", tools=[tool], syntax="tags", result_tag="information")
-    assert opened.environment.startswith("tools 1/search-bm25s-")
-    await service.reset()
-
-    async def search(turn: int, query: str) -> str:
-        ((_, _, text),) = texts(await service.step(turn, f"<search>{query}</search>"))
-        return text.strip().removeprefix("<information>").removesuffix("</information>")
-
-    assert await search(0, "capital of Italy?") == (
-        "Doc 1: Rome is the capital of Italy.\nDoc 2: (Title: Paris) Paris is the capital of France."
-    )
-    assert await search(1, "zebra") == "Doc 1: (Title: Twin) A zebra.\nDoc 2: (Title: Twin) A zebra."
-    assert await search(2, "qwertz") == "No document was found."
-    assert await search(3, "the of ?!") == "No document was found."
-    assert await search(4, " ") == "error: the query is empty"
-
-
-async def test_an_index_is_made_once(tmp_path, monkeypatch):
-    bm25s = pytest.importorskip("bm25s", reason="needs the extra `environments`")
-    made = []
-    monkeypatch.setattr(
-        bm25s.BM25, "index", lambda *args, index=bm25s.BM25.index, **more: made.append(index(*args, **more))
-    )
-    corpus = tmp_path / "corpus.parquet"
-
-    async def found() -> str:
-        tool = Search(SearchToolConfig(corpus=str(corpus)))
-        await tool.open()
-        return await tool.call({"query": "capital of Italy"}, 60.0)
-
-    documents = [{"text": "Rome is the capital of Italy."}, {"text": "Paris is the capital of France."}]
-    pq.write_table(pa.Table.from_pylist(documents), corpus)
-    first = await found()
-    assert first.startswith("Doc 1: Rome") and await found() == first and len(made) == 1
-    (folder,) = tmp_path.glob("corpus.parquet.bm25s-*")
-    assert sorted(tmp_path.iterdir()) == [corpus, folder], "nothing else is left"
-    pq.write_table(pa.Table.from_pylist(documents[::-1]), corpus)
-    assert (await found()) == first and len(made) == 2, "another corpus has another index"
-
-
-async def test_an_index_that_holds_objects_is_refused(tmp_path):
-    """To read an array of objects, numpy would have to unpickle it, which could run any code."""
-    pytest.importorskip("bm25s", reason="needs the extra `environments`")
-    tool = Search(SearchToolConfig(corpus=str(tmp_path / "corpus.parquet")))
-    pq.write_table(pa.table({"text": ["Rome"]}), tmp_path / "corpus.parquet")
-    await tool.open()
-    (scores,) = tmp_path.glob("corpus.parquet.*/data*.npy")
-    np.save(scores, np.array([print], dtype=object), allow_pickle=True)
-    with pytest.raises(EpisodeError, match="allow_pickle=False"):
-        await tool.open()
 
 
 async def test_programs_run_in_the_sandbox(service):

@@ -68,34 +68,40 @@ class ResetResponse(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., failure: _Optional[_Union[EnvironmentFailure, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("run_id", "episode_id", "turn", "text", "num_tokens", "finish_reason")
+    __slots__ = ("run_id", "episode_id", "turn", "text", "num_tokens", "finish_reason", "is_reasoning")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPISODE_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_REASONING_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     episode_id: str
     turn: int
     text: str
     num_tokens: int
     finish_reason: _types_pb2.FinishReason
-    def __init__(self, run_id: _Optional[str] = ..., episode_id: _Optional[str] = ..., turn: _Optional[int] = ..., text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+    is_reasoning: bool
+    def __init__(self, run_id: _Optional[str] = ..., episode_id: _Optional[str] = ..., turn: _Optional[int] = ..., text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., is_reasoning: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("messages", "reward", "done", "tool_calls", "failure")
+    __slots__ = ("messages", "reward", "done", "tool_calls", "failure", "num_calls", "num_failed_calls")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CALLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_CALLS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     reward: float
     done: bool
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
     failure: EnvironmentFailure
-    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., reward: _Optional[float] = ..., done: bool = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., failure: _Optional[_Union[EnvironmentFailure, _Mapping]] = ...) -> None: ...
+    num_calls: int
+    num_failed_calls: int
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., reward: _Optional[float] = ..., done: bool = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., failure: _Optional[_Union[EnvironmentFailure, _Mapping]] = ..., num_calls: _Optional[int] = ..., num_failed_calls: _Optional[int] = ...) -> None: ...
 
 class CloseRequest(_message.Message):
     __slots__ = ("run_id", "episode_id")

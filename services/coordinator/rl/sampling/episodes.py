@@ -101,11 +101,16 @@ class EpisodeCollector(Collector):
         return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the number of failed episodes by reason and the share of tokens that the prefix cache had."""
+        """Returns the number of failed episodes by reason, the share of tokens that the prefix cache had, and the share
+        of tool calls that were answered with an error.
+        """
         counts, self._counts = self._counts, Counter()
         reused, cached = counts.pop("reused", 0), counts.pop("cached", 0)
+        calls, errors = counts.pop("tool_calls", 0), counts.pop("tool_errors", 0)
         metrics = {f"environment/{name}": float(number) for name, number in sorted(counts.items())}
-        return super().take_metrics() | metrics | ({"environment/cache_hit_share": cached / reused} if reused else {})
+        metrics |= {"environment/cache_hit_share": cached / reused} if reused else {}
+        metrics |= {"environment/tool_error_share": errors / calls} if calls else {}
+        return super().take_metrics() | metrics
 
     async def _play(self, prompt: Prompt, draw: Draw, sample: int) -> _Played:
         """Plays one episode; again, with the same seeds, if the environment fails."""
@@ -141,7 +146,9 @@ class EpisodeCollector(Collector):
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
             stream.add_turn(completion, *(group.routes or [b""]), *group.kept)
             text = self._dialog.text(completion.tokens)
-            reply = await client.step(text, len(completion.tokens), completion.finish_reason)
+            reasons = self._dialog.opens_reasoning(context.tokens)
+            reply = await client.step(text, len(completion.tokens), completion.finish_reason, is_reasoning=reasons)
+            self._counts.update(tool_calls=reply.num_calls, tool_errors=reply.num_failed_calls)
             stream.rewards.append(weighted_sum([(self._settings.weight, reply.reward)]))
             if reply.done:
                 reason = completion.finish_reason

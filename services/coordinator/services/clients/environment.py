@@ -83,14 +83,23 @@ class EpisodeClient:
         _require_success(answer)
         return answer.messages
 
-    async def step(self, text: str, num_tokens: int, finish_reason: FinishReason) -> pb.StepResponse:
+    async def step(
+        self, text: str, num_tokens: int, finish_reason: FinishReason, *, is_reasoning: bool = False
+    ) -> pb.StepResponse:
         """Sends the policy's next turn to the environment. Returns its reply.
+
+        `is_reasoning`: whether the turn's prompt ended within reasoning.
 
         Raises:
             EpisodeFailed: The environment failed.
         """
         request = pb.StepRequest(
-            **self._ids, turn=self._num_turns, text=text, num_tokens=num_tokens, finish_reason=finish_reason
+            **self._ids,
+            turn=self._num_turns,
+            text=text,
+            num_tokens=num_tokens,
+            finish_reason=finish_reason,
+            is_reasoning=is_reasoning,
         )
         answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
         _require_success(answer)

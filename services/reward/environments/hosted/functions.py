@@ -8,16 +8,23 @@ from typing import Any
 
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.tool_calls.schema import function_schema
+from services.reward.environments.toolbox.base import cut_middle
+from services.reward.environments.worker import MAX_REPLY_BYTES
 from services.reward.processes import child_setup
 
 Step = tuple[str, float, bool]
+_MOST_BYTES = 14
+"""Number of bytes that a character can take in a reply, which is JSON within JSON."""
+_LINE_BYTES = 1 << 12
+"""Number of bytes that is more than the rest of a reply has."""
 
 
 class Functions:
-    """Returns the functions' schemas, then answers calls. A ValueError is the caller's fault, any other the function's.
+    """Returns the functions' schemas, then answers calls. What a function raises is an answer too.
 
     reset() -> '[{"type": "function", ...}, ...]'
-    step('{"name": "weather", "arguments": {"city": "Oslo"}}') -> '{"result": "rain"}' or '{"error": "no such city"}'
+    step('{"name": "weather", "arguments": {"city": "Oslo"}}') -> '{"result": "rain"}' or
+        '{"error": "no such city", "raised": "ValueError", "traceback": "..."}'
     """
 
     version = ""
@@ -55,33 +62,74 @@ class Functions:
         """Calls a function. An async one is awaited by the worker.
 
         Raises:
-            EpisodeError: The result is not JSON. The function may raise anything but ValueError.
+            EpisodeError: The function raised it, or returned an object that has no text.
+            MemoryError: The function raised it.
         """
         call = json.loads(text)
-        function = self._functions[call["name"]]
-        if inspect.iscoroutinefunction(function):
-            return _answer_later(function(**call["arguments"]))
         try:
-            return _answer(function(**call["arguments"]))
-        except ValueError as error:
+            result = self._functions[call["name"]](**call["arguments"])
+        except (EpisodeError, MemoryError):  # these end the episode
+            raise
+        except Exception as error:  # noqa: BLE001 the arguments are the policy's, and can make it raise anything
             return _error(error)
+        return _answer_later(result) if inspect.isawaitable(result) else _answer(result)
 
 
 async def _answer_later(calling: Awaitable[object]) -> Step:
     try:
-        return _answer(await calling)
-    except ValueError as error:
+        result = await calling
+    except (EpisodeError, MemoryError):  # these end the episode
+        raise
+    except Exception as error:  # noqa: BLE001 the arguments are the policy's, and can make it raise anything
         return _error(error)
+    return _answer(result)
 
 
 def _answer(result: object) -> Step:
-    try:
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        detail = f"a function returned what is not JSON: {error}"
-        raise EpisodeError(EnvironmentFailure.INVALID_REPLY, detail) from error
+    text = _text(result)
+    if _MOST_BYTES * len(text) > MAX_REPLY_BYTES - _LINE_BYTES:
+        whole = json.dumps(json.dumps({"result": text[:MAX_REPLY_BYTES]}))
+        if len(text) > MAX_REPLY_BYTES or len(whole) > MAX_REPLY_BYTES - _LINE_BYTES:
+            text = cut_middle(text, (MAX_REPLY_BYTES - _LINE_BYTES) // _MOST_BYTES)
     return json.dumps({"result": text}), 0.0, False
 
 
-def _error(error: ValueError) -> Step:
-    return json.dumps({"error": child_setup.explain(str(error))}), 0.0, False
+def _text(result: object) -> str:
+    """Returns a text or bytes as they are, all else as JSON, and what JSON cannot hold as Python writes it."""
+    if isinstance(result, str):
+        return result
+    if isinstance(result, bytes | bytearray):
+        return result.decode(errors="replace")
+    try:
+        return json.dumps(result, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that are no texts, or an object within itself
+        return str(result)
+
+
+def _plain(value: Any) -> object:
+    """Returns a value as JSON can hold it.
+
+    Raises:
+        EpisodeError: It has no text but its address in memory, which differs in every process.
+    """
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays, and torch's
+        return value.tolist()
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="replace")
+    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
+        detail = f"a function returned what is not JSON and has no text: {type(value).__name__}"
+        raise EpisodeError(EnvironmentFailure.INVALID_REPLY, detail)
+    return str(value)
+
+
+def _error(error: Exception) -> Step:
+    """Returns the error for the policy: the text of a ValueError, which functions raise to say something; else, with
+    its class.
+    """
+    text = str(error) if isinstance(error, ValueError) else ""
+    answer = {
+        "error": child_setup.explain(text or error),
+        "raised": type(error).__name__,
+        "traceback": child_setup.traceback_text(error, __file__),
+    }
+    return json.dumps(answer), 0.0, False

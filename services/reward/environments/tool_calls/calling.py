@@ -13,9 +13,12 @@ from services.reward.environments.base import (
     ToolCall,
     Turn,
 )
-from services.reward.environments.tool_calls.schema import Schema, only_text_argument
+from services.reward.environments.tool_calls.schema import Schema, only_text_argument, read_texts
 from services.reward.environments.tool_calls.syntax import BadCall, Call, find_calls
-from services.reward.environments.toolbox.base import BadArgumentsError
+from services.reward.environments.toolbox.base import BadArgumentsError, cut_middle
+
+_MAX_RESULT_CHARS = 1 << 20
+"""Longer results are cut, so that those of a turn fit into one message of the service."""
 
 
 class CallingEnvironment(Environment):
@@ -24,7 +27,9 @@ class CallingEnvironment(Environment):
     def __init__(self, config: ToolSyntax):
         self._syntax, self._result_tag = config.syntax, config.result_tag
         self.roles = () if config.result_tag else ("tool",)
+        self._reasoning_tags = config.reasoning_tags
         self._arguments: dict[str, str] = {}
+        self._parameters: dict[str, Schema] = {}
 
     async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
         """Returns the result of a call, which may use this `share` of the turn's time.
@@ -39,11 +44,13 @@ class CallingEnvironment(Environment):
         """Sets the tools that the policy can call. With syntax tags, the prompt must describe them.
 
         Raises:
-            EpisodeError: With syntax tags, a tool does not take one text argument; or two have the same name.
+            EpisodeError: With syntax tags, a tool does not take one text argument, or its tag is that of reasoning; or
+                two have the same name.
         """
         names = [schema["function"]["name"] for schema in schemas]
         if len(set(names)) < len(names):
             raise _cannot(f"two tools have the same name: {', '.join(names)}")
+        self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
         if self._syntax != "tags":
             self.tools = tuple(schemas)
             return
@@ -51,6 +58,8 @@ class CallingEnvironment(Environment):
             argument = only_text_argument(schema)
             if argument is None:
                 raise _cannot(f"tool {name} needs one argument, a text, to be called with syntax tags")
+            if f"<{name}>" in self._reasoning_tags:
+                raise _cannot(f"tool {name}: its tag is one of environment.reasoning_tags, so it would never be called")
             self._arguments[name] = argument
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
@@ -59,27 +68,38 @@ class CallingEnvironment(Environment):
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
         """Calls the tools that the policy asks for."""
-        calls = find_calls(self._syntax, turn.text, self._arguments)
+        calls = find_calls(
+            self._syntax, turn.text, self._arguments, self._reasoning_tags, is_reasoning=turn.is_reasoning
+        )
+        if self._syntax == "qwen3_coder":
+            calls = [self._typed(call) if isinstance(call, ToolCall) else call for call in calls]
         asked = [asyncio.create_task(self._answer(episode_id, call, 1 / len(calls))) for call in calls]
         try:
-            messages = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*asked)
         finally:
             for call in asked:
                 call.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-        return Reply(messages, done=not calls, tool_calls=[call for call in calls if isinstance(call, ToolCall)])
+        made = [call for call in calls if isinstance(call, ToolCall)]
+        messages, outcomes = [message for message, _ in answers], [outcome for _, outcome in answers]
+        return Reply(messages, done=not calls, tool_calls=made, outcomes=outcomes)
 
-    async def _answer(self, episode_id: str, call: Call, share: float) -> Message:
+    def _typed(self, call: ToolCall) -> ToolCall:
+        """Returns the call with its texts read as its schema says; as it is if there is no such tool."""
+        parameters = self._parameters.get(call.name)
+        return ToolCall(call.name, read_texts(call.arguments, parameters)) if parameters else call
+
+    async def _answer(self, episode_id: str, call: Call, share: float) -> tuple[Message, str]:
         if isinstance(call, BadCall):
-            return self._message(call.name, f"error: {call.detail}")
+            return self._message(call.name, f"error: {call.detail}"), "malformed"
         try:
-            return self._message(call.name, await self.call(episode_id, call, share))
+            return self._message(call.name, await self.call(episode_id, call, share)), "ok"
         except BadArgumentsError as error:
-            return self._message(call.name, f"error: {error}")
+            return self._message(call.name, f"error: {error}"), error.outcome
 
     def _message(self, name: str, text: str) -> Message:
         # JSON of the policy, or a page that a tool has found, may hold half of a surrogate pair.
-        name, text = (part.encode(errors="replace").decode() for part in (name, text))
+        name, text = (part.encode(errors="replace").decode() for part in (name, cut_middle(text, _MAX_RESULT_CHARS)))
         if self._result_tag:
             return Message("", f"\n\n<{self._result_tag}>{text}</{self._result_tag}>\n\n")
         return Message("tool", text, name)

@@ -6,7 +6,17 @@ from services.reward.environments.tool_calls.schema import Schema
 
 
 class BadArgumentsError(Exception):
-    """The policy called a tool wrongly. The text is its observation."""
+    """The policy called a tool wrongly. The text is its observation, and `outcome` is what metrics call it."""
+
+    def __init__(self, text: str, outcome: str = "refused"):
+        super().__init__(text)
+        self.outcome = outcome
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """Returns `text`; the first and last characters and a mark between them, if there are more than `max_chars`."""
+    half = max_chars // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n[... cut ...]\n{text[len(text) - half :]}"
 
 
 class Tool:

@@ -1,12 +1,15 @@
 """Calls the user's functions in worker processes."""
 
 import json
+import logging
 from collections.abc import Sequence
 
 from services.reward.environments.base import ToolCall
 from services.reward.environments.tool_calls.schema import Schema
 from services.reward.environments.toolbox.base import BadArgumentsError
 from services.reward.environments.workers import Target, Workers
+
+log = logging.getLogger(__name__)
 
 _ASKING = "schemas"
 
@@ -18,6 +21,7 @@ class FunctionTools:
         self.schemas: Sequence[Schema] = ()
         target = Target("services.reward.environments.hosted.functions:Functions", {"paths": paths}, max_memory_bytes)
         self._workers = Workers(target, num_workers)
+        self._logged: set[tuple[str, str]] = set()
 
     @property
     def version(self) -> str:
@@ -46,14 +50,15 @@ class FunctionTools:
         """Returns the result of a call, whose arguments fit the schema.
 
         Raises:
-            BadArgumentsError: The function raised ValueError.
-            EpisodeError: It raised something else, or its worker died.
+            BadArgumentsError: The function raised an exception. The log has the traceback of the first of each class.
+            EpisodeError: It raised this itself, ran out of memory, or its worker died.
         """
         request = json.dumps({"name": call.name, "arguments": call.arguments})
         line = await self._workers.call(episode_id, {"call": "step", "text": request})
         answer = json.loads(line["messages"][0]["content"])
         if "error" in answer:
-            raise BadArgumentsError(answer["error"])
+            self._log_once(call.name, answer["raised"], answer["traceback"])
+            raise BadArgumentsError(answer["error"], answer["raised"])
         return answer["result"]
 
     async def end(self, episode_id: str) -> None:
@@ -63,6 +68,13 @@ class FunctionTools:
     async def close(self) -> None:
         """Kills the workers."""
         await self._workers.close()
+
+    def _log_once(self, name: str, raised: str, traceback: str) -> None:
+        if (name, raised) not in self._logged:
+            self._logged.add((name, raised))
+            log.warning(
+                "tool %s raised %s; the policy is told, and further ones are only counted\n%s", name, raised, traceback
+            )
 
     async def _begin(self, episode_id: str) -> str:
         line = await self._workers.begin(episode_id, {"call": "reset", "seed": 0, "row": {}})

@@ -9,7 +9,7 @@ from typing import Any
 from services.common.config.environment import McpToolConfig
 from services.reward.environments.base import EnvironmentFailure, EpisodeError, ToolCall
 from services.reward.environments.tool_calls.schema import Schema, tool_schema
-from services.reward.environments.toolbox.base import BadArgumentsError
+from services.reward.environments.toolbox.base import BadArgumentsError, cut_middle
 from services.reward.environments.toolbox.mcp_connection import Connection, explain, failed
 
 _MAX_TOOLS = 1000
@@ -56,18 +56,18 @@ class McpTools:
         """Returns the text of a tool's result.
 
         Raises:
-            BadArgumentsError: The server says that the call was wrong, or had no result.
+            BadArgumentsError: The server says that the call was wrong, or had no result, or raised an exception.
             EpisodeError: The server failed.
         """
         from mcp import MCPError
-        from mcp.types import INVALID_PARAMS
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
 
         connection = self._connected()
         try:
             result = await connection.ask(lambda session: session.call_tool(call.name, dict(call.arguments)))
         except MCPError as error:
-            if error.code == INVALID_PARAMS:
-                raise BadArgumentsError(self._cut(error.message)) from error
+            if error.code not in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT):
+                raise BadArgumentsError(self._cut(error.message)) from error  # the server lives, and says no
             self._replace(connection)
             raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {error.message}") from error
         except EpisodeError:
@@ -102,8 +102,7 @@ class McpTools:
             closing.add_done_callback(self._closing.discard)
 
     def _cut(self, text: str) -> str:
-        half = self._config.max_output_chars // 2
-        return text if len(text) <= 2 * half else f"{text[:half]}\n[... cut ...]\n{text[len(text) - half :]}"
+        return cut_middle(text, self._config.max_output_chars)
 
 
 async def _list_tools(session: Any) -> tuple[list[Any], Any]:

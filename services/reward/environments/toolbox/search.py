@@ -15,6 +15,7 @@ from services.common.config.environment import SearchToolConfig
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.clock import off_the_clock
 from services.reward.environments.tool_calls.schema import text_tool_schema
+from services.reward.environments.toolbox import search_words
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
 from services.reward.environments.toolbox.search_index import open_index
 
@@ -53,15 +54,12 @@ class Search(Tool):
         self._documents: pa.Table = pq.read_table(self._path, columns=sorted(names))
         if self._documents.num_rows == 0 or "text" not in names:
             raise ValueError("a corpus must have documents, with a column text")
-        version = f"bm25s-{version_of('bm25s')}-{_digest(self._path)}"
+        version = f"bm25s-{version_of('bm25s')}-{search_words.VERSION}-{_digest(self._path)}"
         self._index: Any = open_index(self._path, version, map(self._document, range(self._documents.num_rows)))
         self.version = f"search-{version}"
 
     def _find(self, query: str) -> str:
-        import bm25s
-
-        (words,) = bm25s.tokenize([query], stopwords="en", return_ids=False, show_progress=False)
-        known = [word for word in words if word in self._index.vocab_dict]
+        known = [word for word in search_words.words(query) if word in self._index.vocab_dict]
         if not known:
             return "No document was found."
         scores = self._index.get_scores(known)

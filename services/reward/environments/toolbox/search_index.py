@@ -3,9 +3,12 @@
 import logging
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from services.reward.environments.toolbox.search_words import words
 
 log = logging.getLogger(__name__)
 
@@ -16,8 +19,8 @@ _BACKEND = {"backend": "numpy", "csc_backend": "numpy"}
 def open_index(corpus: Path, version: str, documents: Iterable[str]) -> Any:
     """Returns the index, a bm25s.BM25, of the corpus' `documents`.
 
-    The folder is named after `version`, which changes with the corpus and with bm25s. It has numpy arrays and JSON, and
-    is read without pickle. If it cannot be written, the index is in memory only.
+    The folder is named after `version`, which changes with the corpus, with bm25s and with how words are found. It has
+    numpy arrays and JSON, and is read without pickle. If it cannot be written, the index is in memory only.
 
     Raises:
         ValueError: No document has a word, or an array in the folder is not a plain one.
@@ -41,11 +44,13 @@ def open_index(corpus: Path, version: str, documents: Iterable[str]) -> Any:
 def _build(documents: Iterable[str]) -> Any:
     import bm25s
 
-    tokens: Any = bm25s.tokenize(list(documents), stopwords="en", show_progress=False)
-    if not tokens.vocab:
+    ids: defaultdict[str, int] = defaultdict()
+    ids.default_factory = ids.__len__
+    tokens = [[ids[word] for word in words(document)] for document in documents]
+    if not ids:
         raise ValueError("no document has a word")
     index = bm25s.BM25(**_BACKEND)
-    index.index(tokens, show_progress=False)
+    index.index((tokens, dict(ids)), show_progress=False)
     return index
 
 

@@ -57,6 +57,9 @@ class DigitTokenizer:
     def as_text(self, text: str) -> str:
         return text
 
+    def has_token(self, text: str) -> bool:
+        return False
+
     def decode(self, tokens: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(str(token % 10) for token in tokens)
 
@@ -69,6 +72,29 @@ def ends_after(turns: int, *, reply: str = "777", reward: float = 0.5) -> Script
         return pb.StepResponse(messages=messages, reward=reward * (turn + 1), done=turn + 1 == turns)
 
     return script
+
+
+async def test_an_environment_hears_whether_a_turn_begins_within_reasoning_and_its_errors_are_counted():
+    def script(turn: int, text: str) -> pb.StepResponse:
+        messages = [pb.Message(role="", content="777" if turn == 1 else "7888")]
+        return pb.StepResponse(messages=messages, done=turn == 2, num_calls=2, num_failed_calls=turn // 2)
+
+    environment = FakeEnvironment(script)
+    config = make_config(
+        environment={"kind": "openenv", "url": "ws://nowhere", "reasoning_tags": ["777", "888"]},
+        rollout={"max_model_len": 200, "sampling": {"max_tokens": 8}},
+        data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
+    )
+    async with (
+        replicas(1) as fakes,
+        episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
+    ):
+        await collector.one(0, make_prompt(0), Draw(2, SAMPLING, STAMP, STAMP.version, keep_failed=False))
+        assert sorted((step.turn, step.is_reasoning) for step in environment.steps) == [
+            *2 * [(0, False)], *2 * [(1, False)], *2 * [(2, True)],
+        ]  # fmt: skip
+        assert collector.take_metrics()["environment/tool_error_share"] == pytest.approx(1 / 6)
+        assert "environment/tool_error_share" not in collector.take_metrics()
 
 
 async def played(

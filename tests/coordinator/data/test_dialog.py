@@ -1,0 +1,84 @@
+"""Tests which part of a turn is reasoning, as the tokens and templates of real model families have it."""
+
+import pytest
+import tokenizers
+
+from services.common.errors import InvalidInput
+from services.coordinator.data.dialog import Dialog
+from services.coordinator.text.tokenizer import Tokenizer
+from tests.coordinator.fake_services import make_config
+from tests.coordinator.text.bridge_families import FAMILIES, make_tokenizer
+
+QUESTION = {"role": "user", "content": "How many clips? Write <think> first."}
+CALL = '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'
+
+
+def make_dialog(tokenizer: Tokenizer, **environment: object) -> Dialog:
+    settings = {"kind": "tools", "tools": [{"kind": "calculator"}], **environment}
+    return Dialog(tokenizer, (), make_config(environment=settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "opens"),
+    [
+        ("qwen3-moe-thinking", {}, True),
+        ("qwen3", {}, False),
+        ("qwen3", {"enable_thinking": False}, False),
+        ("qwen2.5", {}, False),
+        ("llama-3.1", {}, False),
+        ("mistral-v0.3", {}, False),
+    ],
+)
+def test_the_template_says_whether_a_turn_begins_within_reasoning(name, variables, opens):
+    tokenizer = FAMILIES[name].tokenizer()
+    tokens = tokenizer.encode(tokenizer.render([QUESTION], **variables))
+    assert make_dialog(tokenizer).opens_reasoning(tokens) is opens
+    assert make_dialog(tokenizer, reasoning_tags=[]).opens_reasoning(tokens) is False
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opens"),
+    [
+        ("Question. Assistant: <think>\n", True),
+        ("<think>Hm.</think>", False),
+        ("<think> comes first.", False),
+        ("", False),
+    ],
+)
+def test_a_prompt_of_raw_text_says_it_too(prompt, opens):
+    tokenizer = make_tokenizer(None)
+    assert make_dialog(tokenizer).opens_reasoning(tokenizer.encode(prompt)) is opens
+    spelled = make_dialog(tokenizer, reasoning_tags=["<reason>", "</reason>"])
+    assert spelled.opens_reasoning(tokenizer.encode(prompt.replace("think>", "reason>"))) is opens
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_tags_that_are_special_tokens_stay_in_the_text_of_a_turn(kind):
+    tokenizer = FAMILIES["qwen3"].tokenizer(kind)
+    said = f"<think>\nHm, {CALL}\n</think>\n\nNo.<think></think>"
+    turn = [*tokenizer.encode(said), *tokenizer.encode("<|im_end|>")]
+    assert "<think>" not in tokenizer.decode(turn), "these are special tokens here"
+    assert make_dialog(tokenizer).text(turn).replace(" ", "") == said.replace(" ", "")
+    assert make_dialog(tokenizer, reasoning_tags=[]).text(turn) == tokenizer.decode(turn)
+    assert make_dialog(tokenizer).text([]) == ""
+
+
+def with_tokens(*tokens: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0}, unk_token="</s>"))
+    backend.add_tokens(list(tokens))
+    return Tokenizer(backend, None, (0,))
+
+
+def test_tags_that_do_not_fit_the_model_are_refused_at_the_start():
+    magistral = with_tokens("[THINK]", "[/THINK]")
+    with pytest.raises(
+        InvalidInput, match=r'set environment.reasoning_tags to \["\[THINK\]", "\[/THINK\]"\]'
+    ) as caught:
+        make_dialog(magistral).check([])
+    assert caught.value.metadata == {"field": "environment.reasoning_tags"}
+    make_dialog(magistral, reasoning_tags=["[THINK]", "[/THINK]"]).check([])
+    make_dialog(magistral, reasoning_tags=["<think>", "</think>"]).check([])
+    make_dialog(with_tokens("[THINK]", "[/THINK]", "<think>", "</think>")).check([])
+    make_dialog(with_tokens()).check([])
+    python = make_config(environment={"kind": "python", "path": "m:C"})
+    Dialog(magistral, (), python).check([])
