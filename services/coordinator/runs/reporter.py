@@ -52,7 +52,7 @@ class Reporter:
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         """Reports an evaluation of the weights of `version`: `eval/<set>/<metric>` and `time/evaluating_s`."""
 
-    def end(self, ending: Ending) -> None:
+    def note_ending(self, ending: Ending) -> None:
         """Says how the run ended, just before `close`."""
 
     def close(self) -> None:
@@ -91,9 +91,9 @@ class Tolerant(Reporter):
         with self._tolerating():
             self._reporter.evaluation(version, metrics)
 
-    def end(self, ending: Ending) -> None:
+    def note_ending(self, ending: Ending) -> None:
         with self._tolerating():
-            self._reporter.end(ending)
+            self._reporter.note_ending(ending)
 
     def close(self) -> None:
         with self._tolerating():

@@ -226,7 +226,7 @@ class Run(Generic[ConfigT]):
         is_cut = self.stopping and self.version < self.num_steps
         ending = self.ending or (Ending.INTERRUPTED if is_cut else Ending.FINISHED)
         for reporter in self.reporters or [Tolerant(one) for one in self.watchers]:
-            reporter.end(ending)
+            reporter.note_ending(ending)
             reporter.close()
         self.record.ledger.close()
 

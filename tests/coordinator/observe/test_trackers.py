@@ -5,6 +5,7 @@ The fakes have the functions of wandb 0.31 and mlflow-skinny 3.17; the same call
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import sys
 import threading
@@ -16,6 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from services.common.errors import InvalidInput, PreconditionFailed
+from services.coordinator.daemon.hosted import HostedRun
+from services.coordinator.observe.prometheus import Prometheus
+from services.coordinator.observe.reporters import Terminal
 from services.coordinator.observe.trackers import mlflow as mlflow_tracker
 from services.coordinator.observe.trackers import threaded
 from services.coordinator.observe.trackers import wandb as wandb_tracker
@@ -353,7 +357,7 @@ class Failing(Reporter):
     """A reporter whose every method raises."""
 
     def __init__(self, error: Exception):
-        for name in ("watch", "step", "evaluation", "end", "close"):
+        for name in ("watch", "step", "evaluation", "note_ending", "close"):
             setattr(self, name, raising(error))
         self._error = error
 
@@ -381,3 +385,16 @@ def test_no_reporter_ends_the_run_or_hides_its_error(
         run.finish_evaluation(3, EVALUATION)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning.startswith(f"Failing misses what it should show: {type(error).__name__}: ")
+
+
+def test_every_reporter_takes_what_a_run_tells_it():
+    kinds, found = [Reporter], list[type[Reporter]]()
+    while kinds:
+        kinds += kinds[0].__subclasses__()
+        found.append(kinds.pop(0))
+    assert {HostedRun, Terminal, Prometheus} <= {*found}
+    for kind in found:
+        for name in ("watch", "phase", "step", "evaluation", "note_ending", "close"):
+            arguments = inspect.signature(getattr(Reporter, name)).parameters
+            assert len(inspect.signature(getattr(kind, name)).parameters) == len(arguments), (kind, name)
+            assert not inspect.iscoroutinefunction(getattr(kind, name)), (kind, name)

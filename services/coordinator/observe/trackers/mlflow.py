@@ -45,7 +45,7 @@ class Mlflow(Reporter):
 
     evaluation = step
 
-    def end(self, ending: Ending) -> None:
+    def note_ending(self, ending: Ending) -> None:
         self._ending = ending
 
     def close(self) -> None:

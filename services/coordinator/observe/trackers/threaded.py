@@ -52,12 +52,12 @@ class Threaded(Reporter):
         what = f"the evaluation after step {version}"
         self._put("evaluation", what, lambda tracker: tracker.evaluation(version, metrics))
 
-    def end(self, ending: Ending) -> None:
+    def note_ending(self, ending: Ending) -> None:
         self._ending = ending
 
     def close(self) -> None:
         def finish(tracker: Reporter) -> None:
-            tracker.end(self._ending)
+            tracker.note_ending(self._ending)
             tracker.close()
 
         self._jobs.put(("end", "the end of the run", finish))

@@ -39,7 +39,7 @@ class Wandb(Reporter):
 
     evaluation = step
 
-    def end(self, ending: Ending) -> None:
+    def note_ending(self, ending: Ending) -> None:
         self._exit_code = _EXIT_CODES.get(ending)
 
     def close(self) -> None:
