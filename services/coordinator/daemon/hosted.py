@@ -44,7 +44,7 @@ class HostedRun(Reporter):
         self._run: Run | None = None
         self._session = asyncio.create_task(self._run_session(), name=f"run {config.name}")
 
-    async def until_ended(self) -> None:
+    async def end(self) -> None:
         """Waits until the run has finished, stopped or failed, and sets `state` accordingly. Never raises."""
         await asyncio.wait([self._session])
         if self._session.cancelled():

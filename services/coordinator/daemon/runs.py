@@ -105,7 +105,7 @@ class Runs:
     async def _host(self, hosted: HostedRun) -> None:
         name = hosted.config.name
         log.info("run %s started", name)
-        await hosted.until_ended()
+        await hosted.end()
         del self.running[name]
         self._ended[name] = hosted.state
         error = f": {hosted.state.error}" if hosted.state.error else ""
