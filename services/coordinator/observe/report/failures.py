@@ -12,6 +12,7 @@ from services.coordinator.observe.report.curves import Row
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* \w (?:\w+ )?services\.\S+: (.*)")
 _CALL = re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)")
 _SCORER = re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
+_EPISODE = re.compile(r"prompt \S+ sample \d+: environment: (?P<reason>[a-z_]+): (?P<text>.*)")
 _REPLICA = re.compile(r"lost replica (?P<where>\S+): (?P<text>.*)")
 _DROPPED = "sampling/dropped_"
 # Metric -> reason and explanation.
@@ -34,7 +35,7 @@ class Failure:
 
 
 def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
-    """Returns refused calls, samples without a score, lost replicas, dropped groups and warnings about steps from which
+    """Returns refused calls, samples without a score, failed episodes, lost replicas, dropped groups and warnings about steps from which
     little was learned, most frequent first.
     """
     found: dict[tuple[str, str], Failure] = {}
@@ -69,6 +70,8 @@ def _failure(process: str, time: str, message: str) -> Failure | None:
         what, reason = f"{found['where']} of {process}", found["reason"]
     elif found := _SCORER.match(message):
         what, reason = f"scorer {found['where']}", found["reason"]
+    elif found := _EPISODE.match(message):
+        what, reason = "environment", found["reason"].upper()
     elif found := _REPLICA.match(message):
         what, reason = f"replica {found['where']}", "LOST"
     else:

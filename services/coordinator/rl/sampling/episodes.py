@@ -20,13 +20,20 @@ from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import environment_seed, seed_of
 from services.coordinator.rl.sampling.collect import Collector, Draw
-from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
+from services.coordinator.services.clients.environment import (
+    EnvironmentFailure,
+    Environments,
+    EpisodeClient,
+    EpisodeFailed,
+)
 from services.coordinator.services.clients.failure_log import ENVIRONMENT, Cause
 from services.coordinator.services.clients.replica import Affinity
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.opening import Services
 from services.coordinator.text.tokenizer import Tokenizer
+
+_MOST_HURT = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,33 @@ class _Played:
     failure: EpisodeFailed | None = None
     routes: bytes = b""
     kept: bytes = b""
+
+
+class _Tries:
+    """Counts how often an episode may still be played. In a worker of its own, every failure is its own."""
+
+    def __init__(self, max_retries: int):
+        self._num_left, self._num_hurt = max_retries + 1, 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_left <= 0
+
+    @property
+    def is_hurt(self) -> bool:
+        """Returns whether others have hurt it so often that it should be played alone."""
+        return self._num_hurt >= _MOST_HURT
+
+    def hangs_again(self, error: EpisodeFailed, *, alone: bool) -> bool:
+        """Takes note of a failure. Returns whether the episode hung alone, and must not be played again."""
+        if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
+            self._num_hurt += 1
+        elif alone or not error.alone:
+            self._num_left -= 1
+        if alone and error.failure is EnvironmentFailure.TIMEOUT:
+            self._num_left = 0
+            return True
+        return False
 
 
 class EpisodeCollector(Collector):
@@ -50,15 +84,16 @@ class EpisodeCollector(Collector):
         self._settings, self._environments = config.environment, environments
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
+        self._dangerous: dict[str, set[int]] = {}  # prompt id -> samples that hung or ended their worker
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Plays and scores the episodes of one prompt. Returns None if a failure drops the group."""
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
-            played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
-            failures = [one.failure for one in played if one.failure]
-            if failures and not draw.keep_failed:
+            try:
+                played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
+            except EpisodeFailed:  # of a draw that does not keep failed episodes: without one, the others are no group
                 if self._settings.on_failure == "fail":
-                    raise failures[0]
+                    raise
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
             routes = [one.routes for one in played] if any(one.routes for one in played) else []
@@ -80,21 +115,49 @@ class EpisodeCollector(Collector):
         return super().take_metrics() | metrics | ({"environment/cache_hit_share": cached / reused} if reused else {})
 
     async def _play(self, prompt: Prompt, draw: Draw, sample: int) -> _Played:
-        """Plays one episode; again, with the same seeds, if the environment fails."""
-        failure = None
-        for _ in range(self._settings.max_retries + 1):
+        """Plays one episode; again, with the same seeds, if the environment fails.
+
+        An episode that hurts the others of its worker is played again alone, and so are all of its prompt until it ends
+        well. What may be the fault of others does not count as a retry.
+
+        Raises:
+            EpisodeFailed: The environment still fails, and the draw keeps no failed episodes.
+        """
+        tries, alone = _Tries(self._settings.max_retries), prompt.prompt_id in self._dangerous
+        while True:
             try:
                 async with self._environments.episode(f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}") as client:
-                    return await self._take_turns(client, prompt, draw, sample)
+                    played = await self._take_turns(client, prompt, draw, sample, alone=alone)
+                self._forgive(prompt, sample)
+                return played
             except EpisodeFailed as error:
+                failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
                 self._counts[f"failed_{error.failure}"] += 1
-                cause = Cause(ENVIRONMENT, error.failure, error.detail)
-                self.failure_log.add(cause, f"prompt {prompt.prompt_id} sample {sample}")
-                failure = error
+                if tries.hangs_again(error, alone=alone):
+                    self._counts["set_aside"] += 1
+                    detail = f"hangs again, alone in a worker: {where}: {error.detail}"
+                    failure = EpisodeFailed(EnvironmentFailure.SET_ASIDE, detail)
+                cause = Cause(ENVIRONMENT, failure.failure, failure.detail)
+                self.failure_log.add(cause, where)
+                if error.alone:
+                    self._dangerous.setdefault(prompt.prompt_id, set()).add(sample)
+                alone = alone or error.alone or tries.is_hurt
+            if tries.is_over:
+                break
+        if not draw.keep_failed:
+            raise failure
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
 
-    async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
-        messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
+    def _forgive(self, prompt: Prompt, sample: int) -> None:
+        samples = self._dangerous.get(prompt.prompt_id, set())
+        samples.discard(sample)
+        if not samples:
+            self._dangerous.pop(prompt.prompt_id, None)
+
+    async def _take_turns(
+        self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int, *, alone: bool
+    ) -> _Played:
+        messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt, alone=alone)
         first = self._dialog.begin(prompt, messages)
         stream, affinity = Stream(first.tokens), Affinity()
         reason = FinishReason.FINISH_REASON_TURN_LIMIT

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # The service limits each reply itself. The call may take this much longer.
 _MARGIN_S = 30.0
+# A worker that was lost may have to start before a reset, which does not count toward the reply's limit.
+_START_S = 60.0
 
 
 class EnvironmentFailure(StrEnum):
@@ -35,18 +37,25 @@ class EnvironmentFailure(StrEnum):
     CRASHED = "crashed"
     REFUSED = "refused"
     INVALID_REPLY = "invalid_reply"
+    NEIGHBOR = "neighbor"
+    """Its worker process ended, and another episode may have ended it."""
+    SET_ASIDE = "set_aside"
+    """It hung again, in a worker process of its own. It is not played again in this step or evaluation."""
     LOST = "lost"
     """The reward service was lost or restarted, and its episodes with it."""
 
 
 class EpisodeFailed(LockstepError):
-    """The environment failed. The episode can be played again, with the same seeds."""
+    """The environment failed. The episode can be played again, with the same seeds.
+
+    `alone` says that it hung in a worker process that others shared, or ended it.
+    """
 
     default_reason = Reason.ENVIRONMENT_FAILED
 
-    def __init__(self, failure: EnvironmentFailure, message: str):
+    def __init__(self, failure: EnvironmentFailure, message: str, *, alone: bool = False):
         super().__init__(f"environment: {failure.value}: {message}")
-        self.failure, self.detail = failure, message
+        self.failure, self.detail, self.alone = failure, message, alone
 
 
 class EpisodeClient:
@@ -54,20 +63,22 @@ class EpisodeClient:
 
     def __init__(self, service: "_Service", episode_id: str, settings: EnvironmentConfig):
         self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
+        self._episode_s = settings.episode_s
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
         self._num_turns = 0
         self.environment = service.reward.opened.environment
         """Name and version of the environment."""
 
-    async def reset(self, seed: int, prompt: Prompt) -> Sequence[pb.Message]:
-        """Begins the episode. Returns the messages that follow the prompt.
+    async def reset(self, seed: int, prompt: Prompt, *, alone: bool = False) -> Sequence[pb.Message]:
+        """Begins the episode, `alone` in a worker process of its own. Returns the messages that follow the prompt.
 
         Raises:
             EpisodeFailed: The environment failed.
         """
         row = {"prompt": prompt.row_prompt, "answer": prompt.answer, **prompt.extra}
-        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row))
-        answer = await self._service.call(EnvironmentService.Reset, request, self._reply_s)
+        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row), alone=alone)
+        limit_s = self._episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
+        answer = await self._service.call(EnvironmentService.Reset, request, limit_s)
         _require_success(answer)
         return answer.messages
 
@@ -170,4 +181,4 @@ def _require_success(answer: pb.ResetResponse | pb.StepResponse) -> None:
     if answer.HasField("failure"):
         name = pb.EnvironmentFailureReason.Name(answer.failure.reason)
         word = name.removeprefix("ENVIRONMENT_FAILURE_REASON_").lower()
-        raise EpisodeFailed(EnvironmentFailure(word), answer.failure.message)
+        raise EpisodeFailed(EnvironmentFailure(word), answer.failure.message, alone=answer.failure.alone)
