@@ -61,7 +61,7 @@ class Worker:
         self._numbers = itertools.count()
         self._calls: dict[int, tuple[str, asyncio.Future[Reply | EpisodeError]]] = {}
         self._reading: asyncio.Task[None] | None = None
-        self._last_begun, self._why_killed = -1, ""
+        self._last_begun, self._why_killed, self._is_fault = -1, "", True
         self.version = version
         self.roles: Sequence[str] = ()
         self.alive = False
@@ -126,9 +126,10 @@ class Worker:
             raise EpisodeError(EnvironmentFailure(answer["reason"]), str(answer["detail"]), answer.get("traceback", ""))
         return answer
 
-    async def kill(self, why: str = "the run was closed") -> None:
-        """Kills the process and its children; its episodes fail as if it had died for the reason `why`."""
-        self._why_killed = self._why_killed or why
+    async def kill(self, why: str = "the run was closed", *, is_fault: bool = False) -> None:
+        """Kills the process and its children, for the reason `why`, which may be the fault of a call in progress."""
+        if not self._why_killed:
+            self._why_killed, self._is_fault = why, is_fault
         await self._child.kill()
         if self._reading:
             await asyncio.shield(self._reading)
@@ -140,7 +141,7 @@ class Worker:
                 await asyncio.wait({reply})
         except TimeoutError:
             log.warning("worker %d is killed: it does not react any more", self.pid)
-            await self.kill("the worker did not react any more and was killed")
+            await self.kill("the worker did not react any more and was killed", is_fault=True)
         except OSError:  # it died, and the reader finds out why
             await asyncio.wait({reply})
         answer = reply.result() if reply.done() else {}
@@ -177,11 +178,11 @@ class Worker:
         hurt = (self.episodes | waiting) - self.faults.keys()
         suspects = [episode for episode in begun if episode in hurt] or list(hurt)[: len(hurt) == 1]
         for episode in hurt:
-            if episode in suspects[-1:]:
+            if self._is_fault and episode in suspects[-1:]:
                 of = f", in the last of {len(suspects)} calls" if len(suspects) > 1 else ""
                 self.faults[episode] = EpisodeError(EnvironmentFailure.CRASHED, f"{why}{of}", alone=self._is_shared)
             else:
-                detail = f"{why}, and another episode may have ended it"
+                detail = f"{why}, perhaps because of another episode"
                 self.faults[episode] = EpisodeError(EnvironmentFailure.NEIGHBOR, detail)
 
 

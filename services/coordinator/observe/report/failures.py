@@ -35,8 +35,8 @@ class Failure:
 
 
 def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
-    """Returns refused calls, samples without a score, failed episodes, lost replicas, dropped groups and warnings about steps from which
-    little was learned, most frequent first.
+    """Returns refused calls, samples without a score, failed episodes, lost replicas, dropped groups and warnings about
+    steps from which little was learned, most frequent first.
     """
     found: dict[tuple[str, str], Failure] = {}
     for failure in (*_logged(run_dir), *_dropped(steps), *_warnings(steps)):

@@ -141,7 +141,7 @@ class EpisodeCollector(Collector):
                 self.failure_log.add(cause, where)
                 if error.alone:
                     self._dangerous.setdefault(prompt.prompt_id, set()).add(sample)
-                alone = alone or error.alone or tries.is_hurt
+                alone = alone or tries.is_hurt or prompt.prompt_id in self._dangerous
             if tries.is_over:
                 break
         if not draw.keep_failed:
