@@ -22,7 +22,7 @@ Script = Callable[[int, str], pb.StepResponse]
 
 
 class FakeEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Answers turn k of an episode with `script(k, text)`. `failures` (or reasons) come first, one to a call of Step."""
+    """Answers turn k of an episode with `script(k, text)`. `failures` (or reasons) come first, one to each Step."""
 
     def __init__(self, script: Script, failures: Sequence[Any] = ()):
         self.script, self.failures = script, list(failures)
