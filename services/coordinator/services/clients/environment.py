@@ -58,6 +58,11 @@ class EpisodeFailed(LockstepError):
         self.failure, self.detail, self.alone = failure, message, alone
 
 
+def row_of(prompt: Prompt) -> dict[str, object]:
+    """Returns the row of a prompt as an environment gets it."""
+    return {"prompt": prompt.row_prompt, "answer": prompt.answer, **prompt.extra}
+
+
 class EpisodeClient:
     """Calls the environment of one reward service about one episode."""
 
@@ -75,8 +80,7 @@ class EpisodeClient:
         Raises:
             EpisodeFailed: The environment failed.
         """
-        row = {"prompt": prompt.row_prompt, "answer": prompt.answer, **prompt.extra}
-        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row), alone=alone)
+        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row_of(prompt)), alone=alone)
         limit_s = self._episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
         answer = await self._service.call(EnvironmentService.Reset, request, limit_s)
         _require_success(answer)
