@@ -358,3 +358,12 @@ def test_warnings_of_steps_are_failures(tmp_path: Path) -> None:
         ("NO_MIXED_GROUP", 2, "step 2"),
         ("ENTROPY_COLLAPSE", 1, "step 3"),
     ]
+
+
+def test_failed_episodes_are_failures(tmp_path: Path) -> None:
+    where = "2026-01-01 10:00:00.000 W services.coordinator.services.clients.failure_log: prompt 3-ab sample 1"
+    (tmp_path / "logs").mkdir()
+    lines = [f"{where}: environment: timeout: slow", f"{where}: environment: set_aside: hangs again", f"{where}: else"]
+    (tmp_path / "logs" / "coordinator.log").write_text("\n".join(lines) + "\n")
+    found = [(one.what, one.reason, one.count, one.text) for one in failures(tmp_path, [])]
+    assert found == [("environment", "TIMEOUT", 1, "slow"), ("environment", "SET_ASIDE", 1, "hangs again")]
