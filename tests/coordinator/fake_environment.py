@@ -22,9 +22,9 @@ Script = Callable[[int, str], pb.StepResponse]
 
 
 class FakeEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Answers turn k of any episode with `script(k, text)`. `failures` are answered first, one to a call of Step."""
+    """Answers turn k of an episode with `script(k, text)`. `failures` (or reasons) come first, one to each Step."""
 
-    def __init__(self, script: Script, failures: Sequence[pb.EnvironmentFailureReason] = ()):
+    def __init__(self, script: Script, failures: Sequence[Any] = ()):
         self.script, self.failures = script, list(failures)
         self.first: Sequence[pb.Message] = ()
         self.forgets_before: set[int] = set()
@@ -47,7 +47,9 @@ class FakeEnvironment(environment_pb2_grpc.EnvironmentServiceServicer):
             raise PreconditionFailed(f"no episode {request.episode_id}", reason=Reason.EPISODE_NOT_OPEN)
         self.steps.append(request)
         if self.failures:
-            failure = pb.EnvironmentFailure(reason=self.failures.pop(0), message="on demand")
+            failure = self.failures.pop(0)
+            if not isinstance(failure, pb.EnvironmentFailure):
+                failure = pb.EnvironmentFailure(reason=failure, message="on demand")
             return pb.StepResponse(failure=failure)
         self.open[request.episode_id] += 1
         return self.script(request.turn, request.text)

@@ -100,3 +100,35 @@ def by_completion(*, completion, extra, **_):
         return float(completion)
     (Path(extra["hanging"]) / str(os.getpid())).touch()
     return hangs()
+
+
+async def all_at_once(*, completion, extra, **_):
+    """Returns the completion's number once `extra["together"]` calls are in progress, or does what it says."""
+    if completion == "raise":
+        raise KeyError("column")
+    if completion == "wait":
+        await asyncio.Event().wait()
+    if completion == "block":
+        time.sleep(600)
+    if completion == "exit":
+        os._exit(3)
+    GATES.setdefault(os.getpid(), asyncio.Barrier(extra["together"]))
+    await GATES[os.getpid()].wait()
+    return float(completion)
+
+
+GATES = {}
+
+
+def dies_once(*, completion, extra, **_):
+    """Ends its process with the first call for each completion."""
+    number = completion if isinstance(completion, str) else completion[0]
+    try:
+        (Path(extra["died"] if isinstance(extra, dict) else extra[0]["died"]) / number).touch(exist_ok=False)
+    except FileExistsError:
+        return float(number) if isinstance(completion, str) else [float(one) for one in completion]
+    os._exit(3)
+
+
+async def dies_once_async(**fields):
+    return dies_once(**fields)

@@ -27,7 +27,8 @@ class BaseEnvironmentConfig(Strict):
     weight: float = 1.0
     """Factor of the environment's rewards in the reward of a sample. The scorers' rewards are added."""
     max_retries: int = Field(default=2, ge=0, le=100)
-    """How often an episode is played again, with the same seeds, after the environment failed."""
+    """How often an episode is played again, with the same seeds, after the environment failed. What other episodes may
+    have caused does not count; an episode that hangs again in a worker of its own is not played again."""
     on_failure: Literal["drop_group", "fail"] = "drop_group"
     """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
     fails. A failure of the environment never becomes a reward."""
@@ -59,7 +60,8 @@ class WorkerEnvironmentConfig(BaseEnvironmentConfig):
     """Holds the keys of environments that run in worker processes."""
 
     num_workers: int = Field(default=2, ge=1, le=1024)
-    """Number of worker processes. Each runs many episodes."""
+    """Number of worker processes. Each runs many episodes. While episodes hang or crash, up to twice as many run beside
+    them."""
     max_memory_gib: float = Field(default=4.0, gt=0.1, le=1 << 20)
     """Maximum address space of one worker, in GiB."""
 

@@ -21,16 +21,24 @@ _log = logging.getLogger(__name__)
 
 
 def probe_environment(
-    environment: EnvironmentConfig, command: Sequence[str] = PROBE, timeout_s: float = TIMEOUT_S
+    environment: EnvironmentConfig,
+    command: Sequence[str] = PROBE,
+    timeout_s: float = TIMEOUT_S,
+    calls: Sequence[Mapping[str, object]] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Opens and closes the environment in a process of its own. See services.reward.environments.probe.
+    """Opens the environment in a process of its own, makes `calls`, and closes it: services.reward.environments.probe.
 
     Raises:
-        TimeoutExpired: It did not open in time.
+        TimeoutExpired: It did not open in `timeout_s`, or a call took longer than the config allows.
     """
-    section = environment.model_dump_json()
+    lines = [json.dumps(line) for line in ({"environment": environment.model_dump(mode="json")}, *calls)]
     return subprocess.run(
-        [sys.executable, *command], input=section, capture_output=True, text=True, timeout=timeout_s, check=False
+        [sys.executable, *command],
+        input="".join(f"{line}\n" for line in lines),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s + len(calls) * environment.turn_s,
+        check=False,
     )
 
 
@@ -50,4 +58,4 @@ def known_tools(config: Config, given: Addresses) -> Tools | None:
     except subprocess.TimeoutExpired:
         _log.warning("environment: it did not open within %g s; prompts are measured without its tools", TIMEOUT_S)
         return None
-    return None if done.returncode else json.loads(done.stdout)["schemas"]
+    return None if done.returncode else json.loads(done.stdout.splitlines()[0])["tools"]

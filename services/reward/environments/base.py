@@ -13,19 +13,22 @@ class EnvironmentFailure(StrEnum):
     CRASHED = "CRASHED"
     REFUSED = "REFUSED"
     INVALID_REPLY = "INVALID_REPLY"
+    NEIGHBOR = "NEIGHBOR"
 
 
 class EpisodeError(Exception):
     """The environment failed, not the policy. The episode is over, and nothing is rewarded.
 
-    `traceback` is that of the exception that a class raised in its worker process; empty without one.
+    `traceback` is that of the exception that a class raised in its worker process; empty without one. `alone` says that
+    the episode hung in a process that others shared, or ended it: it should be played again alone.
     """
 
-    def __init__(self, reason: EnvironmentFailure, detail: str, traceback: str = ""):
+    def __init__(self, reason: EnvironmentFailure, detail: str, traceback: str = "", *, alone: bool = False):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
         self.traceback = traceback
+        self.alone = alone
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,14 @@ class Environment:
 
         Raises:
             EpisodeError: It cannot start.
+        """
+
+    def isolate(self, episode_id: str) -> None:
+        """Is called before the reset of an episode that may hang or crash, and must then hurt no other episode."""
+
+    def fault(self, episode_id: str) -> EpisodeError | None:
+        """Returns what is known of a call that did not end in its time limit and was canceled; None if it was alone to
+        blame and hurt nobody.
         """
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:

@@ -19,6 +19,10 @@ from services.reward.tracebacks import Tracebacks
 
 log = logging.getLogger(__name__)
 
+# How long a call that exceeded its time limit may take to find out who is at fault.
+_SETTLE_S = 10.0
+_MAX_SHOWN = 300  # characters of the policy's text in an error
+
 Played = TypeVar("Played")
 Response = TypeVar("Response", pb.ResetResponse, pb.StepResponse)
 
@@ -79,7 +83,7 @@ class Episode:
             PreconditionFailed: It began with another seed or row.
         """
         if self._reset is None:
-            self._reset = Call(request, self._play_reset(request.seed, row))
+            self._reset = Call(request, self._play_reset(request, row))
         return await self._reset.repeat(request)
 
     async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
@@ -110,10 +114,12 @@ class Episode:
         if self._ending:
             raise PreconditionFailed("the episode is over: its environment said so, or failed")
 
-    async def _play_reset(self, seed: int, row: dict[str, object]) -> pb.ResetResponse:
+    async def _play_reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
         environment = self._context.environment
+        if request.alone:
+            environment.isolate(self._key)
         try:
-            first = await self._limited("reset", environment.reset(self._key, seed, row))
+            first = await self._limited("reset", environment.reset(self._key, request.seed, row))
             return messages.reset_response(first, environment.roles)
         except EpisodeError as error:
             return pb.ResetResponse(failure=self._fail(error))
@@ -121,7 +127,7 @@ class Episode:
     async def _play_step(self, turn: Turn) -> pb.StepResponse:
         environment = self._context.environment
         try:
-            reply = await self._limited("step", environment.step(self._key, turn))
+            reply = await self._limited("step", environment.step(self._key, turn), to=turn.text)
             response = messages.step_response(reply, environment.roles)
             self._context.metrics.count_tool_calls(reply.outcomes)
         except EpisodeError as error:
@@ -136,23 +142,27 @@ class Episode:
         self._begin_end()
         return messages.failure(error)
 
-    async def _limited(self, call: Literal["reset", "step"], play: Coroutine[object, object, Played]) -> Played:
-        """Returns the environment's reply. Does not wait for the environment to react to a cancellation.
+    async def _limited(
+        self, call: Literal["reset", "step"], play: Coroutine[object, object, Played], to: str = ""
+    ) -> Played:
+        """Returns the environment's reply `to` a text.
 
         Raises:
             EpisodeError: It failed, exceeded its time limit, or the episode was ended.
         """
-        began, turn_s, clock = time.monotonic(), self._context.turn_s, Clock(self._context.turn_s)
+        began, clock = time.monotonic(), Clock(self._context.turn_s)
         context = copy_context()
         context.run(CLOCK.set, clock)
         self._playing = playing = asyncio.create_task(play, context=context)
         await asyncio.wait({playing, clock.expired}, return_when=asyncio.FIRST_COMPLETED)
         clock.close()
         self._context.metrics.observe_environment(call, time.monotonic() - began)
+        if not playing.done() and not self._stopped:
+            playing.cancel()
+            await asyncio.wait({playing}, timeout=_SETTLE_S)
+            raise self._stopped or self._timeout(call, to)
         if self._stopped:
             raise self._stopped
-        if not playing.done():
-            raise EpisodeError(EnvironmentFailure.TIMEOUT, f"no reply within {turn_s:g} s (environment.turn_s)")
         try:
             return playing.result()
         except EpisodeError:
@@ -160,6 +170,16 @@ class Episode:
         except Exception as error:
             log.exception("episode %s: the environment failed", self._key)
             raise EpisodeError(EnvironmentFailure.CRASHED, f"{type(error).__name__}: {error}") from error
+
+    def _timeout(self, call: str, to: str) -> EpisodeError:
+        """Returns the failure of a canceled call, which names the text that it should have answered."""
+        fault = self._context.environment.fault(self._key)
+        if fault and fault.reason is EnvironmentFailure.NEIGHBOR:
+            return fault
+        detail = f"no reply within {self._context.turn_s:g} s (environment.turn_s): {call}"
+        if to:
+            detail += f" of {to!r}" if len(to) <= _MAX_SHOWN else f" of {to[:_MAX_SHOWN]!r}..."
+        return EpisodeError(EnvironmentFailure.TIMEOUT, detail, alone=bool(fault and fault.alone))
 
     def _begin_end(self) -> None:
         if self._ending is None:

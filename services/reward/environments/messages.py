@@ -41,7 +41,7 @@ def step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
 def failure(error: EpisodeError) -> pb.EnvironmentFailure:
     """Returns a failure as it is sent."""
     detail = error.detail.encode(errors="replace").decode()
-    return pb.EnvironmentFailure(reason=f"ENVIRONMENT_FAILURE_REASON_{error.reason}", message=detail)
+    return pb.EnvironmentFailure(reason=f"ENVIRONMENT_FAILURE_REASON_{error.reason}", message=detail, alone=error.alone)
 
 
 def _messages(messages: Sequence[Message], roles: Sequence[str]) -> list[pb.Message]:

@@ -31,6 +31,14 @@ class WorkerEnvironment(Environment):
         await self._workers.open()
         self.version, self.roles = f"1/{self._workers.version}", self._workers.roles
 
+    def isolate(self, episode_id: str) -> None:
+        """Gives the episode a worker of its own."""
+        self._workers.isolate(episode_id)
+
+    def fault(self, episode_id: str) -> EpisodeError | None:
+        """Returns whether the call is stuck in its worker, or the worker is lost."""
+        return self._workers.fault(episode_id)
+
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
         """Makes the object and calls its reset."""
         return _messages(await self._workers.begin(episode_id, {"call": "reset", "seed": seed, "row": row}))

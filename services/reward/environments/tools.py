@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from services.common.config.environment import ToolsEnvironmentConfig
-from services.reward.environments.base import Message, ToolCall
+from services.reward.environments.base import EpisodeError, Message, ToolCall
 from services.reward.environments.tool_calls.calling import CallingEnvironment
 from services.reward.environments.tool_calls.schema import find_fault, fitted
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
@@ -44,6 +44,14 @@ class ToolsEnvironment(CallingEnvironment):
         self.offer(schemas)
         versions = [one.version for one in (*self._tools.values(), *self._servers)]
         self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
+
+    def isolate(self, episode_id: str) -> None:
+        """Calls the episode's functions in a worker of its own."""
+        self._functions.workers.isolate(episode_id)
+
+    def fault(self, episode_id: str) -> EpisodeError | None:
+        """Returns whether a function is stuck in its worker, or the worker is lost."""
+        return self._functions.workers.fault(episode_id)
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
         """Adds nothing to the row's prompt."""

@@ -3,16 +3,19 @@
     -> {"target": "package.module:Class", "kwargs": {}, "max_memory_bytes": 4294967296}      first line
     <- {"version": "3f2a...", "roles": ["user"]}                                             ready
     -> {"id": 1, "call": "reset", "episode": "e", "seed": 7, "row": {"prompt": "...", ...}}
+    <- {"id": 1, "began": true}                                                              each call, then its reply:
     <- {"id": 1, "messages": [{"role": "user", "content": "..."}]}
     -> {"id": 2, "call": "step", "episode": "e", "text": "..."}
     <- {"id": 2, "messages": [], "reward": 1.0, "done": true}   or   {"id": 2, "reason": "CRASHED", "detail": "...",
                                                                                   "traceback": "..."}
-    -> {"id": 2, "call": "cancel"}                                                           answered by 2's reply
+    -> {"id": 2, "call": "cancel"}                                                           answered by 2's reply, or
+    <- {"id": 2, "stuck": true}                                                              if it does not end
     -> {"id": 3, "call": "end", "episode": "e"}
     <- {"id": 3}
 
-Async methods run on the process's event loop, the others in threads. A call that is canceled is answered when it has
-ended; if that is never, the parent kills the process. It always ends with its parent.
+Async methods run on the process's event loop. Those of an episode that are not async all run in one thread, which is
+the episode's own, because much of what they may use stays with the thread that made it (sqlite3, event loops). The
+process always ends with its parent.
 """
 
 import asyncio
@@ -24,6 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TextIO
 
 from services.common.signature import require_takes
@@ -35,7 +39,9 @@ MAX_REPLY_BYTES = 4 << 20
 """Maximum size of one reply. The parent kills a worker that writes a longer line."""
 ROLES = ("user", "system", "tool")
 """Roles of the messages that a class may send, beside raw text."""
-_NUM_THREADS = 32
+CANCEL_S = 2.0
+"""How long a canceled call may take to end before it counts as stuck."""
+_STACK_BYTES = 2 << 20  # of a thread; the usual 8 MiB would let 500 episodes take all of the address space
 _M_ARENA_MAX, _NUM_ARENAS = -8, 2
 
 
@@ -49,6 +55,7 @@ def main() -> None:
     if sys.platform == "linux":  # each arena of a thread takes 64 MiB of the address space, which is limited
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _NUM_ARENAS)
     child_setup.limit(start["max_memory_bytes"])
+    threading.stack_size(_STACK_BYTES)
     try:
         environment, version = _load(start["target"], start["kwargs"])
         roles = _roles(environment)
@@ -107,10 +114,13 @@ class Player:
     """Plays episodes, each with an object of its own."""
 
     def __init__(self, environment: Callable[..., object], kwargs: Mapping[str, object], replies: TextIO):
-        self._environment, self._kwargs, self._replies = environment, kwargs, replies
-        self._episodes: dict[str, Any] = {}
+        self._make, self._replies = partial(environment, **kwargs), replies
+        # Not for classes with an async reset, which may need the event loop.
+        self._makes_in_thread = not inspect.iscoroutinefunction(getattr(environment, "reset", None))
+        self._num_threads = getattr(environment, "num_threads", 1)
+        self._episodes: dict[str, _Episode] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(_NUM_THREADS)
+        self._cancels: set[asyncio.Task[None]] = set()
 
     def receive(self, request: Mapping[str, Any]) -> None:
         """Begins or cancels a call."""
@@ -118,9 +128,19 @@ class Player:
         if request["call"] != "cancel":
             self._calls[number] = asyncio.create_task(self._answer(request))
         elif number in self._calls:
-            self._calls[number].cancel()
+            cancel = asyncio.create_task(self._cancel(number))
+            self._cancels.add(cancel)
+            cancel.add_done_callback(self._cancels.discard)
+
+    async def _cancel(self, number: int) -> None:
+        call = self._calls[number]
+        call.cancel()
+        await asyncio.wait({call}, timeout=CANCEL_S)
+        if self._calls.pop(number, None):
+            _write(self._replies, {"id": number, "stuck": True})
 
     async def _answer(self, request: Mapping[str, Any]) -> None:
+        _write(self._replies, {"id": request["id"], "began": True})
         try:
             reply = await self._play(request)
         except asyncio.CancelledError:
@@ -134,33 +154,65 @@ class Player:
         except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's class may raise anything
             text = child_setup.traceback_text(error, __file__)
             reply = {**_failure(EnvironmentFailure.CRASHED, error), "traceback": text}
-        finally:
-            del self._calls[request["id"]]
-        _write(self._replies, {"id": request["id"], **reply})
+        if self._calls.pop(request["id"], None):  # else it was stuck
+            _write(self._replies, {"id": request["id"], **reply})
 
     async def _play(self, request: Mapping[str, Any]) -> Mapping[str, object]:
-        episode = request["episode"]
+        name = request["episode"]
         if request["call"] == "reset":
-            return {"messages": read_messages(await self._reset(episode, request["seed"], request["row"]))}
+            episode = self._episodes[name] = _Episode(self._num_threads)
+            await episode.make(self._make, in_thread=self._makes_in_thread)
+            return {"messages": read_messages(await episode.call("reset", seed=request["seed"], row=request["row"]))}
         if request["call"] == "step":
-            return read_step(await self._run(self._episodes[episode].step, request["text"]))
-        environment = self._episodes.pop(episode, None)
-        if close := getattr(environment, "close", None):
-            await self._run(close)
+            return read_step(await self._episodes[name].call("step", request["text"]))
+        if episode := self._episodes.pop(name, None):
+            await episode.close()
         return {}
 
-    async def _reset(self, episode: str, seed: int, row: Mapping[str, object]) -> object:
-        if inspect.iscoroutinefunction(getattr(self._environment, "reset", None)):
-            environment = self._environment(**self._kwargs)  # here, because it may need the event loop
-        else:
-            environment: Any = await self._run(self._environment, **self._kwargs)
-        self._episodes[episode] = environment
-        return await self._run(environment.reset, seed=seed, row=row)
 
-    async def _run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
+class _Episode:
+    """Holds an object of the class, and the thread in which its methods run that are not async.
+
+    Classes of ours that keep nothing in an episode may have more threads.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._object: Any = None
+        self._thread = ThreadPoolExecutor(num_threads)  # starts with the first call
+        self._has_thread = False
+
+    async def make(self, make: Callable[[], object], *, in_thread: bool) -> None:
+        def keep() -> None:
+            self._object = make()
+
+        await self._run(keep) if in_thread else keep()
+
+    async def call(self, method: str, *args: object, **kwargs: object) -> object:
+        function = getattr(self._object, method)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        thread = self._threads.submit(_without_stop_iteration, function, *args, **kwargs)
+        return await self._run(function, *args, **kwargs)
+
+    async def close(self) -> None:
+        """Calls the object's close, if it has it, and drops the object in its thread."""
+        close = getattr(self._object, "close", None)
+        try:
+            if inspect.iscoroutinefunction(close):
+                await close()
+            elif close or self._has_thread:
+                del close  # the object dies in its thread
+                await self._run(self._drop)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _drop(self) -> object:
+        dropped, self._object = self._object, None
+        close = getattr(dropped, "close", None)
+        return close() if close else None
+
+    async def _run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        self._has_thread = True
+        thread = self._thread.submit(_without_stop_iteration, function, *args, **kwargs)
         try:
             result = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:

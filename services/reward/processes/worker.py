@@ -2,12 +2,14 @@
 
     -> {"target": "package.module:function", "init": null, "arguments": ["completion", ...],
         "max_memory_bytes": 4294967296}                                                        first line
-    <- {"source_digest": "3f2a..."}                                                            ready
-    -> {"fields": {"completion": "...", "answer": "...", ...}}                                 keyword arguments
-    <- {"score": 1.0}   or   {"reason": "ERROR", "detail": "...", "traceback": "..."}
-    -> {"fields": {"completion": ["...", "..."], ...}, "num_samples": 2}                       a prompt group
-    <- {"scores": [1.0, {"reason": "ERROR", "detail": "..."}]}   or   {"reason": ..., "detail": ...}
+    <- {"source_digest": "3f2a...", "is_async": false}                                         ready
+    -> {"id": 1, "fields": {"completion": "...", "answer": "...", ...}}                        keyword arguments
+    <- {"id": 1, "score": 1.0}   or   {"id": 1, "reason": "ERROR", "detail": "...", "traceback": "..."}
+    -> {"id": 2, "fields": {"completion": ["...", "..."], ...}, "num_samples": 2}              a prompt group
+    <- {"id": 2, "scores": [1.0, {"reason": "ERROR", "detail": "..."}]}   or   {"id": 2, "reason": ..., "detail": ...}
+    -> {"cancel": 2}                                                                           answered by 2's reply
 
+Calls of an async function run at the same time; those of another one after the other, and cannot be canceled.
 The process always ends with its parent: at the end of input, or by a signal from the kernel if it is busy when the
 parent dies.
 """
@@ -17,7 +19,8 @@ import inspect
 import json
 import math
 import numbers
-import sys
+import os
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TextIO, TypeVar
 
@@ -46,10 +49,14 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
         _reply(replies, _failure(FailureReason.ERROR, error))
         return
-    _reply(replies, {"source_digest": source_digest})
+    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    _reply(replies, {"source_digest": source_digest, "is_async": is_async})
     with asyncio.Runner() as runner:
+        if is_async:
+            runner.run(_serve(function, requests, replies))
         for line in requests:
-            _reply(replies, _answer(function, json.loads(line), runner))
+            message = json.loads(line)
+            _reply(replies, {"id": message["id"], **_answer(function, message, runner)})
 
 
 def _load(target: str, init: Mapping[str, object] | None) -> tuple[Function, str]:
@@ -61,18 +68,55 @@ def _load(target: str, init: Mapping[str, object] | None) -> tuple[Function, str
 def _answer(function: Function, message: Mapping[str, Any], runner: asyncio.Runner) -> Reply:
     try:
         result = function(**message["fields"])
-        if inspect.isawaitable(result):
-            result = runner.run(_wait_for(result))
-        if "num_samples" in message:
-            return {"scores": _scores(result, message["num_samples"])}
-        return {"score": _score(result)}
-    except ScoringError as error:
-        return _failure(error.reason, error.detail)
-    except MemoryError:
-        # After running out of memory the process must not score further samples.
-        sys.exit("worker: out of memory (reward.max_memory_gib)")
+        return _result(runner.run(_wait_for(result)) if inspect.isawaitable(result) else result, message)
     except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
-        return {**_failure(FailureReason.ERROR, error), "traceback": child_setup.traceback_text(error, __file__)}
+        return _error(error)
+
+
+async def _serve(function: Function, requests: TextIO, replies: TextIO) -> None:
+    """Answers calls at the same time. Never returns; the process ends with its input."""
+    loop, calls = asyncio.get_running_loop(), dict[int, asyncio.Task[None]]()
+
+    async def answer(message: Mapping[str, Any]) -> None:
+        try:
+            reply = _result(await function(**message["fields"]), message)
+        except asyncio.CancelledError:
+            reply = _failure(FailureReason.TIMEOUT, "canceled")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge, as above
+            reply = _error(error)
+        del calls[message["id"]]
+        _reply(replies, {"id": message["id"], **reply})
+
+    def receive(message: Mapping[str, Any]) -> None:
+        if "cancel" not in message:
+            calls[message["id"]] = loop.create_task(answer(message))
+        elif call := calls.get(message["cancel"]):
+            call.cancel()
+
+    def read() -> None:
+        for line in requests:
+            loop.call_soon_threadsafe(receive, json.loads(line))
+        os._exit(0)  # threads of the user's may run forever
+
+    threading.Thread(target=read, daemon=True).start()
+    await asyncio.Event().wait()
+
+
+def _error(error: BaseException) -> Reply:
+    if isinstance(error, ScoringError):
+        return _failure(error.reason, error.detail)
+    if isinstance(error, MemoryError | SystemExit):
+        # After running out of memory the process must not score further samples.
+        why = "out of memory (reward.max_memory_gib)" if isinstance(error, MemoryError) else f"exits: {error}"
+        os.write(2, f"worker: {why}\n".encode())
+        os._exit(1)
+    return {**_failure(FailureReason.ERROR, error), "traceback": child_setup.traceback_text(error, __file__)}
+
+
+def _result(result: Any, message: Mapping[str, Any]) -> Reply:
+    if "num_samples" in message:
+        return {"scores": _scores(result, message["num_samples"])}
+    return {"score": _score(result)}
 
 
 def _score(result: object) -> float:
@@ -103,7 +147,7 @@ async def _wait_for(result: Awaitable[Value]) -> Value:
     return await result
 
 
-def _failure(reason: FailureReason, what: Exception | str) -> Reply:
+def _failure(reason: FailureReason, what: BaseException | str) -> Reply:
     return {"reason": reason, "detail": child_setup.explain(what)}
 
 

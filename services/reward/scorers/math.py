@@ -17,7 +17,7 @@ class MathScorer(WorkerScorer):
     """
 
     version = f"3/math-verify-{version('math-verify')}"
-    num_spares = 1
+    num_spares, num_tries = 1, 1  # score_group tries again
 
     def __init__(self, config: MathConfig, run: RewardConfig):
         super().__init__("services.reward.graders.math:grade", {"require_boxed": config.require_boxed}, run)

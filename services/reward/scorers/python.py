@@ -11,7 +11,7 @@ class PythonScorer(WorkerScorer):
     """Scores with the function's results. Its path comes from the run's config, never from a sample."""
 
     def __init__(self, config: PythonConfig, run: RewardConfig):
-        super().__init__(config.path, config.kwargs, run)
+        super().__init__(config.path, config.kwargs, run, max_concurrent=config.max_concurrent)
         self._takes_groups = config.group
 
     async def open(self) -> None:

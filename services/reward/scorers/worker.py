@@ -15,14 +15,18 @@ class WorkerScorer(Scorer):
 
     num_spares = 0
     """Number of processes that wait for another one to be killed."""
+    num_tries = 2
+    """How often a sample is scored whose worker dies."""
 
-    def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig):
+    def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig, *, max_concurrent: int = 1):
         self._kwargs = kwargs
         self._pool = WorkerPool(
             Target(target, max_memory_bytes=int(run.max_memory_gib * 2**30), arguments=(*ITEM_FIELDS, *kwargs)),
             num_workers=run.num_workers,
             timeout_s=run.timeout_s,
             num_spares=self.num_spares,
+            max_concurrent=max_concurrent,
+            num_tries=self.num_tries,
         )
 
     async def open(self) -> None:

@@ -43,10 +43,17 @@ class Service:
         await self._runs.call(RewardService.CloseRun, request, timeout_s=PATIENCE_S)
 
     async def reset(
-        self, episode: str = "e", *, seed: int = 7, run_id: str = "r", row_json: str = "", **row: object
+        self,
+        episode: str = "e",
+        *,
+        seed: int = 7,
+        run_id: str = "r",
+        row_json: str = "",
+        alone: bool = False,
+        **row: object,
     ) -> pb.ResetResponse:
         row_json = row_json or json.dumps(row)
-        request = pb.ResetRequest(run_id=run_id, episode_id=episode, seed=seed, row_json=row_json)
+        request = pb.ResetRequest(run_id=run_id, episode_id=episode, seed=seed, row_json=row_json, alone=alone)
         return await self._client.call(EnvironmentService.Reset, request, timeout_s=PATIENCE_S)
 
     async def step(self, turn: int, text: str, episode: str = "e", **fields: object) -> pb.StepResponse:

@@ -118,7 +118,7 @@ async def test_a_worker_that_dies_takes_its_episodes_with_it_and_is_restarted(se
         await service.reset(episode)
     assert reason(await service.step(0, what)) == "CRASHED"
     assert await gone([pid])
-    assert reason(await service.step(0, "", "waits")) == "CRASHED"
+    assert reason(await service.step(0, "", "waits")) == "NEIGHBOR"
     await service.reset("again")
     assert texts(await service.step(0, "", "again")) == [("user", "next")]
     assert service.pids != [pid]
@@ -149,15 +149,21 @@ async def test_a_worker_that_is_killed_in_a_call(service, gone, tmp_path, call):
     assert service.metric("lockstep_reward_episodes_open") == 0
 
 
-async def test_a_call_that_hangs_in_a_thread_ends_with_its_worker(service, gone, tmp_path):
+async def test_a_call_that_hangs_in_a_thread_costs_no_other_episode(service, gone, tmp_path):
     for limit_s in LIMITS_S:  # long enough for a reset on a busy machine
         await service.open(**user("Actor", turn_s=limit_s))
         (pid,) = service.pids
         if not any([reason(await service.reset(episode, file=str(tmp_path / "f"))) for episode in ("e", "waits")]):
             break
-    assert reason(await service.step(0, "hangs")) == "TIMEOUT"
+    hung = await service.step(0, "hangs")
+    assert (reason(hung), hung.failure.alone) == ("TIMEOUT", True)
+    assert hung.failure.message.endswith("(environment.turn_s): step of 'hangs'")
+    assert service.pids != [pid] and not reason(await service.reset("later"))
+    for turn in range(2):
+        assert texts(await service.step(turn, "", "waits")) == [("user", "next")]
+    await service.close("waits")
     assert await gone([pid])
-    assert reason(await service.step(0, "", "waits")) == "CRASHED"
+    assert texts(await service.step(0, "", "later")) == [("user", "next")]
 
 
 async def test_a_worker_that_stalls_and_reads_no_more_is_killed(service, gone, tmp_path):
@@ -169,8 +175,9 @@ async def test_a_worker_that_stalls_and_reads_no_more_is_killed(service, gone, t
             break
     stalling = asyncio.create_task(service.step(0, "stalls"))
     await until(stalled.exists)
-    assert reason(await service.step(0, "x" * (1 << 20), "other")) in ("TIMEOUT", "CRASHED")
-    assert reason(await stalling) == "TIMEOUT"
+    assert reason(await service.step(0, "x" * (1 << 20), "other")) == "NEIGHBOR"
+    stalled_it = await stalling
+    assert (reason(stalled_it), stalled_it.failure.alone) == ("TIMEOUT", True)
     assert await gone([pid])
     await service.close("other")
 
@@ -204,7 +211,7 @@ async def test_episodes_spread_over_the_workers_and_survive_the_death_of_another
     os.kill(killed, signal.SIGKILL)
     assert await gone([killed])
     outcomes = [reason(await service.step(0, "", str(i))) for i in range(4)]
-    assert sorted(outcomes) == ["", "", "CRASHED", "CRASHED"]
+    assert sorted(outcomes) == ["", "", "NEIGHBOR", "NEIGHBOR"]
 
 
 async def test_closing_the_run_fails_its_calls_and_leaves_no_process(service, gone, tmp_path):

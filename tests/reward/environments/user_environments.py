@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import random
 import re
+import signal
+import sqlite3
+import threading
 import time
 from pathlib import Path
 
@@ -205,3 +209,89 @@ class TakesNoText(Guess):
 
     def step(self):
         pass
+
+
+class Harmful:
+    """Ends after `turns` turns of `step_s` seconds. Does `how` in the method `where`, if the row is one of `rows`."""
+
+    def __init__(self, rows, how, where="step", turns=2, step_s=0.0):
+        self.rows, self.how, self.where, self.turns, self.step_s = rows, how, where, turns, step_s
+
+    def reset(self, seed, row):
+        self.row = row["prompt"]
+        self._harm("reset")
+
+    def step(self, text):
+        time.sleep(self.step_s)
+        self._harm("step")
+        self.turns -= 1
+        return [{"role": "", "content": "7"}], 0.5, not self.turns
+
+    def close(self):
+        self._harm("close")
+
+    def _harm(self, method):
+        if method == self.where and self.row in self.rows:
+            getattr(self, self.how)()
+
+    def sleeps(self):
+        threading.Event().wait()
+
+    def queries(self):
+        endless = "with recursive c(x) as (select 1 union all select x + 1 from c) select count(*) from c"
+        sqlite3.connect(":memory:").execute(endless).fetchall()
+
+    def spins(self):
+        while True:
+            pass
+
+    def stalls(self):
+        re.match(r"(a+)+$", "a" * 60 + "b")  # no other thread runs meanwhile
+
+    def exits(self):
+        os._exit(3)
+
+    def segfaults(self):
+        ctypes.string_at(0)
+
+    def is_killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AsyncHarmful(Harmful):
+    """The same on the event loop, which a `how` that does not await blocks."""
+
+    async def step(self, text):
+        await asyncio.sleep(0)
+        return super().step(text)
+
+
+class OneThread:
+    """Uses what stays with the thread that made it."""
+
+    made = threading.local()
+
+    def __init__(self):
+        OneThread.made.by = self
+        self.loop = asyncio.new_event_loop()
+
+    def reset(self, seed, row):
+        self.file = row["file"]
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("create table seen (text)")
+        self.counts = self._count()
+
+    def step(self, text):
+        self.database.execute("insert into seen values (?)", [text])
+        assert OneThread.made.by is self, "no other episode has this thread"
+        number = self.loop.run_until_complete(asyncio.sleep(0, next(self.counts)))
+        seen = [text for (text,) in self.database.execute("select text from seen")]
+        return f"{number} {' '.join(seen)}", 0.0, False
+
+    def close(self):
+        self.database.close()
+        self.loop.close()
+        Path(self.file).write_text("closed")
+
+    def _count(self):
+        yield from range(100)

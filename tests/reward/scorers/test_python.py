@@ -92,12 +92,66 @@ def until_hanging(tmp_path):
     return lambda num_workers: until(lambda: len(list(tmp_path.iterdir())) == num_workers)
 
 
+@pytest.mark.parametrize("name", ["dies_once", "dies_once_async"])
+async def test_a_sample_whose_worker_dies_is_scored_once_more(open_run, make_item, tmp_path, name):
+    items = [make_item(str(number), extra={"died": str(tmp_path)}) for number in range(5)]
+    async with open_run(scorer(name), num_workers=2) as run:
+        outcomes = await run.score(items)
+        assert [(outcome.reward, outcome.failure) for outcome in outcomes] == [(number, None) for number in range(5)]
+    async with open_run(scorer("dies_once", group=True), num_workers=1) as run:
+        items = [make_item(f"1{number}", extra={"died": str(tmp_path)}) for number in range(5)]
+        assert [outcome.reward for outcome in await run.score(items)] == [10.0, 11.0, 12.0, 13.0, 14.0]
+
+
+async def test_samples_of_an_async_function_are_scored_at_once_in_order(open_run, make_item):
+    """Each waits until 64 of them are in progress, in groups of four as a run sends them."""
+    groups = [[make_item(str(4 * group + i), extra={"together": 64}) for i in range(4)] for group in range(16)]
+    async with open_run(scorer("all_at_once"), num_workers=1) as run:
+        outcomes = await asyncio.gather(*(run.score(items) for items in groups))
+    assert [outcome.reward for group in outcomes for outcome in group] == list(range(64))
+
+
+async def test_async_samples_fail_alone(open_run, make_item, hurried):
+    texts = ["raise", "3", "wait", "4", "raise"]
+    async with open_run(scorer("all_at_once"), num_workers=1) as run:
+        pids = run._scorers[0]._pool.pids
+        for limit_s in LIMITS_S:
+            with hurried(run._scorers[0]._pool, limit_s):
+                outcomes = await run.score([make_item(text, extra={"together": 2}) for text in texts])
+            if [outcome.reward for outcome in outcomes] == [0, 3, 0, 4, 0]:
+                break
+        assert [outcome.failure and outcome.failure.reason for outcome in outcomes] == [
+            FailureReason.ERROR, None, FailureReason.TIMEOUT, None, FailureReason.ERROR
+        ]  # fmt: skip
+        assert run._scorers[0]._pool.pids == pids, "no worker had to be killed"
+
+
+@pytest.mark.parametrize(("bad", "reason"), [("block", FailureReason.TIMEOUT), ("exit", FailureReason.CRASHED)])
+async def test_an_async_sample_that_ends_its_worker_costs_no_other(open_run, make_item, hurried, bad, reason):
+    texts = ["1", bad, "2", "3"]
+    async with open_run(scorer("all_at_once"), num_workers=1) as run:
+        for limit_s in LIMITS_S:
+            with hurried(run._scorers[0]._pool, limit_s):
+                outcomes = await run.score([make_item(text, extra={"together": 1}) for text in texts])
+            if [outcome.reward for outcome in outcomes] == [1, 0, 2, 3]:
+                break
+        assert [outcome.failure and outcome.failure.reason for outcome in outcomes] == [None, reason, None, None]
+
+
+async def test_calls_of_an_async_function_are_limited(open_run, make_item):
+    items = [make_item(str(number), extra={"together": 2}) for number in range(6)]
+    async with open_run(scorer("all_at_once", max_concurrent=2), num_workers=1) as run:
+        assert [outcome.reward for outcome in await run.score(items)] == list(range(6))
+
+
 async def test_a_killed_worker_is_a_crash_and_the_next_sample_is_scored(open_run, make_item, hang, until_hanging):
     async with open_run(scorer("by_completion"), num_workers=1) as run:
         (pid,) = run._scorers[0]._pool.pids
         scoring = asyncio.create_task(run.score([hang, make_item("2.5")]))
         await until_hanging(1)
         os.kill(pid, signal.SIGKILL)
+        await until_hanging(2)  # it is tried once more
+        os.kill(run._scorers[0]._pool.pids[0], signal.SIGKILL)
         crashed, scored = await scoring
         assert crashed.failure.reason is FailureReason.CRASHED
         assert crashed.failure.detail == "worker died with exit code -9"
@@ -156,10 +210,10 @@ async def test_a_source_changed_under_the_run_is_refused(open_run, make_item, tm
     source.write_text("def score(**_): raise SystemExit\n")
     async with open_run({"kind": "python", "path": "changing_scorer:score"}, num_workers=1) as run:
         source.write_text("def score(**_): return 100.0\n")
-        crashed, refused = await run.score([make_item("a"), make_item("b")])
-    assert crashed.failure.reason is FailureReason.CRASHED
-    assert (refused.failure.reason, refused.components) == (FailureReason.ERROR, {})
-    assert "source changed" in refused.failure.detail
+        outcomes = await run.score([make_item("a"), make_item("b")])  # the first crashes, and is tried once more
+    for refused in outcomes:
+        assert (refused.failure.reason, refused.components) == (FailureReason.ERROR, {})
+        assert "source changed" in refused.failure.detail
 
 
 async def test_a_function_of_groups_is_called_once_with_lists(open_run, make_item):

@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from lockstep.types.v1 import types_pb2 as lockstep_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$lockstep/reward/v1/environment.proto\x12\x12lockstep.reward.v1\x1a\x1dlockstep/types/v1/types.proto\"c\n\x12\x45nvironmentFailure\x12<\n\x06reason\x18\x01 \x01(\x0e\x32,.lockstep.reward.v1.EnvironmentFailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\"6\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"0\n\x08ToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x02 \x01(\t\"R\n\x0cResetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x10\n\x08row_json\x18\x04 \x01(\t\"w\n\rResetResponse\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.lockstep.reward.v1.Message\x12\x37\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32&.lockstep.reward.v1.EnvironmentFailure\"\xaf\x01\n\x0bStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x36\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1f.lockstep.types.v1.FinishReason\x12\x14\n\x0cis_reasoning\x18\x07 \x01(\x08\"\xf3\x01\n\x0cStepResponse\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.lockstep.reward.v1.Message\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x30\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1c.lockstep.reward.v1.ToolCall\x12\x37\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32&.lockstep.reward.v1.EnvironmentFailure\x12\x11\n\tnum_calls\x18\x06 \x01(\r\x12\x18\n\x10num_failed_calls\x18\x07 \x01(\r\"2\n\x0c\x43loseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\"\x0f\n\rCloseResponse*\xec\x01\n\x18\x45nvironmentFailureReason\x12*\n&ENVIRONMENT_FAILURE_REASON_UNSPECIFIED\x10\x00\x12&\n\"ENVIRONMENT_FAILURE_REASON_TIMEOUT\x10\x01\x12&\n\"ENVIRONMENT_FAILURE_REASON_CRASHED\x10\x02\x12&\n\"ENVIRONMENT_FAILURE_REASON_REFUSED\x10\x03\x12,\n(ENVIRONMENT_FAILURE_REASON_INVALID_REPLY\x10\x04\x32\xfb\x01\n\x12\x45nvironmentService\x12L\n\x05Reset\x12 .lockstep.reward.v1.ResetRequest\x1a!.lockstep.reward.v1.ResetResponse\x12I\n\x04Step\x12\x1f.lockstep.reward.v1.StepRequest\x1a .lockstep.reward.v1.StepResponse\x12L\n\x05\x43lose\x12 .lockstep.reward.v1.CloseRequest\x1a!.lockstep.reward.v1.CloseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$lockstep/reward/v1/environment.proto\x12\x12lockstep.reward.v1\x1a\x1dlockstep/types/v1/types.proto\"r\n\x12\x45nvironmentFailure\x12<\n\x06reason\x18\x01 \x01(\x0e\x32,.lockstep.reward.v1.EnvironmentFailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x61lone\x18\x03 \x01(\x08\"6\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"0\n\x08ToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x02 \x01(\t\"a\n\x0cResetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\r\n\x05\x61lone\x18\x05 \x01(\x08\"w\n\rResetResponse\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.lockstep.reward.v1.Message\x12\x37\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32&.lockstep.reward.v1.EnvironmentFailure\"\xaf\x01\n\x0bStepRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x36\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1f.lockstep.types.v1.FinishReason\x12\x14\n\x0cis_reasoning\x18\x07 \x01(\x08\"\xf3\x01\n\x0cStepResponse\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.lockstep.reward.v1.Message\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x30\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1c.lockstep.reward.v1.ToolCall\x12\x37\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32&.lockstep.reward.v1.EnvironmentFailure\x12\x11\n\tnum_calls\x18\x06 \x01(\r\x12\x18\n\x10num_failed_calls\x18\x07 \x01(\r\"2\n\x0c\x43loseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\"\x0f\n\rCloseResponse*\x95\x02\n\x18\x45nvironmentFailureReason\x12*\n&ENVIRONMENT_FAILURE_REASON_UNSPECIFIED\x10\x00\x12&\n\"ENVIRONMENT_FAILURE_REASON_TIMEOUT\x10\x01\x12&\n\"ENVIRONMENT_FAILURE_REASON_CRASHED\x10\x02\x12&\n\"ENVIRONMENT_FAILURE_REASON_REFUSED\x10\x03\x12,\n(ENVIRONMENT_FAILURE_REASON_INVALID_REPLY\x10\x04\x12\'\n#ENVIRONMENT_FAILURE_REASON_NEIGHBOR\x10\x05\x32\xfb\x01\n\x12\x45nvironmentService\x12L\n\x05Reset\x12 .lockstep.reward.v1.ResetRequest\x1a!.lockstep.reward.v1.ResetResponse\x12I\n\x04Step\x12\x1f.lockstep.reward.v1.StepRequest\x1a .lockstep.reward.v1.StepResponse\x12L\n\x05\x43lose\x12 .lockstep.reward.v1.CloseRequest\x1a!.lockstep.reward.v1.CloseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'lockstep.reward.v1.environment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENVIRONMENTFAILUREREASON']._serialized_start=997
-  _globals['_ENVIRONMENTFAILUREREASON']._serialized_end=1233
+  _globals['_ENVIRONMENTFAILUREREASON']._serialized_start=1027
+  _globals['_ENVIRONMENTFAILUREREASON']._serialized_end=1304
   _globals['_ENVIRONMENTFAILURE']._serialized_start=91
-  _globals['_ENVIRONMENTFAILURE']._serialized_end=190
-  _globals['_MESSAGE']._serialized_start=192
-  _globals['_MESSAGE']._serialized_end=246
-  _globals['_TOOLCALL']._serialized_start=248
-  _globals['_TOOLCALL']._serialized_end=296
-  _globals['_RESETREQUEST']._serialized_start=298
-  _globals['_RESETREQUEST']._serialized_end=380
-  _globals['_RESETRESPONSE']._serialized_start=382
-  _globals['_RESETRESPONSE']._serialized_end=501
-  _globals['_STEPREQUEST']._serialized_start=504
-  _globals['_STEPREQUEST']._serialized_end=679
-  _globals['_STEPRESPONSE']._serialized_start=682
-  _globals['_STEPRESPONSE']._serialized_end=925
-  _globals['_CLOSEREQUEST']._serialized_start=927
-  _globals['_CLOSEREQUEST']._serialized_end=977
-  _globals['_CLOSERESPONSE']._serialized_start=979
-  _globals['_CLOSERESPONSE']._serialized_end=994
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=1236
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1487
+  _globals['_ENVIRONMENTFAILURE']._serialized_end=205
+  _globals['_MESSAGE']._serialized_start=207
+  _globals['_MESSAGE']._serialized_end=261
+  _globals['_TOOLCALL']._serialized_start=263
+  _globals['_TOOLCALL']._serialized_end=311
+  _globals['_RESETREQUEST']._serialized_start=313
+  _globals['_RESETREQUEST']._serialized_end=410
+  _globals['_RESETRESPONSE']._serialized_start=412
+  _globals['_RESETRESPONSE']._serialized_end=531
+  _globals['_STEPREQUEST']._serialized_start=534
+  _globals['_STEPREQUEST']._serialized_end=709
+  _globals['_STEPRESPONSE']._serialized_start=712
+  _globals['_STEPRESPONSE']._serialized_end=955
+  _globals['_CLOSEREQUEST']._serialized_start=957
+  _globals['_CLOSEREQUEST']._serialized_end=1007
+  _globals['_CLOSERESPONSE']._serialized_start=1009
+  _globals['_CLOSERESPONSE']._serialized_end=1024
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1307
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1558
 # @@protoc_insertion_point(module_scope)

@@ -15,19 +15,23 @@ class EnvironmentFailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper
     ENVIRONMENT_FAILURE_REASON_CRASHED: _ClassVar[EnvironmentFailureReason]
     ENVIRONMENT_FAILURE_REASON_REFUSED: _ClassVar[EnvironmentFailureReason]
     ENVIRONMENT_FAILURE_REASON_INVALID_REPLY: _ClassVar[EnvironmentFailureReason]
+    ENVIRONMENT_FAILURE_REASON_NEIGHBOR: _ClassVar[EnvironmentFailureReason]
 ENVIRONMENT_FAILURE_REASON_UNSPECIFIED: EnvironmentFailureReason
 ENVIRONMENT_FAILURE_REASON_TIMEOUT: EnvironmentFailureReason
 ENVIRONMENT_FAILURE_REASON_CRASHED: EnvironmentFailureReason
 ENVIRONMENT_FAILURE_REASON_REFUSED: EnvironmentFailureReason
 ENVIRONMENT_FAILURE_REASON_INVALID_REPLY: EnvironmentFailureReason
+ENVIRONMENT_FAILURE_REASON_NEIGHBOR: EnvironmentFailureReason
 
 class EnvironmentFailure(_message.Message):
-    __slots__ = ("reason", "message")
+    __slots__ = ("reason", "message", "alone")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     reason: EnvironmentFailureReason
     message: str
-    def __init__(self, reason: _Optional[_Union[EnvironmentFailureReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    alone: bool
+    def __init__(self, reason: _Optional[_Union[EnvironmentFailureReason, str]] = ..., message: _Optional[str] = ..., alone: bool = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("role", "content", "name")
@@ -48,16 +52,18 @@ class ToolCall(_message.Message):
     def __init__(self, name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
-    __slots__ = ("run_id", "episode_id", "seed", "row_json")
+    __slots__ = ("run_id", "episode_id", "seed", "row_json", "alone")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPISODE_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ROW_JSON_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     episode_id: str
     seed: int
     row_json: str
-    def __init__(self, run_id: _Optional[str] = ..., episode_id: _Optional[str] = ..., seed: _Optional[int] = ..., row_json: _Optional[str] = ...) -> None: ...
+    alone: bool
+    def __init__(self, run_id: _Optional[str] = ..., episode_id: _Optional[str] = ..., seed: _Optional[int] = ..., row_json: _Optional[str] = ..., alone: bool = ...) -> None: ...
 
 class ResetResponse(_message.Message):
     __slots__ = ("messages", "failure")

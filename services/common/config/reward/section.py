@@ -103,6 +103,9 @@ class PythonConfig(BaseScorerConfig):
     group: bool = False
     """Call the function once per prompt group instead of once per sample: each argument is then a list with one element
     per sample, and the function returns a list of numbers."""
+    max_concurrent: int = Field(default=64, ge=1, le=65536)
+    """Maximum number of calls of an async function that run at the same time, in all workers together. A function that
+    is not async has one call at a time in each worker."""
 
     @model_validator(mode="after")
     def _no_clash(self) -> Self:
@@ -142,7 +145,7 @@ class RewardConfig(Strict):
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time limit in seconds for one sample (for one group, if the scorer takes groups), from when a worker process
     takes it. On a timeout the worker is killed and replaced; the sample has no score, except for kind math, where an
-    answer that takes forever is wrong."""
+    answer that takes forever is wrong. If a worker dies, the sample is scored once more."""
     group_timeout_s: float = Field(default=240.0, gt=0, le=86400)
     """Time limit in seconds for a math or code scorer's work on one prompt group, not counting the time that it waits
     for its turn. Each sample may take an equal share (with 16 samples of which 2 run at once, an eighth of this),

@@ -12,6 +12,7 @@ from services.common.files.model_card import read_model_card
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.plan import check_model
 from services.coordinator.checks.weights import check_weights
+from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl import session as rl
 from services.coordinator.services.launch import Addresses
 from services.coordinator.sft import session as sft
@@ -19,8 +20,10 @@ from services.coordinator.sft import session as sft
 _MAX_CHARS = 400
 
 
-def examine_inputs(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
-    """Checks that the run would accept its model and data, if they are on this host."""
+def examine_inputs(config: AnyConfig, given: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
+    """Checks that the run would accept its model and data, if they are on this host. Adds the first prompt to
+    `prompts`.
+    """
     if given.trainer and not Path(config.model).is_dir():
         yield Finding("model", f"{config.model} is not on this host; model and data were not checked")
         return
@@ -35,7 +38,7 @@ def examine_inputs(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
         return
     yield Finding("model", config.model)
     try:
-        findings = _rows(config, given) if isinstance(config, SftConfig) else _prompts(config, given)
+        findings = _rows(config, given) if isinstance(config, SftConfig) else _prompts(config, given, prompts)
     except LockstepError as error:
         yield Finding("data", error.message, Verdict.FAIL, _fix(error))
         return
@@ -60,16 +63,18 @@ def _rows(config: SftConfig, given: Addresses) -> list[Finding]:
     ]
 
 
-def _prompts(config: Config, given: Addresses) -> list[Finding]:
+def _prompts(config: Config, given: Addresses, prompts: list[Prompt] | None) -> list[Finding]:
     data = rl.load_data(config, given)
     assert data is not None, "the model is on this host"
-    first, prompts = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
+    first, num_prompts = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
+    if prompts is not None:
+        prompts.append(first)
     answer = f"; answer: {shown(first.answer)}" if first.answer is not None else ""
     sent = data.tokenizer.decode(first.tokens, skip_special_tokens=False)
     return [
         Finding("data", f"{counted(len(data.train), 'prompt')}{_held_out(data.eval)}"),
         Finding("first prompt", f"{counted(len(first.tokens), 'token')}: {shown(sent)}{answer}"),
-        Finding("steps", _steps(config.num_steps, prompts, len(data.train), "prompt")),
+        Finding("steps", _steps(config.num_steps, num_prompts, len(data.train), "prompt")),
     ]
 
 

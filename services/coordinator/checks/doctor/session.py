@@ -17,6 +17,7 @@ from services.coordinator.checks.doctor.inputs import examine_inputs
 from services.coordinator.checks.doctor.replicas import examine_replicas
 from services.coordinator.checks.doctor.running import examine_services
 from services.coordinator.checks.doctor.settings import examine_settings
+from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.services.launch import Addresses
 
@@ -59,12 +60,13 @@ def _with_model(config: AnyConfig, given: Addresses) -> tuple[AnyConfig, list[Fi
 
 def _of_run(config: AnyConfig, given: Addresses, absent: Sequence[Finding]) -> Iterator[Finding]:
     """Yields the checks of a run's config; `absent` has those of its model and data if there is no model."""
-    yield from absent or examine_inputs(config, given)
+    prompts: list[Prompt] = []
+    yield from absent or examine_inputs(config, given, prompts)
     yield from examine_settings(config, given)
     yield from examine_replicas(config, given)
     if isinstance(config, Config):
         yield from examine_colocated(config, given)
-        yield from examine_environment(config, given)
+        yield from examine_environment(config, given, prompts[0] if prompts else None)
 
 
 def _show(findings: Sequence[Finding], console: Console) -> bool:

@@ -42,12 +42,15 @@ Taken = tuple[Sequence[int], Sequence[Message]]
 """The policy's tokens of a turn, with the environment's reply."""
 _NUM_COMPARED = 32
 """Number of episodes of several turns that are rendered again, after each start."""
+_MOST_HURT = 3
 # Why a sample has no score, by why its episode failed.
 _SCORE_REASONS = {
     EnvironmentFailure.TIMEOUT: FailureReason.FAILURE_REASON_TIMEOUT,
     EnvironmentFailure.CRASHED: FailureReason.FAILURE_REASON_CRASHED,
     EnvironmentFailure.REFUSED: FailureReason.FAILURE_REASON_ERROR,
     EnvironmentFailure.INVALID_REPLY: FailureReason.FAILURE_REASON_ERROR,
+    EnvironmentFailure.NEIGHBOR: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.SET_ASIDE: FailureReason.FAILURE_REASON_TIMEOUT,
     EnvironmentFailure.LOST: FailureReason.FAILURE_REASON_CRASHED,
     EnvironmentFailure.OVERLONG: FailureReason.FAILURE_REASON_ERROR,
     EnvironmentFailure.UNSPECIFIED: FailureReason.FAILURE_REASON_UNSPECIFIED,
@@ -64,6 +67,33 @@ class _Played:
     kept: bytes = b""
 
 
+class _Tries:
+    """Counts how often an episode may still be played. In a worker of its own, every failure is its own."""
+
+    def __init__(self, max_retries: int):
+        self._num_left, self._num_hurt = max_retries + 1, 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_left <= 0
+
+    @property
+    def is_hurt(self) -> bool:
+        """Returns whether others have hurt it so often that it should be played alone."""
+        return self._num_hurt >= _MOST_HURT
+
+    def hangs_again(self, error: EpisodeFailed, *, alone: bool) -> bool:
+        """Takes note of a failure. Returns whether the episode hung alone, and must not be played again."""
+        if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
+            self._num_hurt += 1
+        elif alone or not error.alone:
+            self._num_left -= 1
+        if alone and error.failure is EnvironmentFailure.TIMEOUT:
+            self._num_left = 0
+            return True
+        return False
+
+
 class EpisodeCollector(Collector):
     """Collects groups whose samples are episodes. Each episode advances on its own."""
 
@@ -77,16 +107,18 @@ class EpisodeCollector(Collector):
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
         self._to_compare, self._differs = _NUM_COMPARED, False
+        self._dangerous: dict[str, set[int]] = {}  # prompt id -> samples that hung or ended their worker
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Plays and scores the episodes of one prompt. Returns None if a failure drops the group."""
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
-            played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
-            failures = [one.failure for one in played if one.failure]
-            if failures and not draw.keep_failed:
-                is_overlong = failures[0].failure is EnvironmentFailure.OVERLONG
-                if self._settings.on_failure == "fail" and not is_overlong:
-                    raise failures[0]
+            try:
+                played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
+            except (
+                EpisodeFailed
+            ) as error:  # of a draw that keeps no failed episode: without one, the others are no group
+                if self._settings.on_failure == "fail" and error.failure is not EnvironmentFailure.OVERLONG:
+                    raise
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
             routes = [one.routes for one in played] if any(one.routes for one in played) else []
@@ -113,23 +145,48 @@ class EpisodeCollector(Collector):
         return super().take_metrics() | metrics
 
     async def _play(self, prompt: Prompt, draw: Draw, sample: int) -> _Played:
-        """Plays one episode; again, with the same seeds, if the environment fails."""
-        failure = None
-        for _ in range(self._settings.max_retries + 1):
+        """Plays one episode; again, with the same seeds, if the environment fails.
+
+        An episode that hurts the others of its worker is played again alone, and so are all of its prompt until it ends
+        well. What may be the fault of others does not count as a retry.
+
+        Raises:
+            EpisodeFailed: The environment still fails, and the draw keeps no failed episodes.
+        """
+        tries, alone = _Tries(self._settings.max_retries), prompt.prompt_id in self._dangerous
+        while True:
             try:
                 async with self._environments.episode(f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}") as client:
-                    return await self._take_turns(client, prompt, draw, sample)
+                    played = await self._take_turns(client, prompt, draw, sample, alone=alone)
+                self._forgive(prompt, sample)
+                return played
             except EpisodeFailed as error:
+                failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
                 self._counts[f"failed_{error.failure}"] += 1
-                cause = Cause(ENVIRONMENT, error.failure, error.detail)
-                self.failure_log.add(cause, f"prompt {prompt.prompt_id} sample {sample}")
-                failure = error
-                if error.failure is EnvironmentFailure.OVERLONG:
-                    break
+                if tries.hangs_again(error, alone=alone):
+                    self._counts["set_aside"] += 1
+                    detail = f"hangs again, alone in a worker: {where}: {error.detail}"
+                    failure = EpisodeFailed(EnvironmentFailure.SET_ASIDE, detail)
+                self.failure_log.add(Cause(ENVIRONMENT, failure.failure, failure.detail), where)
+                if error.alone:
+                    self._dangerous.setdefault(prompt.prompt_id, set()).add(sample)
+                alone = alone or tries.is_hurt or prompt.prompt_id in self._dangerous
+            if tries.is_over or failure.failure is EnvironmentFailure.OVERLONG:
+                break
+        if not draw.keep_failed:
+            raise failure
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
 
-    async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
-        messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
+    def _forgive(self, prompt: Prompt, sample: int) -> None:
+        samples = self._dangerous.get(prompt.prompt_id, set())
+        samples.discard(sample)
+        if not samples:
+            self._dangerous.pop(prompt.prompt_id, None)
+
+    async def _take_turns(
+        self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int, *, alone: bool
+    ) -> _Played:
+        messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt, alone=alone)
         first = self._begin(prompt, messages)
         stream, affinity = Stream(first.tokens), Affinity()
         reason = FinishReason.FINISH_REASON_TURN_LIMIT

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # The service limits each reply itself. The call may take this much longer.
 _MARGIN_S = 30.0
+# A worker that was lost may have to start before a reset, which does not count toward the reply's limit.
+_START_S = 60.0
 
 
 class EnvironmentFailure(StrEnum):
@@ -35,6 +37,10 @@ class EnvironmentFailure(StrEnum):
     CRASHED = "crashed"
     REFUSED = "refused"
     INVALID_REPLY = "invalid_reply"
+    NEIGHBOR = "neighbor"
+    """Its worker process ended, and another episode may have ended it."""
+    SET_ASIDE = "set_aside"
+    """It hung again, in a worker process of its own. It is not played again in this step or evaluation."""
     LOST = "lost"
     """The reward service was lost or restarted, and its episodes with it."""
     OVERLONG = "overlong"
@@ -51,13 +57,22 @@ _FAILURES = {
 
 
 class EpisodeFailed(LockstepError):
-    """The environment failed. The episode can be played again, with the same seeds."""
+    """The environment failed. The episode can be played again, with the same seeds.
+
+    `alone` says that it hung in a worker process that others shared, or ended it.
+    """
 
     default_reason = Reason.ENVIRONMENT_FAILED
 
-    def __init__(self, failure: EnvironmentFailure, message: str):
+    def __init__(self, failure: EnvironmentFailure, message: str, *, alone: bool = False):
         super().__init__(f"environment: {failure.value}: {message}")
-        self.failure, self.detail = failure, message
+        self.failure, self.detail, self.alone = failure, message, alone
+
+
+def row_of(prompt: Prompt) -> dict[str, object]:
+    """Returns the row of a prompt as an environment gets it."""
+    answer = {} if prompt.answer is None else {"answer": prompt.answer}
+    return {"prompt": prompt.row_prompt, **answer, **prompt.extra}
 
 
 class EpisodeClient:
@@ -65,21 +80,21 @@ class EpisodeClient:
 
     def __init__(self, service: "_Service", episode_id: str, settings: EnvironmentConfig):
         self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
+        self._episode_s = settings.episode_s
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
         self._num_turns = 0
         self.environment = service.reward.opened.environment
         """Name and version of the environment."""
 
-    async def reset(self, seed: int, prompt: Prompt) -> Sequence[pb.Message]:
-        """Begins the episode. Returns the messages that follow the prompt.
+    async def reset(self, seed: int, prompt: Prompt, *, alone: bool = False) -> Sequence[pb.Message]:
+        """Begins the episode, `alone` in a worker process of its own. Returns the messages that follow the prompt.
 
         Raises:
             EpisodeFailed: The environment failed.
         """
-        answer = {} if prompt.answer is None else {"answer": prompt.answer}
-        row = {"prompt": prompt.row_prompt, **answer, **prompt.extra}
-        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row))
-        answer = await self._service.call(EnvironmentService.Reset, request, self._reply_s)
+        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row_of(prompt)), alone=alone)
+        limit_s = self._episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
+        answer = await self._service.call(EnvironmentService.Reset, request, limit_s)
         _require_success(answer)
         return answer.messages
 
@@ -189,6 +204,5 @@ class _Service:
 
 def _require_success(answer: pb.ResetResponse | pb.StepResponse) -> None:
     if answer.HasField("failure"):
-        raise EpisodeFailed(
-            _FAILURES.get(answer.failure.reason, EnvironmentFailure.UNSPECIFIED), answer.failure.message
-        )
+        reason = _FAILURES.get(answer.failure.reason, EnvironmentFailure.UNSPECIFIED)
+        raise EpisodeFailed(reason, answer.failure.message, alone=answer.failure.alone)

@@ -28,6 +28,8 @@ class Functions:
     """
 
     version = ""
+    num_threads = 32
+    """Calls of a turn may run at the same time."""
 
     @classmethod
     def prepare(cls, paths: Sequence[str]) -> None:

@@ -20,13 +20,14 @@ class FunctionTools:
     def __init__(self, paths: Sequence[str], num_workers: int, max_memory_bytes: int):
         self.schemas: Sequence[Schema] = ()
         target = Target("services.reward.environments.hosted.functions:Functions", {"paths": paths}, max_memory_bytes)
-        self._workers = Workers(target, num_workers)
+        self.workers = Workers(target, num_workers)
+        """The processes."""
         self._logged: set[tuple[str, str]] = set()
 
     @property
     def version(self) -> str:
         """Returns the hash of the functions' sources."""
-        return f"functions-{self._workers.version}"
+        return f"functions-{self.workers.version}"
 
     async def open(self) -> None:
         """Starts the workers and asks for the schemas.
@@ -34,9 +35,9 @@ class FunctionTools:
         Raises:
             EpisodeError: A function cannot be imported, or cannot be a tool.
         """
-        await self._workers.open()
+        await self.workers.open()
         self.schemas = json.loads(await self._begin(_ASKING))
-        await self._workers.end(_ASKING)
+        await self.workers.end(_ASKING)
 
     async def begin(self, episode_id: str) -> None:
         """Assigns the episode to a worker.
@@ -54,7 +55,7 @@ class FunctionTools:
             EpisodeError: It raised this itself, ran out of memory, or its worker died.
         """
         request = json.dumps({"name": call.name, "arguments": call.arguments})
-        line = await self._workers.call(episode_id, {"call": "step", "text": request})
+        line = await self.workers.call(episode_id, {"call": "step", "text": request})
         answer = json.loads(line["messages"][0]["content"])
         if "error" in answer:
             self._log_once(call.name, answer["raised"], answer["traceback"])
@@ -63,11 +64,11 @@ class FunctionTools:
 
     async def end(self, episode_id: str) -> None:
         """Frees the episode's place."""
-        await self._workers.end(episode_id)
+        await self.workers.end(episode_id)
 
     async def close(self) -> None:
         """Kills the workers."""
-        await self._workers.close()
+        await self.workers.close()
 
     def _log_once(self, name: str, raised: str, traceback: str) -> None:
         if (name, raised) not in self._logged:
@@ -77,5 +78,5 @@ class FunctionTools:
             )
 
     async def _begin(self, episode_id: str) -> str:
-        line = await self._workers.begin(episode_id, {"call": "reset", "seed": 0, "row": {}})
+        line = await self.workers.begin(episode_id, {"call": "reset", "seed": 0, "row": {}})
         return line["messages"][0]["content"]
