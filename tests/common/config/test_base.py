@@ -109,3 +109,8 @@ def test_a_service_refuses_one_too() -> None:
 def test_what_a_service_would_refuse_later_is_refused_in_the_config(wrong: str, right: str, file: str) -> None:
     assert refused(file, wrong).startswith(wrong.partition("=")[0])
     load(Config, [file, right])
+
+
+def test_every_key_has_help() -> None:
+    fields = [(model, name, field) for model in models() for name, field in model.model_fields.items()]
+    assert [(model, name) for model, name, field in fields if not field.description] == []

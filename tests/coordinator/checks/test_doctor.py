@@ -30,7 +30,7 @@ from services.coordinator.checks.doctor import broadcast, host, running, session
 from services.coordinator.checks.doctor.broadcast import check_broadcast
 from services.coordinator.checks.doctor.environment import check_environment, examine_environment
 from services.coordinator.checks.doctor.finding import Finding
-from services.coordinator.checks.doctor.inputs import examine_inputs, shown
+from services.coordinator.checks.doctor.inputs import examine_inputs
 from services.coordinator.checks.doctor.running import (
     Answer,
     check_agreement,
@@ -274,11 +274,6 @@ def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
     assert steps.found == "1 step reads 8 rows, 0.5 epochs, if every one is used"
     checks = {finding.check for finding in host.examine_host(SftConfig.model_validate(tree), Addresses())}
     assert "sandbox" not in checks  # there is no reward service
-
-
-def test_a_text_that_commands_the_terminal_is_shown_as_a_literal() -> None:
-    assert shown("a\x1b[2J\n") == repr("a\x1b[2J\n")
-    assert shown("x" * 999) == repr("x" * 400) + "..."
 
 
 @pytest.mark.parametrize("command", ["run", "sft"])

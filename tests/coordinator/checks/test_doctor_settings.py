@@ -11,6 +11,7 @@ from services.common import extras
 from services.common.import_path import load_function
 from services.coordinator.checks.doctor import settings
 from services.coordinator.checks.doctor.finding import Finding
+from services.coordinator.checks.doctor.inputs import shown
 from services.coordinator.services.launch import Addresses
 from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
@@ -130,3 +131,8 @@ def test_trackers_are_imported_and_w_and_b_needs_a_key(tmp_path: Path, monkeypat
     assert_fails(found(kind="wandb"), FAIL, "no API key", "wandb login")
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert found(kind="wandb").verdict is OK
+
+
+def test_a_text_that_commands_the_terminal_is_shown_as_a_literal() -> None:
+    assert shown("a\x1b[2J\n") == repr("a\x1b[2J\n")
+    assert shown("x" * 999) == repr("x" * 400) + "..."

@@ -396,6 +396,3 @@ class TestConfig:
     def test_refusals(self, keys, message):
         with pytest.raises(ValidationError, match=message):
             config("a.parquet", **keys)
-
-    def test_every_key_has_help(self):
-        assert [name for name, field in DataConfig.model_fields.items() if not field.description] == []

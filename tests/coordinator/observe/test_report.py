@@ -1,6 +1,5 @@
 """Tests `lockstep report`: the page shows everything about a run, and text from a model is never parsed as HTML."""
 
-import io
 import json
 import shutil
 import subprocess
@@ -13,14 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.errors import NotFound
 from services.coordinator.observe.report import curves, samples
-from services.coordinator.observe.report.compare import show_comparison
-from services.coordinator.observe.report.failures import Failure, failures
 from services.coordinator.observe.report.page import gather, render, write_report
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import LEDGER
@@ -385,55 +381,3 @@ def test_rewards_by_column_are_a_plot() -> None:
         "task=sum": ([1, 2], [0.5, 0.75]),
         "test task=sum": ([0, 2], [0.25, 1.0]),
     }
-
-
-def test_failed_episodes_are_failures(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    where = "2026-01-01 00:00:0{} W services.coordinator.services.clients.failure_log: prompt p-1 sample {}"
-    lines = [where.format(n, n) + ": environment: invalid_reply: done is 1" for n in (1, 2)]
-    lines += [where.format(3, 3) + end for end in (": environment: set_aside: hangs again", ": else")]
-    (tmp_path / "logs" / "coordinator.log").write_text("\n".join(lines))
-    assert failures(tmp_path, []) == [
-        Failure("environment", "INVALID_REPLY", 2, "2026-01-01 00:00:02", "done is 1"),
-        Failure("environment", "SET_ASIDE", 1, "2026-01-01 00:00:03", "hangs again"),
-    ]
-
-
-def test_warnings_of_steps_are_failures(tmp_path: Path) -> None:
-    unmixed = {"warning/steps_without_mixed_group": 1.0, "warning/entropy_collapse": 0.0}
-    steps = [{"step": 1, **unmixed}, {"step": 2, **unmixed}, {"step": 3, "warning/entropy_collapse": 1.0}]
-    assert [(one.reason, one.count, one.last) for one in failures(tmp_path, steps)] == [
-        ("NO_MIXED_GROUP", 2, "step 2"),
-        ("ENTROPY_COLLAPSE", 1, "step 3"),
-    ]
-
-
-def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
-    other = shutil.copytree(run_dir, tmp_path / "other")
-    rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()[:-1]]
-    rows = [{**row, "time/step_s": 8.0} if "time/step_s" in row else row for row in rows]
-    (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with closing(Ledger(other / LEDGER)) as ledger:
-        opened = ledger.last(Kind.OPENED)
-        assert opened
-        config = json.loads(opened["config"])
-        config["trainer"]["optim"]["lr"], config["name"] = 0.125, "other"
-        ledger.record(Kind.OPENED, **(opened | {"config": json.dumps(config)}))
-    before = files(run_dir)
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    show_comparison([run_dir, other, tmp_path / "other"], console)
-    assert files(run_dir) == before
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
-    shown = {row[0]: row[1:] for row in cells if row}
-    assert shown["steps"] == ["3 of 3", "2 of 3", "2 of 3"]
-    assert [shown["trainer.optim.lr"][index] for index in (1, 2)] == ["0.125", "0.125"]
-    assert not {"name", "runs_dir"} & shown.keys()
-    assert shown["median step s"] == ["4", "8", "8"]
-    assert shown["reward"][0].endswith("0.51 → 0.53") and shown["reward"][1].endswith("0.51 → 0.52")
-    assert "█" in shown["reward"][0] and "█" not in shown["reward"][1]  # the axes are common
-    assert shown["last test/reward"] == ["0.25 (step 0)"] * 3
-
-
-def test_a_comparison_with_no_run_says_so(run_dir: Path, tmp_path: Path):
-    with pytest.raises(NotFound, match="holds no run"):
-        show_comparison([run_dir, tmp_path], Console(file=io.StringIO()))

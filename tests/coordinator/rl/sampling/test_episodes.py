@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
-from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.kept import encode_kept, join_kept
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout.section import SamplingConfig
 from services.common.errors import InvalidInput, LockstepError, Reason
 from services.common.files.transfer import seal
 from services.common.tasks import gather
-from services.coordinator.data.episodes import Episode, Stream
+from services.coordinator.data.episodes import Episode
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.sampling.collect import Collector, Draw
@@ -397,19 +396,3 @@ def test_a_row_without_an_environment_has_no_episode():
     assert episode is not None
     assert episode.loss_mask(5) == [True, False, False, True, True]
     assert episode.turns([1, 2, 3, 4, 5]) == [[1], [4, 5]]
-
-
-def test_tokens_keep_the_routes_that_they_were_sampled_with() -> None:
-    stream = Stream((5, 6))
-    stream.add_turn(Completion(tokens=[7, 8]), b"abc")  # one byte for each token but the last
-    stream.add_context([9])
-    stream.add_turn(Completion(tokens=[10]), b"ABCDE")
-    assert stream.routes == b"abcDE"
-
-
-def test_tokens_of_the_environment_have_no_kept_sets() -> None:
-    stream = Stream((5, 6))
-    stream.add_turn(Completion(tokens=[7, 8]), kept=encode_kept([[7, 1], [8]]))
-    stream.add_context([9])
-    stream.add_turn(Completion(tokens=[10]), kept=encode_kept([[2, 10]]))
-    assert join_kept(stream.kept) == encode_kept([[7, 1], [8], [], [2, 10]])

@@ -1,0 +1,22 @@
+"""Tests what a stream of an episode's tokens keeps beside them."""
+
+from lockstep.types.v1.types_pb2 import Completion
+
+from services.common.batches.kept import encode_kept, join_kept
+from services.coordinator.data.episodes import Stream
+
+
+def test_tokens_keep_the_routes_that_they_were_sampled_with() -> None:
+    stream = Stream((5, 6))
+    stream.add_turn(Completion(tokens=[7, 8]), b"abc")  # one byte for each token but the last
+    stream.add_context([9])
+    stream.add_turn(Completion(tokens=[10]), b"ABCDE")
+    assert stream.routes == b"abcDE"
+
+
+def test_tokens_of_the_environment_have_no_kept_sets() -> None:
+    stream = Stream((5, 6))
+    stream.add_turn(Completion(tokens=[7, 8]), kept=encode_kept([[7, 1], [8]]))
+    stream.add_context([9])
+    stream.add_turn(Completion(tokens=[10]), kept=encode_kept([[2, 10]]))
+    assert join_kept(stream.kept) == encode_kept([[7, 1], [8], [], [2, 10]])

@@ -1,0 +1,49 @@
+"""Tests `lockstep report` of several runs."""
+
+import io
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.common.errors import NotFound
+from services.coordinator.observe.report.compare import show_comparison
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.resume import LEDGER
+from tests.coordinator.observe.test_report import files, run_dir
+
+__all__ = ["run_dir"]
+
+
+def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()[:-1]]
+    rows = [{**row, "time/step_s": 8.0} if "time/step_s" in row else row for row in rows]
+    (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with closing(Ledger(other / LEDGER)) as ledger:
+        opened = ledger.last(Kind.OPENED)
+        assert opened
+        config = json.loads(opened["config"])
+        config["trainer"]["optim"]["lr"], config["name"] = 0.125, "other"
+        ledger.record(Kind.OPENED, **(opened | {"config": json.dumps(config)}))
+    before = files(run_dir)
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    show_comparison([run_dir, other, tmp_path / "other"], console)
+    assert files(run_dir) == before
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
+    shown = {row[0]: row[1:] for row in cells if row}
+    assert shown["steps"] == ["3 of 3", "2 of 3", "2 of 3"]
+    assert [shown["trainer.optim.lr"][index] for index in (1, 2)] == ["0.125", "0.125"]
+    assert not {"name", "runs_dir"} & shown.keys()
+    assert shown["median step s"] == ["4", "8", "8"]
+    assert shown["reward"][0].endswith("0.51 → 0.53") and shown["reward"][1].endswith("0.51 → 0.52")
+    assert "█" in shown["reward"][0] and "█" not in shown["reward"][1]  # the axes are common
+    assert shown["last test/reward"] == ["0.25 (step 0)"] * 3
+
+
+def test_a_comparison_with_no_run_says_so(run_dir: Path, tmp_path: Path):
+    with pytest.raises(NotFound, match="holds no run"):
+        show_comparison([run_dir, tmp_path], Console(file=io.StringIO()))
