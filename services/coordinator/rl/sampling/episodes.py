@@ -84,6 +84,7 @@ class EpisodeCollector(Collector):
         self._settings, self._environments = config.environment, environments
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
+        self._set_aside: set[str] = set()
         self._dangerous: dict[str, set[int]] = {}  # prompt id -> samples that hung or ended their worker
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
@@ -108,8 +109,13 @@ class EpisodeCollector(Collector):
         return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the number of failed episodes by reason and the share of tokens that the prefix cache had."""
+        """Returns the number of failed episodes by reason, the number of prompts that were set aside, and the share of
+        tokens that the prefix cache had.
+        """
         counts, self._counts = self._counts, Counter()
+        if self._set_aside:
+            counts["set_aside"] = len(self._set_aside)
+            self._set_aside = set()
         reused, cached = counts.pop("reused", 0), counts.pop("cached", 0)
         metrics = {f"environment/{name}": float(number) for name, number in sorted(counts.items())}
         return super().take_metrics() | metrics | ({"environment/cache_hit_share": cached / reused} if reused else {})
@@ -134,7 +140,7 @@ class EpisodeCollector(Collector):
                 failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
                 self._counts[f"failed_{error.failure}"] += 1
                 if tries.hangs_again(error, alone=alone):
-                    self._counts["set_aside"] += 1
+                    self._set_aside.add(prompt.prompt_id)
                     detail = f"hangs again, alone in a worker: {where}: {error.detail}"
                     failure = EpisodeFailed(EnvironmentFailure.SET_ASIDE, detail)
                 cause = Cause(ENVIRONMENT, failure.failure, failure.detail)
