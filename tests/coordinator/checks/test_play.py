@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.checks.doctor.environment import check_environment, examine_environment

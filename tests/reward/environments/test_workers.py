@@ -103,3 +103,19 @@ async def test_closing_the_run_ends_all_kinds_of_workers(service, gone, children
     await service.close_run()
     assert await gone(list(started))
     assert service.metric("lockstep_reward_episodes_open") == 0
+
+
+async def test_a_function_that_hangs_costs_no_other_episode(service):
+    tools = [{"kind": "function", "path": f"user_tools:{name}"} for name in ("breaks", "echo")]
+    for limit_s in LIMITS_S:
+        await service.open(kind="tools", tools=tools, turn_s=limit_s)
+        if not any([reason(await service.reset(name)) for name in ("bad", "good")]):
+            break
+    hang = '<tool_call>{"name": "breaks", "arguments": {"how": "hang"}}</tool_call>'
+    hung = await service.step(0, hang, "bad")
+    assert (reason(hung), hung.failure.alone) == ("TIMEOUT", True) and "breaks" in hung.failure.message
+    echo = '<tool_call>{"name": "echo", "arguments": {"text": "hi"}}</tool_call>'
+    assert texts(await service.step(0, echo, "good")) == [("tool", "hi")]
+    assert not reason(await service.reset("again", alone=True))
+    hung = await service.step(0, hang, "again")
+    assert (reason(hung), hung.failure.alone) == ("TIMEOUT", False)

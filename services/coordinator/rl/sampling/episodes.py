@@ -107,6 +107,7 @@ class EpisodeCollector(Collector):
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
         self._to_compare, self._differs = _NUM_COMPARED, False
+        self._set_aside: set[str] = set()
         self._dangerous: dict[str, set[int]] = {}  # prompt id -> samples that hung or ended their worker
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
@@ -133,10 +134,13 @@ class EpisodeCollector(Collector):
         return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the number of failed episodes by reason, the share of tokens that the prefix cache had, and the share
-        of tool calls that were answered with an error.
+        """Returns the number of failed episodes by reason, the number of prompts that were set aside, the share of tokens
+        that the prefix cache had, and the share of tool calls that were answered with an error.
         """
         counts, self._counts = self._counts, Counter()
+        if self._set_aside:
+            counts["set_aside"] = len(self._set_aside)
+            self._set_aside = set()
         reused, cached = counts.pop("reused", 0), counts.pop("cached", 0)
         calls, errors = counts.pop("tool_calls", 0), counts.pop("tool_errors", 0)
         metrics = {f"environment/{name}": float(number) for name, number in sorted(counts.items())}
@@ -164,7 +168,7 @@ class EpisodeCollector(Collector):
                 failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
                 self._counts[f"failed_{error.failure}"] += 1
                 if tries.hangs_again(error, alone=alone):
-                    self._counts["set_aside"] += 1
+                    self._set_aside.add(prompt.prompt_id)
                     detail = f"hangs again, alone in a worker: {where}: {error.detail}"
                     failure = EpisodeFailed(EnvironmentFailure.SET_ASIDE, detail)
                 self.failure_log.add(Cause(ENVIRONMENT, failure.failure, failure.detail), where)

@@ -113,19 +113,17 @@ def harmful(rows: list[str], how: str, where: str = "step", **settings: Any) -> 
     )
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "where", "name"),
     [
         ("queries", "step", "Harmful"),
         ("exits", "step", "Harmful"),
-        pytest.param("stalls", "step", "Harmful", marks=SLOW),
-        pytest.param("sleeps", "reset", "Harmful", marks=SLOW),
-        pytest.param("stalls", "step", "AsyncHarmful", marks=SLOW),
-        pytest.param("segfaults", "step", "Harmful", marks=SLOW),
-        pytest.param("is_killed", "reset", "Harmful", marks=SLOW),
+        ("stalls", "step", "Harmful"),
+        ("sleeps", "reset", "Harmful"),
+        ("stalls", "step", "AsyncHarmful"),
+        ("segfaults", "step", "Harmful"),
+        ("is_killed", "reset", "Harmful"),
     ],
 )
 async def test_one_bad_row_costs_its_own_group_and_no_other(
@@ -143,12 +141,14 @@ async def test_one_bad_row_costs_its_own_group_and_no_other(
     assert "prompt p3 sample" in caplog.text
 
 
+@pytest.mark.slow
 async def test_an_environment_that_hangs_in_close_costs_no_group(monkeypatch: pytest.MonkeyPatch):
     async with real(harmful(["text 3"], "sleeps", "close", max_retries=0), monkeypatch) as collector:
         groups = await gather(collector.one(i, make_prompt(i), Draw(2, SAMPLING, STAMP, 1)) for i in range(8))
         assert all(groups)
 
 
+@pytest.mark.slow
 async def test_a_policy_that_always_hangs_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch):
     rows = [f"text {index}" for index in range(3)]
     async with real(harmful(rows, "queries"), monkeypatch) as collector:
