@@ -134,8 +134,8 @@ class EpisodeCollector(Collector):
         return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the number of failed episodes by reason and of prompts that were set aside, the share of tokens that the
-        prefix cache had, and the share of tool calls that were answered with an error.
+        """Returns the number of failed episodes by reason and of prompts that were set aside, the share of tokens that
+        the prefix cache had, and the share of tool calls that were answered with an error.
         """
         counts, self._counts = self._counts, Counter()
         if self._set_aside:
