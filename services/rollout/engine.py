@@ -39,7 +39,7 @@ from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_rou
 from services.rollout.compat.vllm.runner import suitable_model_runner
 from services.rollout.compat.vllm.scheduler import fewest_of
 from services.rollout.failures import cause_of_death, log_size, start_failure
-from services.rollout.sampling import engine_sampling
+from services.rollout.sampling import engine_sampling, named_tokens
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.sleeping import Fit
@@ -173,7 +173,7 @@ class Engine:
             InternalError: A log-probability is not finite, or kept sets are missing.
             Unavailable: The engine died.
         """
-        prompt = self._prompt(prompt_tokens, sampling.stop_token_ids)
+        prompt = self._prompt(prompt_tokens, sampling)
         if sampling.stop:
             await self._load_tokenizer()
         output: RequestOutput | None = None
@@ -281,8 +281,8 @@ class Engine:
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 
-    def _prompt(self, tokens: Sequence[int], stops: Sequence[int]) -> "TokensInput":
-        """Returns a prompt for vLLM, for a sample with the stop tokens `stops`.
+    def _prompt(self, tokens: Sequence[int], sampling: SamplingParams) -> "TokensInput":
+        """Returns a prompt for vLLM, for a sample with the tokens that `sampling` names.
 
         Raises:
             InvalidInput: It exceeds the engine's context, or one of them the vocabulary.
@@ -292,7 +292,7 @@ class Engine:
             raise InvalidInput(
                 f"prompts: a prompt of {len(tokens)} tokens does not fit max_model_len {limit}", field="prompts"
             )
-        for name, ids in (("prompts", tokens), ("sampling.stop_token_ids", stops)):
+        for name, ids in {"prompts": tokens, **named_tokens(sampling)}.items():
             if max(ids, default=0) >= vocab_size:  # without a tokenizer vLLM does not check this, and would crash
                 message = f"{name}: token {max(ids)} is outside the vocabulary of {vocab_size}"
                 raise InvalidInput(message, field=name)

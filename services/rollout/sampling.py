@@ -4,8 +4,15 @@ from lockstep.types.v1.types_pb2 import SamplingParams
 from vllm import SamplingParams as EngineSampling
 from vllm.sampling_params import RequestOutputKind
 
-from services.common.config.rollout.section import MAX_KEPT, MIN_TEMPERATURE
+from services.common.config.rollout.section import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_KEPT, MIN_TEMPERATURE
+from services.rollout.compat.vllm.client import forbid
 from services.rollout.compat.vllm.kept import ASKS
+
+
+def named_tokens(sampling: SamplingParams) -> dict[str, list[int]]:
+    """Returns the tokens that a request names, by the field's name."""
+    bad_words = [token for sequence in sampling.bad_words for token in sequence.tokens]
+    return {"sampling.stop_token_ids": list(sampling.stop_token_ids), "sampling.bad_words": bad_words}
 
 
 def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
@@ -24,7 +31,10 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
     penalties = sampling.repetition_penalty not in (0, 1) or sampling.presence_penalty or sampling.frequency_penalty
     if sampling.return_kept and penalties:
         raise ValueError("return_kept: kept sets do not tell what a penalty has done to the kept tokens")
-    return EngineSampling(
+    lengths = [len(sequence.tokens) for sequence in sampling.bad_words]
+    if len(lengths) > MAX_BAD_WORDS or sum(lengths) > MAX_BAD_WORD_TOKENS or not all(lengths):  # the engine would die
+        raise ValueError(f"bad_words: at most {MAX_BAD_WORDS}, none empty, of {MAX_BAD_WORD_TOKENS} tokens together")
+    translated = EngineSampling(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         top_p=sampling.top_p or 1.0,
@@ -46,3 +56,4 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         skip_clone=True,  # these parameters are used only once
         extra_args=ASKS if sampling.return_kept else None,
     )
+    return forbid(translated, [sequence.tokens for sequence in sampling.bad_words]) if lengths else translated

@@ -29,6 +29,7 @@ from services.coordinator.services.launch import Addresses
 from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.running import recorded_run, running_services
 from services.coordinator.services.tools import Tools, known_tools
+from services.coordinator.text.bad_words import check_bad_words
 from services.coordinator.text.tokenizer import Tokenizer
 
 
@@ -141,6 +142,7 @@ _Dataset = tuple[Tokenizer, Tools | None, dict[str, Prompts]]
 
 
 def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> _Dataset:
+    check_bad_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     return tokenizer, tools, load_eval(config.data, shown, needs_answer=needs_answer)
 

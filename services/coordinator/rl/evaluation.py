@@ -51,7 +51,7 @@ async def evaluate(
 def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> SamplingConfig:
     """Returns how a set is sampled: as in training, apart from temperature, length, truncation and penalties."""
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    names = ("temperature", "top_p", "top_k", "min_p", "min_tokens", *penalties)
+    names = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "bad_words", *penalties)
     changes = {name: getattr(settings, name) for name in names}
     return training.model_copy(update=changes | {"max_tokens": settings.max_tokens or training.max_tokens})
 

@@ -36,6 +36,7 @@ from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.restarts import Restarts
 from services.coordinator.services.running import Sessions, recorded_run, running_services
 from services.coordinator.services.tools import Tools, known_tools
+from services.coordinator.text.bad_words import check_bad_words
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
@@ -127,6 +128,7 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Dataset:
+    check_bad_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     train_data = PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
     require_enough(len(train_data), config)

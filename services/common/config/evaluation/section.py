@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
 from services.common.config.evaluation.best import EvaluationFrequency
-from services.common.config.rollout.section import EvalTemperature, RolloutConfig
+from services.common.config.rollout.section import BadWords, EvalTemperature, RolloutConfig
 
 
 class EvalSetConfig(Strict):
@@ -31,6 +31,8 @@ class EvalSetConfig(Strict):
     """Subtract this from the logits of tokens, as often as the completion already has them."""
     min_tokens: int = Field(default=0, ge=0)
     """Sample no stop token, and look for no stop string, before this many tokens."""
+    bad_words: BadWords = ()
+    """Texts that are not sampled, as in rollout.sampling.bad_words, whose texts this set does not inherit."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per completion; null uses evaluation.max_tokens."""
     num_samples: int = Field(default=1, ge=1)

@@ -26,12 +26,12 @@ def check_speculation(
             "publishes again; set kind ngram or suffix, or placement disaggregated"
         )
     for name, settings in evaluation.sets.items():
-        for key, instead in {"min_p": "set top_p instead", "min_tokens": "leave it out"}.items():
+        reasons = {key: f"vLLM has no {key} with speculative decoding" for key in ("min_p", "min_tokens")}
+        reasons["bad_words"] = "it was not checked that no drafted token completes one"
+        for key, why in reasons.items():
             if getattr(settings, key):
-                raise ValueError(
-                    f"evaluation.sets.{name}.{key}: vLLM has no {key} with speculative decoding; {instead}, or leave "
-                    "rollout.speculation out"
-                )
+                instead = "set top_p instead" if key == "min_p" else "leave it out"
+                raise ValueError(f"evaluation.sets.{name}.{key}: {why}; {instead}, or leave rollout.speculation out")
 
 
 def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:

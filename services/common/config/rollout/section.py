@@ -12,11 +12,11 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises any temperature between 0 and this to this, and only logs that it did."""
 MAX_KEPT = 1024
 """Largest top_k of samples that are trained on: every token brings the tokens that were kept for it."""
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
+"""How many token sequences, with how many tokens together, vLLM takes as bad words."""
 
 
 _REFUSED = {
-    "bad_words": "vLLM splits words with a tokenizer that the engines do not load; name tokens that a completion ends "
-    "with in stop_token_ids, or score the words in reward.scorers",
     "logit_bias": "the trainer's log-probabilities do not have the bias, so every batch would be off-policy",
 }
 
@@ -38,6 +38,7 @@ TrainTemperature = Annotated[_Temperature, AfterValidator(_is_sampled)]
 """A temperature that the engine uses exactly as given. A run refuses 0 (services/common/config/run.py)."""
 EvalTemperature = Annotated[_Temperature, AfterValidator(_is_sampled_or_greedy)]
 """A temperature that the engine uses exactly as given; 0 is greedy decoding."""
+BadWords = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
 class SamplingConfig(Strict):
@@ -61,6 +62,9 @@ class SamplingConfig(Strict):
     min_tokens: int = Field(default=0, ge=0)
     """Sample no stop token, and look for no stop string, before this many tokens. Needs top_k: the trainer must know
     that these tokens could not be sampled, which the kept sets tell it."""
+    bad_words: BadWords = ()
+    """Texts that are not sampled, with or without a space before: where the tokens before are the beginning of a text's
+    tokens, its last token cannot be sampled. The same text in other tokens can be. Needs top_k, like min_tokens."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
     """Tokens that end a completion, in addition to the model's stop tokens. The completion keeps the token. They do not
     change what is sampled."""
@@ -100,10 +104,13 @@ class SamplingConfig(Strict):
                 )
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}")
-        if self.min_tokens and not self.is_truncated:
+        if not self.is_truncated and (self.min_tokens or self.bad_words):
+            key, what = "bad_words", "a token that would complete one cannot be sampled"
+            if self.min_tokens:
+                key, what = f"min_tokens {self.min_tokens}", "until then no stop token can be sampled"
             raise ValueError(
-                f"min_tokens {self.min_tokens} needs top_k from 1 to {MAX_KEPT}: until then no stop token can be "
-                "sampled, and the trainer learns only from the kept sets of truncated sampling which tokens could be"
+                f"{key} needs top_k from 1 to {MAX_KEPT}: {what}, and the trainer learns only from the kept sets of "
+                "truncated sampling which tokens could be"
             )
         return self
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
-from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
+from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, TokenSequence
 
 from services.common.config.rollout.section import SamplingConfig
 from services.common.errors import LockstepError, Reason
@@ -16,6 +17,7 @@ from services.coordinator.data.seeds import seed_of
 from services.coordinator.rl.sampling.draft_counts import DraftCounts
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.text.bad_words import stop_tokens, token_sequences
 from services.coordinator.text.tokenizer import Tokenizer
 
 
@@ -37,7 +39,7 @@ class Collector:
 
     def __init__(self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, seed: int):
         self._rollout, self._rewards, self._tokenizer, self._seed = rollout, rewards, tokenizer, seed
-        self._drafts = DraftCounts()
+        self._bad_words, self._drafts = cache(partial(token_sequences, tokenizer)), DraftCounts()
         self.failure_log = rewards.failure_log
 
     async def collect(
@@ -89,13 +91,13 @@ class Collector:
 
     def _params(self, draw: Draw, most: int) -> SamplingParams:
         """Returns the sampling parameters for at most `most` tokens."""
-        own = () if draw.sampling.ignore_eos else self._tokenizer.eos_token_ids
         max_tokens = min(draw.sampling.max_tokens, most)
         return SamplingParams(
             temperature=draw.sampling.temperature,
             max_tokens=max_tokens,
             min_tokens=min(draw.sampling.min_tokens, max_tokens),
-            stop_token_ids=dict.fromkeys((*own, *draw.sampling.stop_token_ids)),
+            bad_words=[TokenSequence(tokens=tokens) for tokens in self._bad_words(draw.sampling.bad_words)],
+            stop_token_ids=stop_tokens(self._tokenizer, draw.sampling),
             repetition_penalty=draw.sampling.repetition_penalty,
             presence_penalty=draw.sampling.presence_penalty,
             frequency_penalty=draw.sampling.frequency_penalty,

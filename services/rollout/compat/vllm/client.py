@@ -1,8 +1,9 @@
-"""Calls functions of the engine that AsyncLLM has no public method for."""
+"""Calls functions of the engine that AsyncLLM has no public method for, and sets parameters without a public name."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -14,6 +15,16 @@ async def abort_samples(llm: AsyncLLM) -> None:
     not needed here, because each sample reports by itself that it was aborted. Seen with vLLM 0.26.0 and 0.32.0.
     """
     await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+
+
+def forbid(sampling: SamplingParams, sequences: Sequence[Sequence[int]]) -> SamplingParams:
+    """Returns `sampling` without tokens that would complete one of `sequences`.
+
+    Reason: vLLM's `bad_words` are texts, which it splits with a tokenizer that the engines do not load. Seen with vLLM
+    0.32.0.
+    """
+    sampling._bad_words_token_ids = [list(tokens) for tokens in sequences]
+    return sampling
 
 
 def lengths_so_far(llm: AsyncLLM) -> Iterator[tuple[str, int]]:
