@@ -18,6 +18,7 @@ import pytest
 import torch
 import vllm.envs
 from torch import nn
+from vllm import SamplingParams
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.device_allocator import AllocationData, cumem
@@ -46,16 +47,19 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import SLEEP_TAGS
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from services.common.config.rollout.section import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from services.rollout.compat.vllm import engine_fork, memory, reload, routes
-from services.rollout.compat.vllm.client import abort_samples, stop_reading
+from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
 from services.rollout.weights.receiver import WeightReceiver
 
+BAD_WORD_LIMITS = {"NUM_BAD_WORDS": MAX_BAD_WORDS, "BAD_WORDS_TOTAL_TOKENS": MAX_BAD_WORD_TOKENS}
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
@@ -111,6 +115,24 @@ async def test_what_reads_an_engine_is_ended_before_it_and_tells_who_waits() -> 
     source = inspect.getsource(AsyncLLM.shutdown)
     # If the task is canceled first, stop_reading is not needed.
     assert source.index("engine_core.shutdown(") < source.index("cancel_task_threadsafe(handler)")
+
+
+def test_bad_words_are_given_as_tokens() -> None:
+    sampling = forbid(SamplingParams(), [[5], [6, 7]])
+    assert sampling.bad_words_token_ids == [[5], [6, 7]]
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)  # to the engine
+    assert sent.bad_words_token_ids == [[5], [6, 7]]
+    sampling.update_from_tokenizer(None)  # type: ignore[arg-type]
+    assert sampling.bad_words_token_ids == [[5], [6, 7]]
+    assert not SamplingParams().bad_words_token_ids
+    defaults = {name: vllm.envs.environment_variables[f"VLLM_MAX_{name}"]() for name in BAD_WORD_LIMITS}
+    assert defaults == BAD_WORD_LIMITS
+
+
+def test_the_sampler_masks_bad_words_before_it_samples() -> None:
+    source = inspect.getsource(Sampler.forward)
+    assert source.index("self.apply_logits_processors(") < source.index("self.sample(")
+    assert "apply_bad_words(" in inspect.getsource(Sampler.apply_logits_processors)
 
 
 # ---- compiled

@@ -23,7 +23,9 @@ from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from tests.support import PATIENCE_S, free_port
 
-TOKENIZER = SimpleNamespace(eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)))
+TOKENIZER = SimpleNamespace(
+    eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)), encode=lambda text: [*text.encode()]
+)
 
 
 def make_config(**sections: Any) -> Config:

@@ -1,11 +1,13 @@
 """Tests that a real engine returns the tokens kept for each sampled token, and log-probabilities over them."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.types.v1.types_pb2 import TokenSequence
 
 from services.common.batches.kept import decode_kept
 from services.common.batches.route_parts import from_parts
@@ -34,6 +36,12 @@ def kept_of(answer: pb.GenerateResponse) -> list[list[np.ndarray]]:
     return [np.split(kept, counts.cumsum()[:-1]) for counts, kept in decoded]
 
 
+def over_kept(logits_V: torch.Tensor, kept: np.ndarray) -> dict[int, float]:
+    """Returns the log-probability of each token of `kept` [K], if only these can be sampled."""
+    logprobs = (logits_V.double()[torch.from_numpy(kept.astype(np.int64))] / TEMPERATURE).log_softmax(-1)
+    return dict(zip(kept.tolist(), logprobs.tolist(), strict=True))
+
+
 async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(played: PlayedTrainer) -> None:
     played.draw(seed=110)
     stamp = await played.publish(110)
@@ -49,12 +57,9 @@ async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(
         for name, off in (("top_k", len(logits_TV[0])), ("top_p", 1.0), ("min_p", 0.0)):
             wider_TV = kept_by_definition(logits_TV.double(), **truncation | {name: off})
             narrowed[name] += int((wider_TV.sum(-1) > is_kept_TV.sum(-1)).sum())
-        for token, logprob, kept, logits_V in zip(
-            completion.tokens, completion.logprobs, sets, logits_TV.double(), strict=True
-        ):
+        for token, logprob, kept, logits_V in zip(completion.tokens, completion.logprobs, sets, logits_TV, strict=True):
             assert token in kept
-            over_kept = (logits_V[torch.from_numpy(kept.astype(np.int64))] / TEMPERATURE).log_softmax(-1)
-            assert abs(float(over_kept[kept.tolist().index(token)]) - logprob) < TOLERANCE
+            assert abs(over_kept(logits_V, kept)[token] - logprob) < TOLERANCE
             num_kept.append(len(kept))
     assert len(num_kept) == NUM_TOKENS * NUM_SAMPLES and len(set(num_kept)) > 5, num_kept
     assert min(narrowed.values()) > 10, narrowed  # each of the three removes tokens of its own
@@ -74,8 +79,39 @@ async def test_kept_sets_have_no_stop_token_where_none_could_be_sampled(played: 
             logits_TV = played.model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
         for at, (token, logprob, kept) in enumerate(zip(completion.tokens, completion.logprobs, sets, strict=True)):
             assert at >= least or not set(kept.tolist()) & set(stops)
-            over_kept = (logits_TV[at].double()[torch.from_numpy(kept.astype(np.int64))] / TEMPERATURE).log_softmax(-1)
-            assert abs(float(over_kept[kept.tolist().index(token)]) - logprob) < TOLERANCE
+            assert abs(over_kept(logits_TV[at], kept)[token] - logprob) < TOLERANCE
+
+
+async def test_kept_sets_have_no_token_that_would_complete_a_bad_word(played: PlayedTrainer) -> None:
+    played.draw(seed=114)
+    stamp = await played.publish(114)
+    prompt, sampling = PROMPTS[3], {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, "top_k": 12}
+    sampling |= {"return_kept": True}
+    (free,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
+    said = [list(completion.tokens) for completion in free.completions]
+    runs = [Counter(tuple(s[i : i + n]) for s in said for i in range(NUM_TOKENS + 1 - n)) for n in (1, 2, 3)]
+    words = [runs[0].most_common(1)[0][0]]
+    for longer in runs[1:]:  # without the tokens of the words before, so that they can be begun
+        words.append(next(w for w, _ in longer.most_common() if not {t for word in words for t in word} & {*w}))
+    sampling |= {"bad_words": [TokenSequence(tokens=word) for word in words]}
+    (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
+    begun = Counter()
+    for completion, sets in zip(answer.completions, kept_of(answer), strict=True):
+        with torch.no_grad():
+            logits_TV = played.model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+        for at, (token, logprob, kept) in enumerate(zip(completion.tokens, completion.logprobs, sets, strict=True)):
+            said_before = tuple(completion.tokens[:at])
+            masked = [word for word in words if said_before[at + 1 - len(word) :] == word[:-1]]
+            begun.update(masked)
+            allowed_V = logits_TV[at].clone()
+            allowed_V[[word[-1] for word in masked]] = -torch.inf
+            assert len(kept) == 12 and allowed_V[kept.tolist()].min() > allowed_V.topk(12).values[-1] - TOLERANCE
+            assert abs(over_kept(logits_TV[at], kept)[token] - logprob) < TOLERANCE
+    assert set(begun) == set(words), begun  # each was begun, and so could have been sampled
+    for wrong, why in (([60000], "outside the vocabulary"), ([], "none empty")):
+        sampling["bad_words"] = [TokenSequence(tokens=wrong)]
+        with pytest.raises(InvalidInput, match=why):
+            await played.replica.generate(stamp, [prompt], **sampling)
 
 
 async def test_only_a_request_that_asks_gets_kept_sets(played: PlayedTrainer) -> None:

@@ -122,10 +122,20 @@ CROSS_FIELD = {
             ("frequency_penalty", -0.5, 0.0),
         ]
     },
-    "samples are not drawn without some words": (
+    "words that cannot be sampled are known to the trainer": (
         ["rollout.sampling.bad_words=[x]"],
-        ["rollout.sampling", "bad_words is refused", "stop_token_ids"],
-        ["rollout.sampling.stop_token_ids=[7]"],
+        ["rollout.sampling", "bad_words needs top_k from 1 to 1024"],
+        ["rollout.sampling={bad_words: [x], top_k: 5}", *HELD, "evaluation.sets={held: {bad_words: [x]}}"],
+    ),
+    "a bad word has a text": (
+        ["rollout.sampling={bad_words: [''], top_k: 5}"],
+        ["rollout.sampling.bad_words[0]", "at least 1 character"],
+        ["rollout.sampling={bad_words: [x], top_k: 5}"],
+    ),
+    "no bad word is drafted": (
+        [*HELD, "evaluation.sets={held: {bad_words: [x]}}", "rollout.speculation={kind: ngram}"],
+        ["evaluation.sets.held.bad_words", "no drafted token", "leave it out"],
+        [*HELD, "evaluation.sets={held: {bad_words: [x]}}"],
     ),
     "samples are not drawn with a bias": (
         ["rollout.sampling.logit_bias={7: -1}"],

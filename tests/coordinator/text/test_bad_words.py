@@ -1,0 +1,81 @@
+"""Tests that bad words become the token sequences that vLLM makes of them, and which are refused before a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+
+from services.common.errors import InvalidInput
+from services.coordinator.text.bad_words import check_bad_words, token_sequences
+from services.coordinator.text.tokenizer import Tokenizer
+from tests.coordinator.fake_services import make_config
+
+WORDS = st.text(min_size=1, max_size=8) | st.sampled_from(["you", " you", "  clips", "<|im_end|>", "a\n", "12", "it's"])
+
+
+@pytest.fixture
+def pair(make_model: Callable[..., Path], load_transformers: Callable[[Path], Any]) -> tuple[Tokenizer, Any]:
+    directory = make_model()
+    return Tokenizer.load(directory), load_transformers(directory)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=st.lists(WORDS.filter(str.strip), max_size=5))
+def test_words_have_the_tokens_that_vllm_gives_them(pair: tuple[Tokenizer, Any], words: list[str]) -> None:
+    ours, theirs = pair
+    sampling = SamplingParams(bad_words=words)
+    sampling.update_from_tokenizer(SimpleNamespace(encode=theirs.encode, max_token_id=len(theirs) - 1))  # type: ignore[arg-type]
+    assert token_sequences(ours, words) == (sampling.bad_words_token_ids or [])
+
+
+def test_a_word_at_the_begin_of_a_text_is_another_token_than_within(tokenizer: Tokenizer) -> None:
+    sequences = token_sequences(tokenizer, ["clips"])
+    assert [tokenizer.decode(tokens) for tokens in sequences] == ["clips", " clips"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x", " \n"], "' \\\\n' has no tokens that could be forbidden"),
+        (["<|im_end|>", "<|endoftext|>"], "all stop tokens .*every completion would reach max_tokens"),
+        ([f"{number} x" for number in range(129)], "129 token sequences.*at most 128 with 1024 tokens"),
+        (["7" * 1025], "of 1025 tokens; vLLM takes at most 128 with 1024 tokens"),
+    ],
+)
+@pytest.mark.parametrize("section", ["rollout.sampling", "evaluation.sets.held"])
+def test_words_with_which_sampling_could_not_work_are_refused(
+    tokenizer: Tokenizer, section: str, words: list[str], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=rf"^{section}\.bad_words: .*{message}"):
+        check_bad_words(tokenizer, configured(section, words))
+
+
+@pytest.mark.parametrize("section", ["rollout.sampling", "evaluation.sets.held"])
+def test_a_completion_may_end_with_another_stop_token(tokenizer: Tokenizer, section: str) -> None:
+    ends = ["<|im_end|>", "<|endoftext|>"]
+    check_bad_words(tokenizer, configured(section, ends[:1]))
+    check_bad_words(tokenizer, configured(section, ends, stop_token_ids=[9]))
+    check_bad_words(tokenizer, configured(section, ends, ignore_eos=True))  # it is to reach max_tokens
+    with pytest.raises(InvalidInput, match="all stop tokens"):
+        check_bad_words(tokenizer, configured(section, ends, ignore_eos=True, stop_token_ids=[2]))
+
+
+def test_a_word_that_the_vocabulary_lacks_is_named_with_its_key() -> None:
+    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})), None, (0,))
+    with pytest.raises(InvalidInput, match=r"^rollout\.sampling\.bad_words: .*cannot encode 'b'"):
+        check_bad_words(tokenizer, configured("rollout.sampling", ["b"]))
+
+
+def configured(section: str, words: list[str], **sampling: Any) -> Any:
+    is_training = section == "rollout.sampling"
+    return make_config(
+        data={"train": "t", "eval": {"held": "h"}, "prompts_per_step": 8},
+        rollout={"sampling": {"top_k": 5, **sampling, "bad_words": words if is_training else []}},
+        evaluation={"sets": {"held": {"bad_words": [] if is_training else words}}},
+    )
