@@ -129,7 +129,7 @@ CROSS_FIELD = {
     ),
     "a bad word has a text": (
         ["rollout.sampling={bad_words: [''], top_k: 5}"],
-        ["rollout.sampling.bad_words[0]", "at least 1 character"],
+        ["rollout.sampling.bad_words.0", "at least 1 character"],
         ["rollout.sampling={bad_words: [x], top_k: 5}"],
     ),
     "no bad word is drafted": (

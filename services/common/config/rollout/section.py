@@ -63,8 +63,9 @@ class SamplingConfig(Strict):
     """Sample no stop token, and look for no stop string, before this many tokens. Needs top_k: the trainer must know
     that these tokens could not be sampled, which the kept sets tell it."""
     bad_words: BadWords = ()
-    """Texts that are not sampled, with or without a space before: where the tokens before are the beginning of a text's
-    tokens, its last token cannot be sampled. The same text in other tokens can be. Needs top_k, like min_tokens."""
+    """Texts that are not sampled: where the tokens before are the beginning of a text's tokens, its last token cannot
+    be sampled. As in vLLM, the tokens after a space count too if they are as many, and the same text in other tokens
+    can be sampled. Needs top_k, like min_tokens."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
     """Tokens that end a completion, in addition to the model's stop tokens. The completion keeps the token. They do not
     change what is sampled."""
