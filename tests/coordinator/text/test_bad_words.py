@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.rl.session import load_data
+from services.coordinator.services.launch import Addresses
 from services.coordinator.text.bad_words import check_bad_words, token_sequences
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import make_config
@@ -66,6 +68,15 @@ def test_a_completion_may_end_with_another_stop_token(tokenizer: Tokenizer, sect
     check_bad_words(tokenizer, configured(section, ends, ignore_eos=True))  # it is to reach max_tokens
     with pytest.raises(InvalidInput, match="all stop tokens"):
         check_bad_words(tokenizer, configured(section, ends, ignore_eos=True, stop_token_ids=[2]))
+
+
+def test_a_run_is_refused_before_its_data_is_read(make_model: Callable[..., Path]) -> None:
+    changed = {"model": str(make_model())}
+    for section in ("rollout.sampling", "evaluation.sets.held"):
+        with pytest.raises(InvalidInput, match=f"{section}.bad_words"):
+            load_data(configured(section, [" "]).model_copy(update=changed), Addresses())
+    with pytest.raises(NotFound, match=r"data\.train"):
+        load_data(configured("rollout.sampling", ["x"]).model_copy(update=changed), Addresses())
 
 
 def test_a_word_that_the_vocabulary_lacks_is_named_with_its_key() -> None:

@@ -3,7 +3,7 @@
 It has several modules, so that no process imports more of vLLM than it uses:
 
     engine_fork   in the service, on CPU: forks engines from a process that has imported vLLM
-    client        in the service: calls what AsyncLLM has no public method for
+    client        in the service: calls what AsyncLLM has no public method for, and forbids tokens
     scheduler     in the engine: sends tokens 32 at a time
     drafts        in the engine: counts what speculative decoding drafts for each sample
     temperatures  in the engine's workers, on CPU: verifies drafted tokens at the temperature of their sample
