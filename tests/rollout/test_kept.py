@@ -85,8 +85,8 @@ async def test_kept_sets_have_no_stop_token_where_none_could_be_sampled(played: 
 async def test_kept_sets_have_no_token_that_would_complete_a_bad_word(played: PlayedTrainer) -> None:
     played.draw(seed=114)
     stamp = await played.publish(114)
-    prompt, sampling = PROMPTS[3], {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, "top_k": 12}
-    sampling |= {"return_kept": True}
+    prompt = PROMPTS[3]
+    sampling: dict[str, Any] = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, "top_k": 12, "return_kept": True}
     (free,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
     said = [list(completion.tokens) for completion in free.completions]
     runs = [Counter(tuple(s[i : i + n]) for s in said for i in range(NUM_TOKENS + 1 - n)) for n in (1, 2, 3)]

@@ -18,7 +18,7 @@ def token_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int
     """Returns the same token sequences as vLLM's SamplingParams.update_from_tokenizer.
 
     Each word has one and, if it begins with another token after a space but is as long, one after a space too. That of
-    a word without tokens is empty, which vLLM refuses.
+    a word without tokens is empty; vLLM would refuse the word.
 
     Raises:
         InvalidInput: See Tokenizer.encode.

@@ -39,6 +39,7 @@ TrainTemperature = Annotated[_Temperature, AfterValidator(_is_sampled)]
 EvalTemperature = Annotated[_Temperature, AfterValidator(_is_sampled_or_greedy)]
 """A temperature that the engine uses exactly as given; 0 is greedy decoding."""
 BadWords = tuple[Annotated[str, Field(min_length=1)], ...]
+"""Texts that cannot be sampled."""
 
 
 class SamplingConfig(Strict):
