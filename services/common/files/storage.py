@@ -48,9 +48,9 @@ def storage_error(
         fix = "bring the directory back"
     else:
         fix = "check the disk"
-    where = "" if rank is None else f" by rank {rank}"
+    who = "" if rank is None else f" (rank {rank})"
     return PreconditionFailed(
-        f"{path} cannot be {done}{where}: {what}; {fix}, then run the same command again",
+        f"{path} cannot be {done}: {what}{who}; {fix}, then run the same command again",
         reason=Reason.STORAGE_FAILED,
         path=path,
     )

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,12 @@ def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.Da
     return found
 
 
-def _scorer(rows: pa.Table, answer: str) -> tuple[str, str]:
+def _scorer(rows: Rows, answer: str) -> tuple[str, str]:
     """Returns the kind of scorer that the answers are written for, and the column of tests if it reads another one."""
-    texts = [text for text in rows.column(answer).slice(0, _NUM_READ).to_pylist() if text and text.strip()]
+    read = [row for _, row in islice(rows, _NUM_READ)]
+    texts = [text for row in read if isinstance(text := row.get(answer), str) and text.strip()]
     for name in _TESTS:
-        if name in rows.column_names and _most(_is_tests, rows.column(name).slice(0, _NUM_READ).to_pylist()):
+        if name in rows.types and _most(_is_tests, [row.get(name) for row in read]):
             return "code", name
     if _most(_is_tests, texts):
         return "code", ""

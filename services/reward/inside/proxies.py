@@ -74,6 +74,8 @@ class Proxy:
     """
 
     __slots__ = ("__fixed", "__is_made", "__makes", "__number", "__opaque", "__remote")
+    __is_made: bool
+    __opaque: bool
 
     def __init__(self, remote: Asks, number: int, *, is_made: bool = False):
         values = {

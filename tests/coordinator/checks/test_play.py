@@ -100,6 +100,11 @@ def test_an_episode_is_played_without_a_model(tmp_path: Path, how: str) -> None:
 
 def test_tools_and_limits_are_shown(tmp_path: Path) -> None:
     config = write_config(tmp_path, {"kind": "tools", "tools": [{"kind": "calculator"}], "max_turns": 1})
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ tools | tojson }}{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    content = yaml.safe_load(config.read_text())
+    content["data"]["chat_template"] = str(template)
+    config.write_text(yaml.safe_dump(content))
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     done = tried(config, "--policy-text", call)
     assert done.exit_code == 0

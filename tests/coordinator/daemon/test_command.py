@@ -112,7 +112,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             code, output = await (await run(tmp_path, at, fakes)).end()
             assert code == 0 and "3 steps done" in output, output
             rows = [line.split()[0] for line in output.splitlines() if " 2.000 " in line]  # the norm of every step
-            assert rows == ["1", "2", "3"]
+            assert rows == ["1/3", "2/3", "3/3"]
             code, output = await (await Command.start(tmp_path, "stop", "run", *at)).end()
             assert code == 0 and "run run is finished, with 3 of 3 steps done" in output
             code, output = await (await Command.start(tmp_path, "watch", "walk", *at)).end()

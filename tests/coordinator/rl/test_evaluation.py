@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -27,13 +26,12 @@ from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal
 from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config, with_own_config
-from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k, set_metrics
+from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
-from tests.coordinator.rl.advantages.harness import row, table
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
 EVAL = {"easy": "easy.parquet", "hard": "hard.parquet", "plain": "plain.parquet"}
@@ -51,12 +49,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass():
                 assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share, abs=1e-15)
     # Factorials would overflow float64: 1 - (1 - 5/1000)(1 - 5/999)...
     assert pass_at_k(1000, 5, 100) == pytest.approx(1 - (900 * 899 * 898 * 897 * 896) / (1000 * 999 * 998 * 997 * 996))
-
-
-def test_a_sum_of_scores_passes_where_it_does_on_paper():
-    rewards = [0.7 + 0.2 + 0.1, 0.1 + 0.2 + 0.7, 1 - 1e-6, math.nan]
-    settings = EvalSetConfig(temperature=1, num_samples=4, pass_k=(1,))
-    assert set_metrics(table([row(reward) for reward in rewards]), settings)["pass@1"] == 2 / 4
 
 
 class Replica(FakeReplica):
@@ -204,7 +196,6 @@ async def test_samples_that_cannot_be_scored_count_as_0_and_are_reported(evaluat
     # p0: -, 0, 0.5, 1; p1: 0, 0, 0, 0; p2: -, -, 1, 0.5
     assert metrics["eval/math/failed"] == 3.0
     assert metrics["eval/math/reward"] == pytest.approx(3.0 / 12)
-    assert metrics["eval/math/math"] == pytest.approx(2 * 3.0 / 12)  # over the same samples as the reward
     assert metrics["eval/math/pass@1"] == pytest.approx((1 / 4 + 0 + 1 / 4) / 3)
     assert metrics["eval/math/pass@4"] == pytest.approx(2 / 3)
 

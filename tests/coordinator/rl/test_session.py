@@ -35,7 +35,7 @@ class Viewer:
 
 def load(config: Config, tokenizer: Tokenizer) -> Dataset:
     data = PromptDataset.load(config.data, tokenizer, seed=0)
-    return Dataset(tokenizer, data, load_eval(config.data, tokenizer))
+    return Dataset(tokenizer, [], data, load_eval(config.data, tokenizer))
 
 
 @pytest.mark.parametrize("what", ["data.train", "data.eval.x", "the chat template"])
@@ -63,7 +63,7 @@ async def test_changed_data_is_refused_before_anything_starts(
     ledger = Ledger(config.run_dir / "ledger.sqlite")
     ledger.record(Kind.DATA, digests={"data.train": before.train.digest, **before.others(config)})
     ledger.record(Kind.EVALUATED, 0, **{"eval/x/reward/mean": 0.5})
-    ledger.record(Kind.COLLECTED, 0, dataset=before.train.digest)
+    ledger.record(Kind.COLLECTED, 0, dataset=before.train.digest, digest="d", sha256="s")
     ledger.close()
     if what != "the chat template":
         name = "train" if what == "data.train" else "x"

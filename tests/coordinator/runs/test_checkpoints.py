@@ -164,7 +164,7 @@ async def test_other_held_out_data_is_refused_once_it_counts(open_again: Callabl
     record.require_same_data("train", changed)
     with pytest.raises(PreconditionFailed, match=r"data\.eval\.a differs from what .* 33333333 is now 44444444\)"):
         record.require_same_data("train", changed | {"data.eval.a": "4" * 32})
-    record.ledger.record(Kind.COLLECTED, 0, dataset="train")
+    record.ledger.record(Kind.COLLECTED, 0, dataset="train", digest="d", sha256="s")
     with pytest.raises(PreconditionFailed, match=r"^data\.train and data\.eval\.a differ from what"):
         record.require_same_data("other", changed | {"data.eval.a": "4" * 32})
 

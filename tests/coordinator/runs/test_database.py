@@ -247,7 +247,7 @@ def test_a_closed_ledger_is_an_error_of_this_project(tmp_path: Path):
 
 def filled(path: Path) -> bytes:
     with closing(Ledger(path)) as opened:
-        opened.record(Kind.OPENED, run_id="run-1", config="{}", versions={"lockstep-rl": "1"})
+        opened.record(Kind.OPENED, run_id="run-1", config="{}", checkpoint="", versions={"lockstep-rl": "1"})
         for version in range(20):
             opened.record(Kind.SELECTED, version, metrics={"x": version / 7}, dropped=["p1", "p2"])
             opened.keep_outcomes(version, {f"p{index}": (4, index) for index in range(5)})

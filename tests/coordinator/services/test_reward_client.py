@@ -104,9 +104,9 @@ async def test_a_service_may_come_back_with_the_same_scorers_only(monkeypatch: p
             await reward.open("run")
         async with serving(address):
             assert await rewards(reward) == [1.0]
-        monkeypatch.setattr(ExactScorer, "version", "2")
+        monkeypatch.setattr(ExactScorer, "version", "3")
         async with serving(address):
-            with pytest.raises(PreconditionFailed, match="has scorers exact 2 x 1, but this run opened exact 1 x 1"):
+            with pytest.raises(PreconditionFailed, match="has scorers exact 3 x 1, but this run opened exact 2 x 1"):
                 await rewards(reward)
 
 
@@ -130,12 +130,12 @@ async def test_a_reward_that_changed_on_the_way_is_none(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 async def test_a_reward_that_is_not_finite_is_refused_with_its_sample(number: float):
     async def answer(request: pb.ScoreRequest) -> pb.ScoreResponse:
-        return pb.ScoreResponse(scores=[pb.Score(reward=number)], scorer="exact 1 x 1")
+        return pb.ScoreResponse(scores=[pb.Score(reward=number)], scorer="exact 2 x 1")
 
     async with serving(servicer=FaultyServicer({"p7": answer})) as address, running() as make:
         reward = make(address, EXACT)
         await reward.open("run")
-        with pytest.raises(LockstepError, match=rf"prompt p7 sample 0: reward is {number} \(scorer exact 1") as raised:
+        with pytest.raises(LockstepError, match=rf"prompt p7 sample 0: reward is {number} \(scorer exact 2") as raised:
             await rewards(reward)
         assert raised.value.reason is Reason.REWARD_FAILED
 

@@ -5,7 +5,6 @@
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.base import FailureReason
 from tests.reward.scorers.test_code import LIMITS, PATIENCE_S, sandboxed
 
 pytestmark = sandboxed
@@ -78,11 +77,11 @@ async def test_a_forger_fails(run, make_item, program, script):
     assert (outcome.components, outcome.failure) == ({"code": 0.0}, None)
 
 
-async def test_the_test_can_pass_only_data_and_functions(run, make_item):
-    script = "class Mine: pass\ntry: f(Mine())\nexcept Exception: pass"
-    (outcome,) = await run.score([make_item("def f(x): pass", extra={"tests": {"script": script}})])
-    assert outcome.failure.reason is FailureReason.INVALID_ANSWER
-    assert "passes a Mine to the program" in outcome.failure.detail
+@pytest.mark.parametrize(("program", "score"), [("def f(x): return x.size() + 1", 1.0), ("def f(x): return 4", 0.0)])
+async def test_an_object_of_the_test_reaches_the_program(run, make_item, program, score):
+    script = "class Mine:\n    def size(self): return 2\nassert f(Mine()) == 3"
+    (outcome,) = await run.score([make_item(program, extra={"tests": {"script": script}})])
+    assert (outcome.components, outcome.failure) == ({"code": score}, None)
 
 
 async def test_setup_is_the_tests_own(run, make_item):

@@ -93,4 +93,4 @@ def test_an_error_of_a_disk_names_a_path_and_the_rank(tmp_path: Path, done: Any,
         raise CheckpointException("save", {3: (cause, extract_stack())})
     path = name or str(tmp_path / "step-1")
     assert (caught.value.reason, caught.value.metadata["path"]) == (Reason.STORAGE_FAILED, path)
-    assert caught.value.message.startswith(f"{path} cannot be {done} by rank 3: Input/output error; check the disk")
+    assert caught.value.message.startswith(f"{path} cannot be {done}: Input/output error (rank 3); check the disk")

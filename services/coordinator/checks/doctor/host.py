@@ -198,11 +198,12 @@ def check_ledger(runs_dir: Path) -> Finding:
         with (
             tempfile.TemporaryDirectory(dir=there, prefix=".lockstep-doctor-") as probe,
             closing(Ledger(Path(probe) / LEDGER)) as ledger,
-            closing(RecordedLedger(Path(probe))) as reader,
         ):
             ledger.record(Kind.EPOCH)
-            if reader.num_rows() != 1:
-                raise DataLoss(f"a reader in {there} does not see what was written")
+            with closing(RecordedLedger(Path(probe))) as reader:
+                ledger.record(Kind.EPOCH)
+                if reader.num_rows() != 2:
+                    raise DataLoss(f"a reader in {there} does not see what was written")
     except (LockstepError, OSError) as error:
         message = error.message if isinstance(error, LockstepError) else str(error)
         return Finding("ledger", message, Verdict.FAIL, "set runs_dir to a local disk, or one with working file locks")

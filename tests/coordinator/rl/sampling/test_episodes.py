@@ -288,7 +288,8 @@ async def test_every_reason_of_an_environment_has_a_name(number: Any):
     )
     word = known.removeprefix("ENVIRONMENT_FAILURE_REASON_").lower()
     assert played_on.metrics[f"environment/failed_{word}"] == 2.0  # type: ignore[attr-defined]
-    assert group is not None and f"environment: {word}: on demand" == group.scores[0].failure.message
+    said = "" if word == "neighbor" else f"environment: {word}: on demand"  # one that others have hurt is played again
+    assert group is not None and group.scores[0].failure.message == said
 
 
 @pytest.mark.parametrize("on_failure", ["drop_group", "fail"])
@@ -296,8 +297,9 @@ async def test_an_episode_that_begins_too_long_is_dropped_once_and_never_ends_th
     environment = FakeEnvironment(ends_after(1))
     environment.first = [pb.Message(role="", content="7" * 14)]
     assert await played(environment, overlong="drop", on_failure=on_failure) == [None]
-    assert len(environment.resets) == 2, "the same seeds begin the same way, so nothing is played again"
-    assert played_on.metrics["environment/failed_overlong"] == 2.0  # type: ignore[attr-defined]
+    # The same seeds begin the same way, so nothing is played again; the other sample may have been given up before.
+    assert 1 <= len(environment.resets) <= 2
+    assert 1.0 <= played_on.metrics["environment/failed_overlong"] <= 2.0  # type: ignore[attr-defined]
     (group,) = await played(environment, overlong="drop", on_failure=on_failure, keep_failed=True)
     assert group is not None and group.is_failed.tolist() == [True, True]
     with pytest.raises(InvalidInput, match=r"17 tokens, above data\.max_prompt_tokens 16: .* data\.overlong=drop"):
