@@ -49,7 +49,7 @@ async def evaluate(
 
 
 def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> SamplingConfig:
-    """Returns how a set is sampled: as in training, apart from temperature, length, truncation and what is penalized."""
+    """Returns how a set is sampled: as in training, apart from what the set says by itself."""
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     names = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "bad_words", *penalties)
     changes = {name: getattr(settings, name) for name in names}
