@@ -23,7 +23,7 @@ from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp
 
 from benchmarks.report import keep
-from services.common.batches.token_hash import tokens_sha256
+from services.common.batches.batch import tokens_sha256
 from services.common.config.run import Config
 from services.common.files.transfer import seal
 from services.common.rpc.server import Server

@@ -16,7 +16,7 @@ from benchmarks.report import keep
 from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.coordinator.observe.frontend import TerminalFrontend
-from services.coordinator.observe.report.lanes import drawing
+from services.coordinator.observe.report.page import drawing
 from services.coordinator.rl.session import run_session
 from services.coordinator.services.launch import Addresses
 

@@ -34,7 +34,7 @@ from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.services.devices import visible_gpus
+from services.coordinator.services.gpus import visible_gpus
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WARM_UP_SAMPLES, _WARM_UP_TOKENS = 64, 16

@@ -19,12 +19,12 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from benchmarks.publishing import open_publisher
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.data.seeds import seed_of
 from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.services.clients.failure_log import FailureLog
 from services.coordinator.services.clients.rollout import Rollout

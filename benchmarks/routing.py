@@ -63,7 +63,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     from vllm import LLM
     from vllm.inputs import TokensPrompt
 
-    from services.common.config.rollout.section import RolloutConfig
+    from services.common.config.rollout import RolloutConfig
     from services.rollout.__main__ import _configure_vllm
     from services.rollout.arguments import engine_arguments
     from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes

@@ -9,18 +9,11 @@ from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.rewards import weighted_sum
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.answer import AnswerScorer
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected
 from services.reward.scorers.code import CodeScorer
-from services.reward.scorers.exact import ExactScorer
-from services.reward.scorers.format import FormatScorer
-from services.reward.scorers.gsm8k import Gsm8kScorer
-from services.reward.scorers.http import HttpScorer
-from services.reward.scorers.judge import JudgeScorer
-from services.reward.scorers.length import LengthScorer
-from services.reward.scorers.math import MathScorer
-from services.reward.scorers.model import ModelScorer
+from services.reward.scorers.model import HttpScorer, JudgeScorer, ModelScorer
 from services.reward.scorers.python import PythonScorer
+from services.reward.scorers.text import AnswerScorer, ExactScorer, FormatScorer, Gsm8kScorer, LengthScorer, MathScorer
 
 SCORERS: dict[str, Callable[..., Scorer]] = {
     "exact": ExactScorer,

@@ -10,8 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from services.common.batches.routes import RouteShape
 from services.common.config.placement import SHARED_UTILIZATION
-from services.common.config.rollout.section import RolloutConfig
-from services.common.config.rollout.speculation import Eagle3SpeculationConfig, SuffixSpeculationConfig
+from services.common.config.rollout import Eagle3SpeculationConfig, RolloutConfig, SuffixSpeculationConfig
 from services.common.errors import InvalidInput
 from services.common.extras import require_suffix_decoding
 from services.rollout.compat.vllm.scheduler import scheduler

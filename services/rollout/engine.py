@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.batches.routes import RouteShape
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
 from services.common.files.sockets import socket_directory

@@ -7,7 +7,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.common.rpc.metrics import SECONDS
 
 

@@ -4,7 +4,7 @@ from lockstep.types.v1.types_pb2 import SamplingParams
 from vllm import SamplingParams as EngineSampling
 from vllm.sampling_params import RequestOutputKind
 
-from services.common.config.rollout.section import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_KEPT, MIN_TEMPERATURE
+from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_KEPT, MIN_TEMPERATURE
 from services.rollout.compat.vllm.client import forbid
 from services.rollout.compat.vllm.kept import ASKS
 

@@ -11,11 +11,11 @@ from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
 from prometheus_client import CollectorRegistry
 
+from services.common.batches.batch import tokens_sha256
 from services.common.batches.route_parts import to_parts
 from services.common.batches.routes import route_shape
-from services.common.batches.token_hash import tokens_sha256
 from services.common.config.reading.load import parse_json
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence

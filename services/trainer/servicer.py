@@ -42,9 +42,9 @@ from services.trainer.contract import (
 )
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
-from services.trainer.ranks.network import published_host
 from services.trainer.ranks.publish import highest_cost
 from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.ranks.sockets import published_host
 from services.trainer.ranks.worker import CONFIGS, Worker
 from services.trainer.released import Released
 

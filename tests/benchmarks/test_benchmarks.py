@@ -12,10 +12,10 @@ from benchmarks import colocated, gpu, rollout, speculation, step, train_cases
 from benchmarks.megatron_layouts import MODELS
 from benchmarks.rollout_ends import Service
 from services.common.config.reading.load import load
-from services.common.config.rollout.section import RolloutConfig, SamplingConfig
+from services.common.config.rollout import RolloutConfig, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.services.devices import split_gpus
+from services.coordinator.services.gpus import split_gpus
 from tests.coordinator.fake_services import FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)

@@ -52,7 +52,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
-from services.common.config.rollout.section import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from services.rollout.compat.vllm import engine_fork, memory, reload, routes
 from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of

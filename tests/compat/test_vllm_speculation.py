@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.sample import rejection_sampler
 
-from services.common.config.rollout.speculation import (
+from services.common.config.rollout import (
     Eagle3SpeculationConfig,
     NgramSpeculationConfig,
     SpeculationConfig,

@@ -12,7 +12,7 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp, ServiceInfo
 
-from services.common.batches.token_hash import tokens_sha256
+from services.common.batches.batch import tokens_sha256
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.files.transfer import seal

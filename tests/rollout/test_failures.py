@@ -7,7 +7,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common import extras
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.rollout import failures
 from services.rollout.arguments import Needs, check_draft

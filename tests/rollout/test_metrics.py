@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.rollout.metrics import with_statistics
 from tests.common.telemetry.watched import Labels, scrape
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PlayedTrainer

@@ -19,7 +19,7 @@ def main(out: Path, base: str, adapters: list[str]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from services.common.config.rollout.section import RolloutConfig
+    from services.common.config.rollout import RolloutConfig
     from services.rollout.arguments import engine_arguments
 
     engine = {"load_format": "auto", "enable_lora": True, "max_lora_rank": 8}

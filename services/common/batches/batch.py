@@ -1,8 +1,10 @@
 """Encodes samples as Arrow: the same schema in memory, on the wire and in the Parquet file kept for every step."""
 
+import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import pyarrow as pa
 
 from services.common.errors import InvalidInput
@@ -130,3 +132,8 @@ def _field(flatbuffer: bytes, table: int, number: int) -> int:
         return 0
     offset = struct.unpack_from("<H", flatbuffer, vtable + at)[0]
     return table + offset if offset else 0
+
+
+def tokens_sha256(tokens: Sequence[int]) -> str:
+    """Returns the SHA-256 of `tokens`, each as a little-endian uint32, as 64 lowercase hexadecimal digits."""
+    return hashlib.sha256(np.asarray(tokens, "<u4").tobytes()).hexdigest()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.common.config.trainer.section import TrainerConfig
 
 Placement = Literal["disaggregated", "colocated"]

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from services.common.config.base import NAME
 from services.common.config.data import FilesConfig
-from services.common.config.evaluation.best import EvaluationFrequency, check_best
+from services.common.config.evaluation import EvaluationFrequency, check_best
 from services.common.config.multiples import nearest_multiples
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import BUCKET_BYTES

@@ -1,8 +1,13 @@
-"""Parses addresses, and refuses plaintext beyond loopback."""
+"""Parses addresses, refuses plaintext beyond loopback, and finds free ports and the interface that reaches a host."""
 
 import contextlib
+import errno
 import ipaddress
+import random
 import socket
+from dataclasses import dataclass
+
+import psutil
 
 from services.common.errors import InvalidInput
 from services.common.rpc.security.tls import Transport
@@ -59,3 +64,52 @@ def require_secure(address: str, transport: Transport, *, field: str) -> None:
             "certificate, or --insecure on a network that you trust",
             field=field,
         )
+
+
+@dataclass(frozen=True)
+class Route:
+    """Holds the local address from which another host is reached, and its interface (empty if none has the address)."""
+
+    interface: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.interface} {self.address}".strip()
+
+
+def route_to(host: str) -> Route:
+    """Returns the route by which the kernel would reach `host`. Sends nothing.
+
+    Raises:
+        OSError: The name is unknown, or there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # picks a route without sending a packet
+        address = probe.getsockname()[0]
+    names = [name for name, found in psutil.net_if_addrs().items() if address in [entry.address for entry in found]]
+    return Route(names[0] if names else "", address)
+
+
+# Below the range that Linux uses for outgoing connections (net.ipv4.ip_local_port_range, from 32768). A port in that
+# range could be taken by any connection before its service listens, which may take a minute.
+PORTS = range(20000, 32768)
+
+
+def hold_free_port(host: str, holders: contextlib.ExitStack) -> int:
+    """Returns a free port of `host` and reserves it until `holders` is closed.
+
+    Raises:
+        OSError: `host` is not an address of this host, or no port is free.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        holder = socket.socket()
+        try:
+            holder.bind((host, port))
+        except OSError as error:
+            holder.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            holders.enter_context(holder)
+            return port
+    raise OSError(errno.EADDRINUSE, f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")

@@ -10,9 +10,8 @@ from services.common.compat.grpc import keep_early_status
 from services.common.errors import DataLoss, InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
-from services.common.rpc.channel import Channel
+from services.common.rpc.channel import OPTIONS, Channel
 from services.common.rpc.history.calls import NotedCall, noting
-from services.common.rpc.options import OPTIONS
 from services.common.rpc.retry import Retries
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.telemetry.context import outgoing

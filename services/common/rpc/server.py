@@ -31,8 +31,8 @@ from services.common.errors import (
 )
 from services.common.rpc import fence
 from services.common.rpc.address import parse_address, require_loopback
+from services.common.rpc.channel import server_options
 from services.common.rpc.metrics import RpcMetrics
-from services.common.rpc.options import server_options
 from services.common.rpc.security.identities import require_role
 from services.common.rpc.security.tls import Credentials
 from services.common.telemetry.context import incoming

@@ -19,7 +19,7 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.compat.torch import allreduce, broadcast, gloo_group, nccl_group
 from services.common.errors import Aborted, InvalidInput
-from services.common.rpc.network import route_to
+from services.common.rpc.address import route_to
 from services.common.weights.epoch import Epoch
 from services.common.weights.plan import Bucket
 

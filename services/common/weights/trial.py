@@ -16,7 +16,7 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted, InvalidInput, LockstepError
 from services.common.process import exit_with
-from services.common.rpc.network import route_to
+from services.common.rpc.address import route_to
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.store import StoreAddress

@@ -9,7 +9,7 @@ leave holes between the tensors that are kept. benchmarks/memory.py compares the
 
 from dataclasses import dataclass
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.config.sft import SftConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture

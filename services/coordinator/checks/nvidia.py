@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.errors import NotFound, Unavailable
-from services.coordinator.services.devices import visible_gpus
+from services.coordinator.services.gpus import visible_gpus
 
 _COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 _TIMEOUT_S = 30.0

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import with_local_models
-from services.coordinator.data.seeds import environment_seed
 from services.coordinator.rl.session import load_data
 from services.coordinator.services.clients.environment import row_of
 from services.coordinator.services.launch import Addresses

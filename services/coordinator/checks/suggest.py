@@ -18,15 +18,15 @@ from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture
-from services.coordinator.checks.memory import rank_memory
-from services.coordinator.checks.memory_colocated import (
+from services.coordinator.checks.memory import (
     cache_token_bytes,
     colocated_phases,
     engine_weights,
+    rank_memory,
     utilization,
 )
 from services.coordinator.checks.plan import check_model, planned_architecture
-from services.coordinator.services.devices import split_gpus
+from services.coordinator.services.gpus import split_gpus
 from services.coordinator.services.launch import Addresses, started_ranks
 
 _GIB = 2**30

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.common.config.reading.any import AnyConfig, role_section
+from services.common.config.reading.load import AnyConfig, role_section
 from services.common.files.weight_files import require_whole_weights
 from services.coordinator.services.launch import Addresses
 

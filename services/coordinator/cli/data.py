@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from services.common.counted import counted
-from services.coordinator.data.prepare.formats import Format, Split
-from services.coordinator.data.prepare.options import FORMATS, ConversionOptions
+from services.coordinator.data.prepare.formats import FORMATS, ConversionOptions, Format, Split
 
 if TYPE_CHECKING:
     from services.coordinator.data.prepare.arithmetic import Problem

@@ -21,7 +21,7 @@ from services.coordinator.cli.replicas import app as replicas_app
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
-    from services.common.config.reading.any import AnyConfig
+    from services.common.config.reading.load import AnyConfig
     from services.coordinator.data.reading.hub import ConfigT
     from services.coordinator.services.launch import Addresses
 
@@ -238,7 +238,7 @@ def doctor(
     **given: Unpack[Given],
 ) -> None:
     """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
-    from services.common.config.reading.any import load_any
+    from services.common.config.reading.load import load_any
     from services.coordinator.checks.doctor.session import examine
 
     services = addresses(given)
@@ -257,7 +257,7 @@ def init(
 ) -> None:
     """Write a config with comments for a model, a file of prompts and the GPUs at hand."""
     from services.coordinator.checks.init import starting_config
-    from services.coordinator.services.devices import visible_gpus
+    from services.coordinator.services.gpus import visible_gpus
 
     if out.exists():
         raise InvalidInput(f"--out: {out} exists; choose another", field="out")
@@ -278,12 +278,12 @@ def plan(
     gpus: Annotated[str, typer.Option(help="Suggest for other GPUs than this host's, such as 8x79 (GiB).")] = "",
 ) -> None:
     """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
-    from services.common.config.reading.any import load_any
+    from services.common.config.reading.load import load_any
     from services.coordinator.checks.nvidia import read_gpus
     from services.coordinator.checks.plan import show_plan
     from services.coordinator.checks.suggest import parse_gpus, show_suggestion
     from services.coordinator.data.reading.hub import with_local_models
-    from services.coordinator.services.devices import visible_gpus
+    from services.coordinator.services.gpus import visible_gpus
 
     if suggest or gpus:
         here = [gpu.total_bytes for gpu in read_gpus()] if visible_gpus() and not gpus else []
@@ -305,8 +305,7 @@ def config(
     from services.common.config.reading.load import keys
     from services.common.config.run import Config
     from services.common.config.sft import SftConfig
-    from services.coordinator.cli.config_list import keys_with_prefix, show_keys
-    from services.coordinator.cli.config_page import config_page
+    from services.coordinator.cli.config import config_page, keys_with_prefix, show_keys
 
     if markdown:
         typer.echo(config_page(), nl=False)

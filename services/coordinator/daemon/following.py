@@ -15,7 +15,7 @@ from services.common.errors import LockstepError, Reason
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.daemon.conversations import from_message
 from services.coordinator.daemon.history import state_name
-from services.coordinator.observe.columns import fitting
+from services.coordinator.observe.console import fitting
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.rl.session import show_outcome

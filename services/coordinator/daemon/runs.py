@@ -13,7 +13,7 @@ from services.common.counted import counted
 from services.common.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
 from services.coordinator.daemon.history import read_run, state_name
 from services.coordinator.daemon.hosted import HostedRun
-from services.coordinator.services.devices import visible_gpus
+from services.coordinator.services.gpus import visible_gpus
 from services.coordinator.services.launch import Addresses, started_ranks, starts_replicas
 
 log = logging.getLogger(__name__)

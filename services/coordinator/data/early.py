@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.files.model_card import read_model_card, write_model_card
 from services.coordinator.text.tokenizer import Tokenizer
 

@@ -1,5 +1,6 @@
-"""Holds prompt groups, sampled and then scored, and puts them into a batch."""
+"""Holds prompt groups, sampled and then scored, puts them into a batch, and splits their rewards by a column."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.coordinator.data.episodes import Episode
-from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.prompts import Prompt, value_name
 
 FINISH_REASONS = {
     FinishReason.FINISH_REASON_STOP: "stop",
@@ -128,3 +129,14 @@ def _loss_mask(group: ScoredGroup, sample: int, mask_truncated: bool) -> list[bo
     if episode:
         return episode.loss_mask(num_tokens)
     return [True] * num_tokens if mask_truncated else None
+
+
+def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict[str, float]:
+    """Returns the mean reward of the samples of each value, named `reward[<column>=<value>]`; none without a column."""
+    if column is None:
+        return {}
+    rewards: dict[str, list[np.ndarray]] = defaultdict(list)
+    name = value_name(column)
+    for group in groups:
+        rewards[value_name(group.prompt.extra.get(column))].append(group.rewards)
+    return {f"reward[{name}={value}]": float(np.concatenate(rewards[value]).mean()) for value in sorted(rewards)}

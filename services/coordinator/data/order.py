@@ -1,4 +1,6 @@
-"""Assigns prompts to batches: a pure function of (number of prompts, seed, step)."""
+"""Assigns prompts to batches, and seeds to samples: pure functions of (number of prompts, seed, step)."""
+
+import hashlib
 
 import numpy as np
 
@@ -70,3 +72,14 @@ class EpochOrder:
         clash = np.flatnonzero(taken[:num_head])
         free = num_head + np.flatnonzero(~taken[num_head:])[: len(clash)]
         order[clash], order[free] = order[free], order[clash]
+
+
+def seed_of(run_seed: int, *place: str | int) -> int:
+    """Returns a seed below 2^63 that depends only on the run's seed and on `place`: step, prompt, sample, turn."""
+    key = "/".join(map(str, (run_seed, *place))).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def environment_seed(run_seed: int, prompt_id: str) -> int:
+    """Returns the seed of a prompt's episodes: the same in every step, so that all of them meet the same task."""
+    return seed_of(run_seed, prompt_id, "environment")

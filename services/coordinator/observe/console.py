@@ -1,5 +1,6 @@
-"""Makes the consoles of all commands."""
+"""Makes the consoles of all commands, and fits tables to them."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,3 +12,17 @@ def literal_console(**options: Any) -> Console:
     Names and messages may contain `[level=1]` or `:key:`, which Rich would read as markup and as an emoji.
     """
     return Console(markup=False, emoji=False, **options)
+
+
+def fitting(lines: Sequence[Sequence[str]], by_importance: Iterable[int], width: int) -> list[int]:
+    """Returns the ascending indices of the columns of `lines` (including the header) that fit in `width` characters.
+
+    The most important column is always included.
+    """
+    left, shown = width - 1, list[int]()
+    for index in by_importance:
+        column = max(len(line[index]) for line in lines) + 3  # padding and border
+        if column <= left or not shown:
+            left -= column
+            shown.append(index)
+    return sorted(shown)

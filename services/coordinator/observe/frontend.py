@@ -6,7 +6,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run

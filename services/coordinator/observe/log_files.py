@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.logging import RichHandler
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.files.storage import writing
 from services.common.telemetry.logs import formatter
 

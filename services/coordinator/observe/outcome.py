@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.table import Table
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.counted import counted
 from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import change_between

@@ -13,11 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.files.storage import writing
 from services.coordinator.compat.tensorboardx import import_event_writer
 from services.coordinator.data.conversation import Conversation
-from services.coordinator.observe.columns import fitting
+from services.coordinator.observe.console import fitting
 from services.coordinator.observe.episodes import show_conversation
 from services.coordinator.observe.json_lines import JsonLines
 from services.coordinator.runs.reporter import Reporter, in_order

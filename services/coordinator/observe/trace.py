@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.rpc.server import INCARNATION
 from services.common.telemetry.otel import Otel
 from services.common.telemetry.trace import Trace, join

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.telemetry.metrics_server import Metrics, Page
 from services.coordinator.observe.prometheus import Prometheus
 from services.coordinator.observe.trace import RunTrace

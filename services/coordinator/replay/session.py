@@ -11,15 +11,13 @@ from rich.console import Console
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.run import Config
-from services.common.config.trainer.roles import ReferenceConfig
+from services.common.config.trainer.section import ReferenceConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.coordinator.data.prompts import PromptDataset
-from services.coordinator.replay.critic import replay_critic
-from services.coordinator.replay.environment import replay_environment
 from services.coordinator.replay.record import Difference, Record, require_positive
-from services.coordinator.replay.rewards import replay_rewards
-from services.coordinator.replay.training import replay_training
+from services.coordinator.replay.rewards import replay_environment, replay_rewards
+from services.coordinator.replay.training import replay_critic, replay_training
 from services.coordinator.rl.sampling.episodes import make_dialog
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run

@@ -1,6 +1,10 @@
-"""Trains the policy again on the recorded batches, from the newest checkpoint before a step."""
+"""Trains policy and critic again on the recorded batches, from the newest checkpoint before a step."""
 
-from collections.abc import Callable
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -8,8 +12,9 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.coordinator.replay.record import Batch, Difference, Record, compare
 from services.coordinator.rl.metrics import batch_metrics
 from services.coordinator.rl.publishing.publication import weight_group
+from services.coordinator.runs.resume import CRITIC_CHECKPOINTS
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.services.clients.trainer import Model, Trainer
 
 
 async def replay_training(
@@ -74,3 +79,59 @@ def _with_stamp(stamp: PolicyStamp, batch: Batch) -> pa.Table:
 
 def _name(version: int) -> str:
     return f"weights of version {version}"
+
+
+# Suffix of a checkpoint's tensor files. Its other files contain random names, so they cannot be compared.
+_TENSORS = ".distcp"
+
+
+async def replay_critic(
+    run: Run, record: Record, step: int, critic: Model, say: Callable[[str], None]
+) -> tuple[int, list[Difference]]:
+    """Trains the critic of `step` again. Returns the number of values compared and the differences.
+
+    Compares the metrics of every step from the checkpoint on and, if the run kept the critic's checkpoint of `step`,
+    the final weights and optimizer state.
+
+    Raises:
+        NotFound: The samples of one of the steps were not kept.
+    """
+    assert run.config.critic
+    start, warmup_steps = record.critic_start(step - 1), run.config.critic.warmup_steps
+    assert start, "the caller has checked"
+    await critic.open(run.run_id, start[1])
+    found, compared = [], 0
+    for version in range(start[0], step):
+        batch = record.batch(version + 1)
+        found += batch.differences
+        say(f"training the critic on the batch of step {version + 1}")
+        sampled_from = batch.samples.slice(0, 1).to_pylist()[0]
+        stamp = PolicyStamp(version=sampled_from["policy_version"], digest=sampled_from["policy_digest"])
+        _, metrics = await critic.train(batch.samples, run.batch_id(stamp), stamp, version + warmup_steps)
+        now = {f"train/{name}": value for name, value in metrics.items()}
+        compared += len(now)
+        found += _prefixed(f"step {version + 1}: ", compare(record.metrics(version + 1), now))
+    if recorded := record.critic_checkpoint(step):
+        now = await _tensors_now(run, critic, step, step + warmup_steps)
+        compared += len(now)
+        found += _prefixed("critic's checkpoint: ", compare(_tensors(recorded), now))
+    return compared, found
+
+
+async def _tensors_now(run: Run, critic: Model, step: int, version: int) -> dict[str, str]:
+    path = (run.config.run_dir / CRITIC_CHECKPOINTS / f"step-{step:06d}").absolute()
+    await critic.save(str(path), version)
+    try:
+        return _tensors(path)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, path)
+
+
+def _tensors(checkpoint: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each tensor file from the checkpoint's manifest."""
+    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    return {name: about["sha256"] for name, about in files.items() if name.endswith(_TENSORS)}
+
+
+def _prefixed(where: str, differences: Iterator[Difference]) -> Iterator[Difference]:
+    return (Difference(where + one.what, one.recorded, one.now) for one in differences)

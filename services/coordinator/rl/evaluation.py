@@ -7,11 +7,10 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.config.evaluation.section import EvalSetConfig
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.evaluation import EvalSetConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.rewards import reaches
-from services.coordinator.data.by_column import rewards_by_column
-from services.coordinator.data.groups import to_table
+from services.coordinator.data.groups import rewards_by_column, to_table
 from services.coordinator.data.prompts import Prompts
 from services.coordinator.rl.metrics import batch_metrics, component_means
 from services.coordinator.rl.sampling.collect import Collector

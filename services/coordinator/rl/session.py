@@ -16,7 +16,7 @@ from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
-from services.coordinator.rl.advantages.python import require_importable
+from services.coordinator.rl.advantages.estimators import require_importable
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.lagged import train_lagged
 from services.coordinator.rl.loop import train
@@ -28,8 +28,7 @@ from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import warn_of_other_versions
 from services.coordinator.services.clients.trainer import Model
-from services.coordinator.services.closing import finish
-from services.coordinator.services.finished import outcome_if_finished
+from services.coordinator.services.closing import finish, outcome_if_finished
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.membership import following_replicas
 from services.coordinator.services.opening import Services, open_services

@@ -11,9 +11,8 @@ from services.common.batches.blocks import blocks_of
 from services.common.config.run import Config
 from services.common.config.streaming import block_cutter
 from services.common.tasks import task_group
-from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.curriculum import prompts_to_try
-from services.coordinator.data.groups import to_table
+from services.coordinator.data.groups import rewards_by_column, to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record

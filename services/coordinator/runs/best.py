@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from services.common.config.evaluation.best import BestConfig, EarlyStoppingConfig
+from services.common.config.evaluation import BestConfig, EarlyStoppingConfig
 from services.common.errors import InvalidInput
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 from services.coordinator.runs.scorer_change import change_between

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
 from services.common.versions import installed

@@ -9,7 +9,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described

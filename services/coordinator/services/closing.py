@@ -1,6 +1,7 @@
 """Ends a run: exports the policy and closes the run on services that keep running."""
 
 import logging
+from collections.abc import Callable
 
 from google.protobuf.message import Message
 from lockstep.reward.v1 import reward_pb2
@@ -13,12 +14,15 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
+from services.common.counted import counted
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client, Method, Request
 from services.common.tasks import gather
 from services.coordinator.observe.outcome import Outcome
+from services.coordinator.runs.best import evaluations, is_stalled
 from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Trainer
 from services.coordinator.services.launch import Addresses
@@ -73,3 +77,33 @@ async def _close(run: Run[AnyConfig], client: Client, method: Method[Request, Me
         log.warning("run %s may still be open at %s: %s", run.run_id, client.address, error.message)
     finally:
         await client.close()
+
+
+def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outcome | None:
+    """Returns the outcome of a run that has done its steps, and says so; None if a step or something else is due.
+
+    Due is what the record does not have of the last step: its evaluation, its checkpoint or its export. A run that
+    goes back to a checkpoint is not finished.
+    """
+    ledger, config = run.record.ledger, run.config
+    version = ledger.last_finished() or 0
+    stopping = config.evaluation.early_stopping
+    is_early = stopping is not None and is_stalled(evaluations(ledger, version), stopping)
+    last = version if is_early else run.num_steps
+    if not 0 < last <= version or run.required_step is not None or _is_due(run, version, is_early=is_early):
+        return None
+    if is_early:
+        say(f"{config.name} was ended by early stopping after step {version}; use another name")
+    else:
+        say(f"{config.name} already has its {counted(version, 'step')}; raise num_steps or use another name")
+    path = run.record.export_path if config.checkpoint.export_at_end else None
+    return Outcome.of(run, version, last, path)
+
+
+def _is_due(run: Run[AnyConfig], version: int, *, is_early: bool) -> bool:
+    settings, record = run.config.checkpoint, run.record
+    is_saved = any(row["version"] == version for row in record.ledger.checkpoints(Kind.SAVED))
+    must_save = run.checkpoint_due(version) or (is_early and settings.save_freq > 0)
+    must_evaluate = run.eval_due(version) and not record.was_evaluated(version)
+    must_export = settings.export_at_end and not record.is_exported(version)
+    return must_evaluate or must_export or (must_save and not is_saved)

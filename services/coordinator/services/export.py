@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.config.reading.any import AnyConfig, load_any
+from services.common.config.reading.load import AnyConfig, load_any
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.section import FsdpConfig, ProfilerConfig, TrainerConfig

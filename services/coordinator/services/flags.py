@@ -4,8 +4,8 @@ import json
 import logging
 from contextlib import ExitStack
 
-from services.common.config.reading.any import AnyConfig
-from services.common.rpc.ports import hold_free_port
+from services.common.config.reading.load import AnyConfig
+from services.common.rpc.address import hold_free_port
 
 log = logging.getLogger(__name__)
 

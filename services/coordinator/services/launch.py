@@ -12,19 +12,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from services.common.config.reading.any import AnyConfig, role_section
+from services.common.config.reading.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.extras import require_extra
 from services.common.memory.host import killed_hint
-from services.common.rpc.address import parse_address
-from services.common.rpc.ports import hold_free_port
+from services.common.rpc.address import hold_free_port, parse_address
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.observe.trace import trace_path
 from services.coordinator.runs.resume import CHECKPOINTS
-from services.coordinator.services.devices import split_gpus, visible_gpus
 from services.coordinator.services.flags import ServiceFlags
+from services.coordinator.services.gpus import split_gpus, visible_gpus
 from services.coordinator.services.restarts import Restarts
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from asyncinotify import Inotify, Mask
 
-from services.common.config.discovery import DiscoveryConfig, DnsDiscoveryConfig
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
+from services.common.config.rollout import DiscoveryConfig, DnsDiscoveryConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, Reason, Unavailable
 from services.common.tasks import backoff_s, task_group

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.config.restart import RestartConfig
 from services.coordinator.runs.run import Run
 

@@ -8,7 +8,7 @@ from typing import Generic
 
 from rich.console import Console
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason, Unavailable
 from services.common.rpc.fence import new_token

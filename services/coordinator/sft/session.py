@@ -14,8 +14,7 @@ from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
-from services.coordinator.services.closing import close_run, finish
-from services.coordinator.services.finished import outcome_if_finished
+from services.coordinator.services.closing import close_run, finish, outcome_if_finished
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.restarts import Restarts
 from services.coordinator.services.running import Sessions, recorded_run, running_services

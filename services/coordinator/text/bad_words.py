@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.common.config.rollout.section import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
+from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.text.tokenizer import Tokenizer

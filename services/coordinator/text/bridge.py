@@ -11,9 +11,16 @@ from functools import cached_property
 from typing import Any
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.bridge_check import check_episode, check_keeps_turns
+from services.coordinator.text.bridge_check import (
+    ANSWER,
+    QUESTION,
+    answer,
+    call,
+    check_episode,
+    check_keeps_turns,
+    with_call_ids,
+)
 from services.coordinator.text.chat_template import Message, TemplateRefusal
-from services.coordinator.text.made_up import ANSWER, QUESTION, answer, call, with_call_ids
 from services.coordinator.text.tokenizer import Tokenizer
 
 _ANCHOR = "a"

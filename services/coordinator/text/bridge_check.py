@@ -6,8 +6,37 @@ from typing import NoReturn, Protocol
 
 from services.common.errors import InvalidInput
 from services.coordinator.text.chat_template import Message, TemplateRefusal
-from services.coordinator.text.made_up import ANSWER, QUESTION, SYSTEM, answer, call, with_call_ids
 from services.coordinator.text.prefix_stable import show_difference
+
+ANSWER = "LockstepAnswer"
+"""Text that can be found in rendered conversations, because no template changes letters."""
+QUESTION: Message = {"role": "user", "content": "LockstepQuestion"}
+SYSTEM: Message = {"role": "system", "content": "LockstepSystem"}
+
+
+def answer(text: str) -> Message:
+    """Returns an assistant's turn."""
+    return {"role": "assistant", "content": text}
+
+
+def call(name: str) -> Message:
+    """Returns an assistant's turn that calls the tool `name` and says nothing else."""
+    function = {"name": name, "arguments": {}}
+    calls = [{"id": _call_id(0), "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Adds a `tool_call_id` to tool messages without one, which some templates require."""
+    return [
+        {"tool_call_id": _call_id(index), **message} if message["role"] == "tool" else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _call_id(index: int) -> str:
+    return f"call{index:05d}"  # Mistral's templates take 9 letters and digits only
+
 
 _THINKING = "<think>\nEasy.\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'

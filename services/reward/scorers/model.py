@@ -1,11 +1,18 @@
-"""Scores with a reward model in a worker process of its own, so that the service imports no torch."""
+"""Scores with models: a reward model in a worker process, a judge behind a chat API, or a service behind HTTP."""
 
+import hashlib
+import json
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from services.common.config.reward.model import ModelConfig
+from services.common.config.reward.remote import HttpConfig, JudgeConfig, parse_template
 from services.common.config.reward.section import RewardConfig
 from services.common.extras import missing_modules
 from services.reward.processes.pool import Target, WorkerPool
+from services.reward.remote import MayPassError, Remote
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 from services.reward.scorers.worker import columns
 
@@ -46,3 +53,145 @@ class ModelScorer(Scorer):
     async def close(self) -> None:
         """Kills the worker."""
         await self._pool.close()
+
+
+_TOO_MANY_REQUESTS = frozenset({408, 429})
+_NOT_IN_VERSION = {"name", "weight", "api_key_file", "timeout_s", "request_timeout_s", "max_retries"} | {
+    "requests_per_s",
+    "max_concurrent",
+}
+
+
+class JudgeScorer(Scorer):
+    """Scores with the number that the judge writes, times `scale`.
+
+    The texts of a sample are inserted into the template unchanged and in one pass, so braces in them have no meaning.
+    The pattern is matched in a worker, because a sample may make the judge write a text on which that takes exponential
+    time.
+    """
+
+    def __init__(self, config: JudgeConfig, run: RewardConfig):
+        self._config = config
+        self._template = parse_template(config.template)
+        timeout_s = config.timeout_s or run.timeout_s
+        self._remote = Remote(
+            config, timeout_s, request_timeout_s=config.request_timeout_s, retry_statuses=_TOO_MANY_REQUESTS
+        )
+        target = Target("services.reward.graders.judge:extract", max_memory_bytes=int(run.max_memory_gib * 2**30))
+        self._pool = WorkerPool(target, num_workers=1, timeout_s=run.timeout_s)
+        settings = config.model_dump_json(exclude=_NOT_IN_VERSION)
+        self.version = f"{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+
+    async def open(self) -> None:
+        """Reads the key and starts the worker; sends nothing to the judge."""
+        await self._remote.open()
+        await self._pool.open()
+
+    async def score(self, item: Item) -> float:
+        """Returns the judge's score.
+
+        Raises:
+            ScoringError: TIMEOUT or ERROR if the judge does not answer, ERROR if its answer has no number, or again and
+                again one out of range.
+        """
+        request: dict[str, object] = {
+            "model": self._config.model,
+            "messages": [{"role": "user", "content": self._render(item)}],
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+        }
+        return await self._remote.post({key: value for key, value in request.items() if value is not None}, self._read)
+
+    async def _read(self, answer: object) -> float:
+        """Returns the score in the judge's answer. One out of range is no score, so the judge is asked again."""
+        score = await self._pool.call({"text": _content(answer), "pattern": self._config.score_pattern})
+        least, most = self._config.limits
+        if not least <= score <= most and math.isfinite(score):
+            detail = f"the judge's score {score:g} is not from {least:g} to {most:g} (score_range)"
+            raise MayPassError(ScoringError(FailureReason.ERROR, detail))
+        return score * self._config.scale
+
+    async def close(self) -> None:
+        """Ends all requests and kills the worker."""
+        await self._remote.close()
+        await self._pool.close()
+
+    def _render(self, item: Item) -> str:
+        extra = json.dumps(item.extra, ensure_ascii=False)
+        values = {"prompt": item.prompt, "answer": item.answer, "completion": item.completion, "extra": extra, None: ""}
+        return "".join(literal + values[field] for literal, field in self._template)
+
+
+def _content(answer: Any) -> str:
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        raise ScoringError(FailureReason.ERROR, "the judge's answer has no choices[0].message.content")
+    return content
+
+
+_MAX_VERSION_CHARS = 200
+_MAX_ERROR_CHARS = 1000
+
+
+class HttpScorer(Scorer):
+    """Scores with the server's answers."""
+
+    def __init__(self, config: HttpConfig, run: RewardConfig):
+        self._remote = Remote(config, config.timeout_s or run.timeout_s)
+        self.version = ""
+
+    async def open(self) -> None:
+        """Asks the server for its version.
+
+        Raises:
+            ScoringError: The server does not answer as described above.
+        """
+        await self._remote.open()
+        await self.score_group([])
+
+    async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
+        """Scores the group with one request.
+
+        Raises:
+            ScoringError: TIMEOUT or ERROR, because there is no valid answer or the scorer's version changed.
+        """
+        answer = await self._remote.post({"samples": [asdict(item) for item in items]})
+        scores, version = _parse(answer, len(items))
+        if version != (self.version or version):
+            message = f"its version changed from {self.version} to {version} since OpenRun; close and reopen the run"
+            raise _error(message)
+        self.version = version
+        return scores
+
+    async def close(self) -> None:
+        """Ends all requests in progress."""
+        await self._remote.close()
+
+
+def _parse(answer: object, num_samples: int) -> tuple[list[float | ScoringError], str]:
+    if not isinstance(answer, dict) or set(answer) != {"scores", "version"}:
+        raise _error("the answer is not an object with only the keys scores and version")
+    scores, version = answer["scores"], answer["version"]
+    if not isinstance(version, str) or not version.isprintable() or not 0 < len(version) <= _MAX_VERSION_CHARS:
+        raise _error(f"version: must be 1 to {_MAX_VERSION_CHARS} printable characters")
+    if not isinstance(scores, list) or len(scores) != num_samples:
+        raise _error(f"scores: must be a list of {num_samples}, one for each sample")
+    return [_parse_score(score) for score in scores], version
+
+
+def _parse_score(score: object) -> float | ScoringError:
+    if isinstance(score, dict) and set(score) == {"error"} and isinstance(score["error"], str):
+        return _error(score["error"][:_MAX_ERROR_CHARS])
+    try:
+        if isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score):
+            return float(score)
+    except OverflowError:  # an integer too large for a float
+        pass
+    raise _error(f"a score must be a finite number or an error, not {str(score)[:100]}")
+
+
+def _error(detail: str) -> ScoringError:
+    return ScoringError(FailureReason.ERROR, detail)

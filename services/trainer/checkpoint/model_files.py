@@ -8,8 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
 
 from services.common.errors import InvalidInput
+from services.common.families.architecture import read_content
+from services.common.families.supported import require_counts
 from services.common.files.regular_files import is_there
 from services.common.files.weight_files import INDEX, read_weight_map, shard_names
 
@@ -151,3 +154,16 @@ def _read_header(file: Path) -> dict[str, Stored]:
     with opened(file) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 it is not a mapping
         return {name: Stored(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+def load_config(model_path: str) -> PretrainedConfig:
+    """Returns transformers' config of a model.
+
+    Raises:
+        InvalidInput: transformers does not know the architecture, or a value in config.json is invalid.
+    """
+    require_counts(read_content(model_path), f"{model_path}/config.json")
+    try:
+        return AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # its classes of configs check values by many kinds of errors, and read nothing else
+        raise InvalidInput(f"model: {model_path}/config.json: {error!r}", field="model") from error

@@ -1,12 +1,18 @@
-"""Writes torch's distributed checkpoints without losing the error of any thread, or of the disk."""
+"""Writes torch's distributed checkpoints, in the background too, without losing the error of any thread or disk."""
 
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+
+from services.common.errors import InternalError
+from services.common.files.storage import is_of_disk, storage_error
 
 
 class ThreadedWriter(dcp.FileSystemWriter):
@@ -51,3 +57,40 @@ def _system_error(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
+
+
+@contextmanager
+def typed_errors(directory: Path, *, done: Literal["written", "read"]) -> Iterator[None]:
+    """Converts torch's CheckpointException, which every rank gets and which is a BaseException but no Exception.
+
+    `done` says what the block does with the checkpoint in `directory`.
+
+    Raises:
+        PreconditionFailed: STORAGE_FAILED: the disk of a rank failed.
+        InternalError: The save or load failed; the message has the error of each rank.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        for rank, (cause, _) in sorted(error.failures.items()):
+            if isinstance(cause, OSError) and is_of_disk(cause):
+                raise storage_error(directory, cause, done=done, rank=rank) from error
+        causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise InternalError(f"checkpoint {directory}: not {done}: {causes}") from error
+
+
+Result = TypeVar("Result")
+
+
+def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Runs `work` in a daemon thread; the future has its result or error."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (the future's reader gets it)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from services.common.batches.routes import route_shape
+from services.common.batches.routes import RouteShape, route_shape
 from services.common.config.trainer.section import TrainerConfig
-from services.common.errors import PreconditionFailed
+from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
     Adapters,
@@ -30,15 +31,46 @@ from services.trainer.backend import (
     Role,
     compute_dtype,
 )
-from services.trainer.checkpoint.torch_errors import typed_errors
-from services.trainer.checkpoint.torch_writer import ThreadedWriter
+from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
+from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.lora import AdapterStream, adapters_only
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
-from services.trainer.fsdp.routes import Replay
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
+from services.trainer.routes import LayerReplay, ModelReplay
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Pack
+
+
+class Replay:
+    """Makes the layers of experts compute with the routes of packs that have them."""
+
+    def __init__(self, causal_lm: PreTrainedModel, shape: RouteShape, device: torch.device):
+        found = routers(causal_lm)
+        if len(found) != shape.num_layers:
+            raise InternalError(f"{len(found)} routers are known in a model of {shape.num_layers} layers of experts")
+        self._layers = [LayerReplay() for _ in found]
+        self._model = ModelReplay(self._layers, device)
+        for router, layer in zip(found, self._layers, strict=True):
+            set_choice(router, layer.choose)
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Surrounds the passes over the packs of an update."""
+        self._model.begin()
+        yield
+        self._model.end()
+
+    def feed(self, pack: Pack) -> None:
+        """Sets the routes that the next forward pass uses: those of `pack`, if it has any."""
+        for number, layer in enumerate(self._layers):
+            layer.feed(None if pack.routes_TLK is None else pack.routes_TLK[:, number])
+
+    def counts(self) -> torch.Tensor:
+        """Returns what was replayed in the last `passes`, float64 [2], summed over all ranks."""
+        counts_2 = self._model.counts()
+        dist.all_reduce(counts_2)
+        return counts_2
 
 
 class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, Offloads):

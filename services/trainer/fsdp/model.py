@@ -1,6 +1,7 @@
 """Wraps a Hugging Face causal model to return log-probabilities or values, and shards it over the ranks."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from accelerate import init_empty_weights
@@ -9,21 +10,134 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.supported import require_supported as require_config_supported
 from services.trainer.checkpoint.agreement import same_on_all_ranks
-from services.trainer.checkpoint.hf_config import load_config
-from services.trainer.checkpoint.model_files import require_finite
+from services.trainer.checkpoint.model_files import (
+    load_config,
+    require_finite,
+    require_known,
+    require_same_if_tied,
+    require_tensors,
+    stored_tensors,
+)
+from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
+from services.trainer.compat.transformers import ignored_tensors
 from services.trainer.fsdp import attention
-from services.trainer.fsdp.files import load_weights, require_loadable
 from services.trainer.fsdp.lora import add_adapters
-from services.trainer.fsdp.supported import require_supported
-from services.trainer.fsdp.weights import local_shard
+from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.updates.logprobs import linear_logprobs
 from services.trainer.updates.packing import Pack
+
+
+def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: bool) -> None:
+    """Checks that the files have exactly the tensors of the model. Without `has_head`, any output layer is accepted.
+
+    The engine, which starts without weights, is sent the tensors of the model and no others.
+
+    Raises:
+        InvalidInput: A file is damaged, a tensor is missing, unknown or of another shape, or two tensors that
+            config.json ties differ.
+    """
+    directory = Path(model_path)
+    stored = stored_tensors(directory)
+    specs = WeightStream(causal_lm, torch.float32, torch.device("cpu")).specs()
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in specs}
+    tied = causal_lm.all_tied_weights_keys
+    if not has_head:
+        shapes.pop("lm_head.weight", None)
+    for copy, original in tied.items():
+        require_same_if_tied(stored, copy, original)
+        if copy in stored and original not in stored:
+            shapes[copy] = shapes.pop(original, stored[copy].shape)  # transformers takes either
+    require_tensors(stored, shapes, directory)
+    if has_head:
+        require_known(stored, {*shapes, *tied, *tied.values()}, ignored_tensors(causal_lm))
+
+
+def load_weights(model_path: str, *, has_head: bool, **kwargs: Any) -> PreTrainedModel:
+    """Loads a model whose files `require_loadable` has checked.
+
+    Raises:
+        InvalidInput: transformers cannot load it, or has initialized weights at random.
+    """
+    disable_progress_bar()  # it would fill the service's log
+    safe = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+    try:
+        answer: Any = AutoModelForCausalLM.from_pretrained(model_path, output_loading_info=True, **safe, **kwargs)
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise InvalidInput(f"model: {model_path} cannot be loaded: {error!r}", field="model") from error
+    loaded, loading = answer  # because of output_loading_info
+    missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    if missing := sorted(missing if has_head else missing - {"lm_head.weight"}):
+        raise InvalidInput(f"model: {model_path} has no tensor {', '.join(missing[:5])}", field="model")
+    return loaded
+
+
+def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    """Checks the model, whose weights are on the meta device and whose config is supported.
+
+    Raises:
+        InvalidInput: The logits depend on more than the output layer's weight, a layer would mix the sequences of a
+            pack, or the experts have a width that torch cannot compute.
+    """
+    output_layer = getattr(causal_lm, "lm_head", None)
+    if output_layer is None:
+        _refuse("an output layer that is not lm_head")
+    if output_layer.bias is not None:
+        _refuse("lm_head.bias")
+    modules = (hf_config, *causal_lm.modules())
+    if any(getattr(module, "sliding_window", None) for module in modules):  # 0 means none, as in Qwen2-MoE
+        raise InvalidInput("model: sliding_window in its config.json is not supported by any strategy", field="model")
+    if any(isinstance(module, nn.Conv1d) for module in modules):
+        _refuse("convolutions over tokens")
+    if not isinstance(getattr(getattr(causal_lm, "model", None), "layers", None), nn.ModuleList):
+        _refuse(f"model_type {hf_config.model_type}, whose layers are not model.layers,")
+    _require_aligned_experts(causal_lm, compute_dtype)
+    _require_packed_attention(causal_lm, hf_config.model_type)
+
+
+def _require_aligned_experts(causal_lm: PreTrainedModel, dtype: torch.dtype) -> None:
+    for name, parameter in causal_lm.named_parameters():
+        if parameter.ndim == 3 and parameter.shape[-1] * dtype.itemsize % GROUPED_ALIGN_BYTES:
+            multiple = GROUPED_ALIGN_BYTES // dtype.itemsize
+            _refuse(
+                f"{name} of shape {list(parameter.shape)} (moe_intermediate_size, hidden_size): the last size must be "
+                f"a multiple of {multiple} in {dtype}; it"
+            )
+
+
+def _require_packed_attention(causal_lm: PreTrainedModel, model_type: str) -> None:
+    """Runs the model on the meta device up to its first attention layer."""
+    causal_lm.set_attn_implementation(attention.PROBE)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    packed = {"position_ids": tokens, "use_cache": False, "cu_seqlens": lengths, "max_seqlen": 2}
+    try:
+        causal_lm.get_submodule("model")(input_ids=tokens, **packed)
+    except attention.ProbeReached as reached:
+        if reached.problem:
+            _refuse(f"model_type {model_type}, with {reached.problem},")
+    except NotImplementedError:
+        pass  # a layer before the attention needs values, which meta tensors do not have; packed_attention checks again
+    except Exception as error:  # nothing is computed, and sizes that do not fit may raise anything
+        raise _refusal(f"model_type {model_type} ({error!r})") from error
+    else:
+        _refuse(f"model_type {model_type}, which does not use transformers' attention interface,")
+    finally:
+        causal_lm.set_attn_implementation(attention.NAME)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise _refusal(what)
+
+
+def _refusal(what: str) -> InvalidInput:
+    return InvalidInput(f"model: {what} is not supported with strategy fsdp", field="model")
 
 
 class _Model(nn.Module):

@@ -4,20 +4,81 @@ from collections.abc import Callable
 
 import torch
 
-from services.common.config.trainer.loss import LossConfig
+from services.common.config.trainer.loss import CorrectionConfig, LossConfig
 from services.common.errors import InvalidInput
-from services.trainer.losses.cispo import cispo
-from services.trainer.losses.correction import correction
-from services.trainer.losses.covariance import clip_cov, kl_cov
-from services.trainer.losses.dppo import dppo
-from services.trainer.losses.grpo import grpo
-from services.trainer.losses.gspo import gspo
-from services.trainer.losses.kl import KL_ESTIMATES
-from services.trainer.losses.python import python
-from services.trainer.losses.reinforce import reinforce
-from services.trainer.losses.sapo import sapo
-from services.trainer.losses.sft import sft
+from services.trainer.losses.kinds import cispo, clip_cov, dppo, grpo, gspo, kl_cov, python, reinforce, sapo, sft
 from services.trainer.losses.terms import Tokens, Totals, token_weights
+
+# The bounds of verl. Without them, one token that the policy has made impossible could overflow the whole mean.
+_MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
+
+
+def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Returns the log-ratio. As a value it is unbiased; as a loss it is only noise, for its mean gradient is zero."""
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Returns half the squared log-ratio. It is biased, but its mean gradient is that of KL(policy || reference)."""
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Returns ref / policy - 1 - log(ref / policy).
+
+    It is unbiased, never negative and of low variance. Its mean gradient is that of KL(reference || policy). The
+    log-ratio is clamped to -20..20 and the result to at most 10; a clamped token has no gradient.
+    """
+    log_ratio = (ref_logprobs - logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=_MAX_K3)
+
+
+def kl_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Returns the absolute log-ratio, a penalty with a bounded gradient. It does not estimate a divergence."""
+    return (logprobs - ref_logprobs).abs()
+
+
+KL_ESTIMATES = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "abs": kl_abs}
+
+
+def correction(tokens: Tokens, config: CorrectionConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the factor [N] of each token's policy loss, without gradient, and metrics [N].
+
+    With the default config the factor is 1 for every token, and there are no metrics.
+    """
+    log_ratio_N = tokens.columns["old_logprobs"] - tokens.columns["behavior_logprobs"]
+    if config == CorrectionConfig():
+        return torch.ones_like(log_ratio_N), {}
+    is_kept_N = _is_kept(tokens, log_ratio_N, config)
+    weights_N = _weights(tokens, log_ratio_N, config)
+    factor_N = weights_N.clamp(max=config.weight_cap) * is_kept_N
+    return factor_N, {
+        "correction_mean": factor_N,
+        "correction_masked": ~is_kept_N,
+        "correction_truncated": is_kept_N & (weights_N > config.weight_cap),
+    }
+
+
+def _weights(tokens: Tokens, log_ratio_N: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
+    if config.weight == "none":
+        return torch.ones_like(log_ratio_N)
+    return torch.exp(log_ratio_N if config.weight == "token" else tokens.sequence_sum(log_ratio_N))
+
+
+def _is_kept(tokens: Tokens, log_ratio_N: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
+    is_kept_N = torch.ones_like(log_ratio_N, dtype=torch.bool)
+    if config.token_mask:
+        is_kept_N &= _is_within(log_ratio_N.exp(), config.token_mask)
+    if config.geometric_mask:
+        is_kept_N &= _is_within(tokens.sequence_mean(log_ratio_N).exp(), config.geometric_mask)
+    if config.veto is not None:
+        is_kept_N &= tokens.sequence_sum((log_ratio_N.exp() < config.veto).to(log_ratio_N.dtype)) == 0
+    return is_kept_N
+
+
+def _is_within(values_N: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
+    return (values_N >= bounds[0]) & (values_N <= bounds[1])
+
 
 # Returns the loss [N] of each token, and metrics [N] to be averaged over tokens. Values of masked tokens are ignored.
 TokenLoss = Callable[[Tokens, LossConfig], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -51,7 +112,7 @@ def policy_loss(
             gradient.
         columns: The columns of services.trainer.updates.packing.Pack, and old_logprobs. loss_mask, completion_length
             and behavior_logprobs are always read; advantages unless kind is sft; ref_logprobs if kl_coef is set;
-            covariance for the kinds in services.trainer.losses.covariance.
+            covariance for the kinds in services.trainer.losses.kinds.
         lengths: The number of tokens of each sequence in N.
         totals: The counts over the whole mini-batch.
         config: The kind and its coefficients.

@@ -43,8 +43,7 @@ from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
 from services.trainer.megatron.transformer import model_architecture, read_config
 from services.trainer.megatron.weights.load import load_checkpoint_weights, require_loadable
-from services.trainer.megatron.weights.lora import adapted_layers, add_adapters
-from services.trainer.megatron.weights.lora_map import AdapterMap
+from services.trainer.megatron.weights.lora import AdapterMap, adapted_layers, add_adapters
 from services.trainer.megatron.weights.stream import (
     WeightStream,
     gather_json,

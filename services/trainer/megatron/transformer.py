@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from services.common.families.architecture import Architecture, make_architecture
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import require_supported
-from services.trainer.checkpoint.hf_config import load_config
+from services.trainer.checkpoint.model_files import load_config
 
 
 def read_config(model_path: str) -> PretrainedConfig:

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import PublicationCost
 
-from services.common.errors import PreconditionFailed, Reason
+from services.common.errors import Aborted, LockstepError, PreconditionFailed, Reason
 from services.common.weights.buckets import follow, pack, pack_rounds
 from services.common.weights.cost import Cost
 from services.common.weights.digest import Sums, WeightDigest
 from services.common.weights.group import Transfer, WeightGroup
+from services.common.weights.pairs.members import BACKEND as PAIRS
 from services.common.weights.pairs.sender import PairSender
 from services.common.weights.plan import Bucket, NamedTensors, Plan
 from services.common.weights.span import Items
@@ -128,3 +131,39 @@ def _conclude(group: SendingMember, plan: Plan, digest: WeightDigest, version: i
             sent=content,
         )
     return content
+
+
+def join_epoch(
+    group: types_pb2.WeightGroup, *, rank: int, senders: Sequence[int], device: torch.device
+) -> SendingMember | None:
+    """Returns this rank's membership, or None if the rank is no member. `senders` lists the plan's senders.
+
+    Raises:
+        Aborted: A member did not join.
+    """
+    if group.backend == PAIRS:
+        return _join_pairs(group, rank, senders, device)
+    return WeightGroup(group, rank=senders.index(rank), device=device) if rank in senders else None
+
+
+def _join_pairs(group: types_pb2.WeightGroup, rank: int, senders: Sequence[int], device: torch.device) -> PairSender:
+    """Joins all ranks or none, because a publication has collectives of all ranks."""
+
+    def spread(flat: torch.Tensor, sender: int) -> None:
+        if dist.get_world_size() > 1:
+            dist.broadcast(flat, src=senders[sender])
+
+    member: PairSender | None = None
+    failure: LockstepError | None = None
+    try:
+        member = PairSender(group, rank=rank, device=device, senders=senders, spread=spread)
+    except LockstepError as error:
+        failure = error
+    num_joined = torch.tensor([int(member is not None)], device=device)
+    dist.all_reduce(num_joined)
+    if member is not None and int(num_joined) == dist.get_world_size():
+        return member
+    if member is not None:
+        member.kill()
+        member.abort()
+    raise failure or Aborted(f"epoch {group.epoch}: another trainer rank could not join", epoch=group.epoch)

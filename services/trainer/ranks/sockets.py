@@ -6,13 +6,18 @@ gives the public key only to its ranks, so that the key serves as their secret.
 """
 
 import contextlib
+import ipaddress
 import json
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 import zmq
 import zmq.asyncio
+
+from services.common.errors import InvalidInput
+from services.common.rpc.address import route_to
 
 # A process that exits closes its connection, but a host that fails does not. ZeroMQ therefore sends heartbeats from its
 # own thread, whatever the rank is busy with, and closes a connection that has been silent for too long.
@@ -68,3 +73,27 @@ def connect(rank: int, address: RanksAddress) -> Iterator[tuple[zmq.Socket, zmq.
 def _send_heartbeats(to_others: zmq.Socket) -> None:
     to_others.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     to_others.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+
+
+def use_interface_to(host: str) -> None:
+    """Makes gloo use the interface that reaches `host`, unless GLOO_SOCKET_IFNAME names another.
+
+    By default gloo uses the address that this host's own name resolves to, which on many hosts is loopback.
+
+    Raises:
+        InvalidInput: No interface has the source address that the kernel uses to reach `host`.
+    """
+    route = route_to(host)
+    if not route.interface:
+        raise InvalidInput(
+            f"no interface of this host has {route.address}, the source address for {host}", field="master-addr"
+        )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
+
+
+def published_host(host: str) -> str:
+    """Returns the host to publish for a service that listens on `host`: empty if it listens on every interface."""
+    try:
+        return "" if ipaddress.ip_address(host.strip("[]")).is_unspecified else host
+    except ValueError:
+        return host  # a name, not an address

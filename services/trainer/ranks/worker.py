@@ -19,8 +19,7 @@ from lockstep.types.v1 import types_pb2
 from services.common.batches import batch as batches
 from services.common.batches.routes import RouteShape, route_shape
 from services.common.config.reading.load import parse_json
-from services.common.config.trainer.roles import CriticSettings
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer.section import CriticSettings, TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.files.model_card import read_model_card, write_model_card
 from services.common.files.storage import storage_error, writing
@@ -29,7 +28,6 @@ from services.common.weights.plan import Plan
 from services.common.weights.span import Items
 from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.checkpoint.background import in_background
 from services.trainer.checkpoint.export import (
     adapter_config,
     export_adapter,
@@ -37,12 +35,12 @@ from services.trainer.checkpoint.export import (
     served_card,
     tokenizer_card,
 )
+from services.trainer.checkpoint.torch_writer import in_background
 from services.trainer.losses import Totals
-from services.trainer.losses.python import require_importable
+from services.trainer.losses.kinds import require_importable
 from services.trainer.ranks.calls import Message, rank_command
-from services.trainer.ranks.membership import join_epoch
 from services.trainer.ranks.memory import MemoryCommands, reserve_workspaces, return_free_memory
-from services.trainer.ranks.publish import SendingMember, send
+from services.trainer.ranks.publish import SendingMember, join_epoch, send
 from services.trainer.ranks.strategies import make_backend
 from services.trainer.updates.blocks import BlockUpdate
 from services.trainer.updates.critic import update_critic

@@ -8,10 +8,9 @@ import torch
 from services.common.config.trainer.section import TrainerConfig
 from services.trainer.backend import AddsBlocks, Backend
 from services.trainer.losses import Totals
-from services.trainer.updates.gap import Gaps, require_agreement
+from services.trainer.updates.gap import Gaps, Replayed, require_agreement
 from services.trainer.updates.packing import Pack
 from services.trainer.updates.policy import apply_gradient, later_update, means_of, pack_loss, set_old
-from services.trainer.updates.replayed import Replayed
 
 # Metrics that are divided by the same count as the loss; the others are means over tokens.
 _LOSSES = ("loss", "policy_loss")

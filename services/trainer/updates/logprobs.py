@@ -1,12 +1,34 @@
 """Computes log-probabilities and entropies from hidden states without storing all [tokens, vocabulary] logits."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from services.trainer.updates.fused import fused_on_gpu
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def fused_on_gpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Returns `function`, compiled for calls whose first argument is on a GPU. CPU calls run it as written.
+
+    A host without GPUs therefore needs no compiler.
+    """
+
+    @functools.cache
+    def compiled() -> Callable[Arguments, Result]:
+        return torch.compile(function, dynamic=True)  # not at decoration, because it imports the compiler
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        first = args[0]
+        is_on_gpu = isinstance(first, torch.Tensor) and first.is_cuda
+        return (compiled() if is_on_gpu else function)(*args, **kwargs)
+
+    return call
+
 
 # The number of logits computed at a time. On CPU a few float32 copies of them exist, on GPU two in half precision.
 _ENTRIES_PER_CHUNK = {"cpu": 64 << 20, "cuda": 256 << 20}

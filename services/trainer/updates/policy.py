@@ -14,11 +14,10 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, policy_loss
-from services.trainer.losses.covariance import covariance, covariance_sums
-from services.trainer.updates.gap import Gaps, require_agreement
+from services.trainer.losses.kinds import covariance, covariance_sums
+from services.trainer.updates.gap import Gaps, Replayed, require_agreement
 from services.trainer.updates.optim import learning_rate, weight_decay
 from services.trainer.updates.packing import Pack
-from services.trainer.updates.replayed import Replayed
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-import services.common.config.reading.any  # noqa: F401  imports all models
+import services.common.config.reading.load  # noqa: F401  imports all models
 from services.common.config.base import Strict
 from services.common.config.reading.load import load, parse_json
 from services.common.config.run import Config

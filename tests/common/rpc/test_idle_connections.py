@@ -12,7 +12,7 @@ from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 
-from services.common.rpc import options
+from services.common.rpc import channel as options
 from services.common.rpc.client import Client
 from services.common.rpc.security.identities import Role
 from services.common.rpc.security.tls import Credentials, Transport

@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 
 from services.common.errors import InvalidInput
-from services.common.rpc.fence import HEADER, LEASE_HEADER, Fence, incoming, new_token, outgoing
-from services.common.rpc.lease import Lease
+from services.common.rpc.fence import HEADER, LEASE_HEADER, Fence, Lease, incoming, new_token, outgoing
 from tests.support import PATIENCE_S
 
 

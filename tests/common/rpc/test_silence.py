@@ -12,8 +12,8 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 
 from services.common.errors import DeadlineExceeded, Unavailable
+from services.common.rpc import channel as options
 from services.common.rpc import client as client_module
-from services.common.rpc import options
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from tests.campaign.proxy import Proxy

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.metrics import RpcMetrics
-from services.common.telemetry import page_server
+from services.common.telemetry import metrics_server as page_server
 from services.common.telemetry.metrics_server import Metrics, Page
 from tests.common.telemetry.watched import Service, reward_service, scrape, value
 from tests.support import PATIENCE_S

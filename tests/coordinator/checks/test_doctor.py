@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from services.common.config.sft import SftConfig
 from services.common.errors import Unavailable
 from services.common.files import sockets
-from services.common.rpc import ports
+from services.common.rpc import address as ports
 from services.common.rpc.security.identities import Role
 from services.common.rpc.server import Server
 from services.coordinator.checks.doctor import broadcast, host, running, session
@@ -40,7 +40,7 @@ from services.coordinator.checks.doctor.running import (
 )
 from services.coordinator.cli.main import app, main
 from services.coordinator.runs import ledger
-from services.coordinator.services import devices
+from services.coordinator.services import gpus as devices
 from services.coordinator.services.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.rpc.tls_harness import Certificates, serve

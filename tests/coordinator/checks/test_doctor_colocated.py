@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.coordinator.checks.doctor.colocated import examine_colocated
 from services.coordinator.checks.doctor.finding import Verdict
+from services.coordinator.checks.doctor.session import examine_colocated
 from services.coordinator.services.launch import Addresses
 from tests.coordinator.fake_services import make_config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.checks.doctor.finding import Verdict
-from services.coordinator.checks.doctor.replicas import examine_replicas
+from services.coordinator.checks.doctor.session import examine_replicas
 from services.coordinator.services.launch import Addresses
 from tests.coordinator.fake_services import make_config
 

@@ -147,7 +147,7 @@ def test_wrong_gpus_and_wrong_configs_are_named(args: list[str]):
 
 
 def test_a_host_without_gpus_is_told_to_name_others(args: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("services.coordinator.services.devices.visible_gpus", list)
+    monkeypatch.setattr("services.coordinator.services.gpus.visible_gpus", list)
     with pytest.raises(InvalidInput, match="there is no GPU here; name those of another host, such as --gpus 8x79"):
         CliRunner().invoke(app, ["plan", *args, "--suggest"], catch_exceptions=False)
 

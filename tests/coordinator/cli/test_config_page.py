@@ -8,8 +8,7 @@ from rich.console import Console
 from services.common.config.reading.load import keys
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.cli.config_list import keys_with_prefix, show_keys
-from services.coordinator.cli.config_page import config_page
+from services.coordinator.cli.config import config_page, keys_with_prefix, show_keys
 from tests.support import ROOT
 
 KEYS = list(keys(Config))

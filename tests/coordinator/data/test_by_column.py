@@ -7,8 +7,7 @@ from pydantic import ValidationError
 
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput
-from services.coordinator.data.by_column import rewards_by_column
-from services.coordinator.data.groups import ScoredGroup
+from services.coordinator.data.groups import ScoredGroup, rewards_by_column
 from services.coordinator.data.prompts import Prompt, PromptDataset, load_eval
 
 

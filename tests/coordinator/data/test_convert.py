@@ -15,8 +15,7 @@ from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli import data as cli
 from services.coordinator.data.prepare.convert import ConversionOptions, convert
-from services.coordinator.data.prepare.deepscaler import DEEPSCALER
-from services.coordinator.data.prepare.gsm8k import GSM8K
+from services.coordinator.data.prepare.formats import DEEPSCALER, GSM8K
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading import parquet
 from tests.coordinator.data import fake_hub
@@ -251,7 +250,7 @@ def convert_from_hub(endpoint: str, source: str, tmp_path: Path) -> subprocess.C
     code = (
         "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
         "from services.coordinator.data.prepare.convert import ConversionOptions, convert\n"
-        "from services.coordinator.data.prepare.gsm8k import GSM8K\n"
+        "from services.coordinator.data.prepare.formats import GSM8K\n"
         "try:\n    print(dict(convert(GSM8K, sys.argv[1], Path(sys.argv[2]), ConversionOptions()).num_rows))\n"
         "except LockstepError as error:\n    print(type(error).__name__, error)\n"
     )

@@ -1,6 +1,6 @@
 """Tests the lanes of a step, in the report and as text."""
 
-from services.coordinator.observe.report.lanes import drawing, lanes
+from services.coordinator.observe.report.page import drawing, lanes
 
 STEP = {
     "step": 3,

@@ -17,10 +17,10 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
 from pydantic import ValidationError
 
-from services.common.batches.token_hash import tokens_sha256
-from services.common.config.evaluation.section import EvalSetConfig
+from services.common.batches.batch import tokens_sha256
+from services.common.config.evaluation import EvalSetConfig
 from services.common.config.reading.load import load
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal

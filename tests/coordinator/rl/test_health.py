@@ -7,7 +7,7 @@ import pytest
 from lockstep.reward.v1 import reward_pb2 as pb
 
 from services.common.config.observability import WarningsConfig
-from services.coordinator.rl.health import warning_metrics
+from services.coordinator.rl.metrics import warning_metrics
 from services.coordinator.services.clients.environment import EnvironmentFailure
 from services.coordinator.services.clients.reward import reason_name
 from services.coordinator.services.clients.rewards import Rewards

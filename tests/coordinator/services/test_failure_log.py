@@ -9,7 +9,7 @@ import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
 from services.coordinator.services.clients.failure_log import Cause, FailureLog

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
-from services.common.config.discovery import DnsDiscoveryConfig
+from services.common.config.rollout import DnsDiscoveryConfig
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.coordinator.runs.replicas import REPLICAS, parse_replicas, write_replicas
 from services.coordinator.services.clients.replica import Affinity, ReplicaState

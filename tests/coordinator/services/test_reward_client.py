@@ -16,7 +16,7 @@ from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients.reward import Reward
-from services.reward.scorers.exact import ExactScorer
+from services.reward.scorers.text import ExactScorer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt
 from tests.support import LIMITS_S

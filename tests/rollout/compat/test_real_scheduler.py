@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.rollout.arguments import engine_arguments
 from services.rollout.compat.vllm.scheduler import InChunks, kind_of, scheduler
 

@@ -12,7 +12,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.rollout.arguments import engine_arguments
 from services.rollout.compat.vllm.routes import ReturnsRoutes, returning_routes
 from services.rollout.compat.vllm.scheduler import InChunks, fewest_of

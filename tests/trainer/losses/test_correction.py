@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from services.common.config.trainer.loss import CorrectionConfig, LossConfig
 from services.trainer.losses import Totals, policy_loss
-from services.trainer.losses.correction import correction
+from services.trainer.losses.policy import correction
 from services.trainer.losses.terms import Tokens
 
 # Sequences of 3, 2 and 2 tokens, the second token of the first masked; old / behavior probability.

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from services.common.config.trainer.loss import LossConfig
 from services.common.errors import InvalidInput
 from services.trainer.losses import Totals, policy_loss
-from services.trainer.losses.python import require_importable
+from services.trainer.losses.kinds import require_importable
 
 
 def loss_of(path: str, **kwargs: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.ranks.advice import memory_advice
+from services.trainer.ranks.calls import memory_advice
 
 
 def test_the_keys_of_the_role_are_named() -> None:

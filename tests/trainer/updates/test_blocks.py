@@ -7,7 +7,7 @@ import pytest
 from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
 from services.common.errors import InternalError
 from services.trainer.ranks.shards import block_parts
-from services.trainer.updates.replayed import Replayed
+from services.trainer.updates.gap import Replayed
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
 
 

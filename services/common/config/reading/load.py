@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -11,11 +11,42 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from services.common.config.reading.read_yaml import MAX_DEPTH, KeySetTwiceError, parse_yaml
-from services.common.config.reading.suggest import suggest
-from services.common.config.reading.tables import is_replaced, models_of, open_tables
-from services.common.config.reading.words import in_words
+from services.common.config.reading.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_yaml, suggest
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.config.trainer.section import RoleConfig
 from services.common.errors import InvalidInput, Reason
+
+
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the config classes that a type names, in their order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in models_of(arg)]
+
+
+def open_tables(model: type[BaseModel], at: str = "") -> Iterator[str]:
+    """Yields the dotted paths of tables whose keys are not fixed: entries with free names, or one of several kinds."""
+    for name, field in model.model_fields.items():
+        path, origin, nested = at + name, get_origin(field.annotation), models_of(field.annotation)
+        if origin is dict or len(nested) > 1:
+            yield path
+        if origin not in (dict, tuple):
+            for option in nested:
+                yield from open_tables(option, f"{path}.")
+
+
+def is_replaced(path: str, before: Mapping[Any, Any], value: object, open_paths: Collection[str]) -> bool:
+    """Returns whether `value` replaces the table `before` at `path`: it is no table, or an empty one or one of another
+    kind among `open_paths`.
+    """
+    if not isinstance(value, dict):
+        return True
+    if path not in open_paths:
+        return False
+    table = cast(dict[str, Any], value)
+    return not table or ("kind" in before and table.get("kind", before["kind"]) != before["kind"])
+
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -268,3 +299,25 @@ def _type_name(annotation: Any) -> str:
     if models_of(annotation):
         return "list" if get_origin(annotation) is tuple else "table"
     return str(annotation).replace("typing.", "").replace("pathlib.", "")
+
+
+AnyConfig = Config | SftConfig
+
+
+def role_section(config: AnyConfig, name: str) -> RoleConfig | None:
+    """Returns the section of the reference or the critic; None for `trainer`, and where there is no such model."""
+    sections = {"reference": config.reference, "critic": config.critic} if isinstance(config, Config) else {}
+    return sections.get(name)
+
+
+def load_any(args: Sequence[str]) -> AnyConfig:
+    """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`.
+
+    Raises:
+        InvalidInput: See `services.common.config.reading.load.load`.
+    """
+    # Tables that both kinds of runs have are of the same classes.
+    tree, origin = read(Config, args)
+    data = tree.get("data")
+    is_supervised = "reward" not in tree and isinstance(data, dict) and "samples_per_step" in data
+    return validate(SftConfig if is_supervised else Config, tree, origin)

@@ -1,10 +1,17 @@
-"""Parses YAML with limits: a small text must not build a huge tree, and a key must not be set twice."""
+"""Parses YAML with limits: a small text must not build a huge tree, and a key must not be set twice.
 
+Suggests keys for those that do not exist, and explains rejected values.
+"""
+
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import yaml
+from pydantic_core import ErrorDetails
+
+from services.common.import_path import IMPORT_PATH
 
 _MAX_VALUES = 100_000
 _MAX_MERGED = 1_000
@@ -75,3 +82,126 @@ def _count(value: object, counted: dict[int, int], depth: int) -> int:
         children = cast(Iterable[object], value.values() if isinstance(value, dict) else value)
         counted[key] = 1 + sum(_count(child, counted, depth + 1) for child in children)
     return counted[key]
+
+
+# Names that other trainers (TRL, verl, OpenRLHF) use, and the last part of Lockstep's name.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "batch_size": "prompts_per_step",
+    "train_batch_size": "prompts_per_step",
+    "num_generations": "completions_per_prompt",
+    "group_size": "completions_per_prompt",
+    "n": "completions_per_prompt",
+    "max_steps": "num_steps",
+    "total_steps": "num_steps",
+    "epochs": "num_epochs",
+    "num_train_epochs": "num_epochs",
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "save_steps": "save_freq",
+    "eval_steps": "eval_freq",
+}
+
+
+def suggest(known: Sequence[str], path: str, value: object) -> str:
+    """Returns the known key nearest to the unknown key `path`, or an empty string if none is near.
+
+    Only keys of the same section are suggested if `path` begins with a section that exists.
+
+    Args:
+        known: All dotted keys, the more usual before the less usual.
+        path: The dotted key as it was written, up to its first unknown part.
+        value: Its value. If it is a table with only one key, that key is taken as part of the path.
+    """
+    while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
+        ((name, value),) = table.items()
+        path = f"{path}.{name}"
+    section, parent, leaf = path.partition(".")[0], *_split(path)
+    in_section = [key for key in known if key.startswith(f"{section}.")] or known
+    siblings = [key for key in known if _split(key)[0] == parent]
+    leaf = _OTHER_NAMES.get(leaf, leaf)
+    written = f"{parent}.{leaf}" if parent else leaf
+    if all(key.startswith(f"{section}.") for key in in_section):  # what all have in common makes none of them near
+        by_rest = {key.removeprefix(f"{section}."): key for key in reversed(in_section)}
+        near = difflib.get_close_matches(written.removeprefix(f"{section}."), by_rest, n=1, cutoff=0.8)
+        near_path = [by_rest[rest] for rest in near]
+    else:
+        near_path = difflib.get_close_matches(written, in_section, n=1, cutoff=0.8)
+    return (
+        _by_leaf(siblings, leaf)
+        or _best([key for key in in_section if _split(key)[1] == leaf], parent)
+        or next(iter(near_path), "")
+        or _by_leaf([key for key in in_section if "[" not in key and "<" not in key], leaf)
+    )
+
+
+def _split(path: str) -> tuple[str, str]:
+    parent, _, leaf = path.rpartition(".")
+    return parent, leaf
+
+
+def _by_leaf(among: Collection[str], leaf: str) -> str:
+    """Returns the first key whose last part is nearest to `leaf`."""
+    by_leaf: dict[str, str] = {}
+    for key in among:
+        by_leaf.setdefault(_split(key)[1], key)
+    close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
+    return by_leaf[close[0]] if close else ""
+
+
+def _best(among: Sequence[str], parent: str) -> str:
+    """Returns the first key whose table is named like `parent`, else the first key. Keys in lists are left out."""
+    plain = [key for key in among if "[" not in key and "<" not in key]
+    written = parent.rpartition(".")[2]
+    return next((key for key in plain if _split(key)[0].endswith(written)), plain[0] if plain else "")
+
+
+_WANTED = {
+    "model_type": "a table of keys",
+    "model_attributes_type": "a table of keys",
+    "dict_type": "a table of keys",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+}
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("below", "lt"),
+}
+
+
+def in_words(detail: ErrorDetails) -> str:
+    """Returns what the value must be, and what it is."""
+    kind, context, given = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind in _WANTED:
+        return f"must be {_WANTED[kind]}, not {given!r}"
+    if kind in _BOUNDS:
+        word, limit = _BOUNDS[kind]
+        return f"must be {word} {context[limit]}, not {given!r}"
+    if kind == "literal_error":
+        return f"must be {context['expected']}, not {given!r}"
+    if kind == "union_tag_invalid":
+        return f"{_bare(context['discriminator'])} {context['tag']!r} is none of {_bare(context['expected_tags'])}"
+    if kind == "union_tag_not_found":
+        return f"{_bare(context['discriminator'])} is required and not set"
+    if kind in ("too_short", "too_long"):
+        bound, limit = ("at least", "min_length") if kind == "too_short" else ("at most", "max_length")
+        return f"must have {bound} {context[limit]} entries, not {context['actual_length']}"
+    if kind == "string_pattern_mismatch" and IMPORT_PATH in context["pattern"]:
+        return f"must be package.module:name, such as my_rewards:score, not {given!r}"
+    return f"{re.sub('^(Input|String|Value) should ', 'must ', detail['msg'])}, not {given!r}"
+
+
+def _bare(quoted: str) -> str:
+    return quoted.replace("'", "")

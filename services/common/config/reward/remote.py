@@ -133,7 +133,7 @@ class JudgeConfig(RemoteConfig):
 
 
 class HttpConfig(RemoteConfig):
-    """Calls a scorer at a URL of yours: one POST per prompt group, as services/reward/scorers/http.py describes."""
+    """Calls a scorer at a URL of yours: one POST per prompt group, as services/reward/scorers/model.py describes."""
 
     kind: Literal["http"] = "http"
     """Send each prompt group as one POST to a scorer of your own."""

@@ -1,14 +1,54 @@
-"""Defines the config section `trainer`: strategy, loss, optimizer, adapters and profiler."""
+"""Defines the config section `trainer`: strategy, loss, optimizer, adapters, router replay and other roles."""
 
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Seconds, Strict
-from services.common.config.trainer.lag import LagConfig, check_lag
-from services.common.config.trainer.loss import LossConfig
+from services.common.config.trainer.loss import LagConfig, LossConfig, ValueLossConfig, check_lag
 from services.common.config.trainer.megatron import MegatronConfig
-from services.common.config.trainer.routing import RoutingConfig, check_routing, ignores_routes
+
+
+class RoutingConfig(Strict):
+    """Configures how a policy with mixture-of-experts layers is trained; has no effect on a dense model."""
+
+    replay_routes: Literal["auto", "on", "off"] = "auto"
+    """Routing replay (R3, arXiv 2510.11370): compute each token with the experts that the engine chose for it, in the
+    forward pass, in recomputation and so in the backward pass. Their weights still come from the trainer's router,
+    which gets gradients. auto: replay if all layers of the model have experts, the engine can return its choices, and
+    the config allows it (no stop strings, and with Megatron no moe_router_fusion, sinkhorn or CUDA graphs); on: fail
+    if it is not possible; off: use the experts that the trainer's router chooses."""
+
+    @field_validator("replay_routes", mode="before")
+    @classmethod
+    def _on_and_off_are_words(cls, value: object) -> object:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads them as booleans
+
+
+def ignores_routes(megatron: MegatronConfig) -> str:
+    """Returns the setting with which Megatron would ignore routes; an empty string if there is none."""
+    given = megatron.transformer_config_kwargs
+    if given.get("moe_router_fusion"):
+        return "megatron.transformer_config_kwargs.moe_router_fusion"
+    if given.get("cuda_graph_impl", "none") != "none":
+        return "megatron.transformer_config_kwargs.cuda_graph_impl"
+    if "sinkhorn" in (megatron.moe.load_balancing_type, given.get("moe_router_load_balancing_type")):
+        return "megatron.moe.load_balancing_type sinkhorn"
+    return ""
+
+
+def check_routing(routing: RoutingConfig, loss: LossConfig, strategy: str, megatron: MegatronConfig) -> None:
+    """Raises ValueError if routes must be replayed and this config makes it impossible."""
+    if routing.replay_routes != "on":
+        return
+    if not loss.is_sampled:
+        raise ValueError(f"moe.replay_routes on needs sampled tokens, and loss.kind {loss.kind} has none: leave it out")
+    if strategy == "megatron" and (setting := ignores_routes(megatron)):
+        raise ValueError(
+            f"moe.replay_routes on: with {setting} Megatron's router ignores routes; leave that out, or set "
+            "moe.replay_routes to off"
+        )
+
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -250,3 +290,68 @@ def require_used(section: Strict, strategy: str, *, key: str) -> None:
         path += f".{name}"
     if path != f"{key}.{other}":
         raise ValueError(f"{path} is not used by strategy {strategy}: set {key}.strategy={other}, or leave it out")
+
+
+class RoleConfig(Strict):
+    """Configures a model other than the policy. Keys that are null are taken from `trainer`."""
+
+    deployment: Literal["shared", "own"] = "shared"
+    """shared: run on the policy's ranks; own: run on a trainer service of its own."""
+    model: str | None = None
+    """Path of the model on its trainer's host, or a model on the Hugging Face Hub, as in `model`; null uses that of the
+    policy."""
+    strategy: Literal["fsdp", "megatron"] | None = None
+    """Training backend; null uses trainer.strategy."""
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Number of ranks, with deployment: own only; null uses trainer.num_ranks."""
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Token budget of one packed forward pass on one rank; null uses trainer.max_tokens_per_microbatch."""
+    fsdp: FsdpConfig | None = None
+    """FSDP2 settings, used by strategy fsdp; null uses trainer.fsdp."""
+    megatron: MegatronConfig | None = None
+    """Megatron settings such as parallel sizes, used by strategy megatron; null uses trainer.megatron."""
+
+    @model_validator(mode="after")
+    def _shared_ranks_are_the_policys(self) -> Self:
+        if self.deployment == "shared" and self.num_ranks is not None:
+            raise ValueError("num_ranks is only for deployment: own; set that, or leave num_ranks out")
+        return self
+
+    def settings(self, trainer: TrainerConfig) -> TrainerConfig:
+        """Returns the settings for the ranks of this model."""
+        names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **given})
+
+
+class ReferenceConfig(RoleConfig):
+    """Configures the frozen reference model of the KL penalties in the loss and in the reward."""
+
+
+class CriticSettings(TrainerConfig):
+    """Holds the settings for the ranks of a critic."""
+
+    value_loss: ValueLossConfig = ValueLossConfig()
+    """Loss of the critic."""
+
+
+class CriticConfig(RoleConfig):
+    """Configures the value model for advantage.kind gae: the model's body with a scalar head, trained on returns."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of batches that only the critic is trained on, before the first step."""
+    num_minibatches: int | None = Field(default=None, ge=1)
+    """Mini-batches per batch, each an optimizer update; null uses trainer.num_minibatches."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the mini-batches of a batch; null uses trainer.num_epochs."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule of the critic."""
+    loss: ValueLossConfig = ValueLossConfig()
+    """Loss of the critic."""
+
+    def settings(self, trainer: TrainerConfig) -> CriticSettings:
+        """Returns the settings for the ranks of the critic."""
+        counts = {"num_minibatches": self.num_minibatches, "num_epochs": self.num_epochs}
+        given = {name: count for name, count in counts.items() if count is not None}
+        common = super().settings(trainer).model_copy(update={"optim": self.optim, **given})
+        return CriticSettings(**dict(common), value_loss=self.loss)

@@ -10,8 +10,8 @@ from services.common.config.run import Config
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.inputs import shown
 from services.coordinator.checks.doctor.settings import fix_of
+from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.data.seeds import environment_seed
 from services.coordinator.services.clients.environment import row_of
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.tools import PROBE, TIMEOUT_S, probe_environment

@@ -11,10 +11,9 @@ from services.common.errors import LockstepError
 from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.coordinator.checks.doctor.finding import Finding, Verdict
-from services.coordinator.checks.memory import rank_memory
-from services.coordinator.checks.memory_colocated import colocated_phases, utilization
+from services.coordinator.checks.memory import colocated_phases, rank_memory, utilization
 from services.coordinator.checks.nvidia import Gpu, read_gpus
-from services.coordinator.services.devices import visible_gpus
+from services.coordinator.services.gpus import visible_gpus
 from services.coordinator.services.launch import Addresses
 
 _GIB = 2**30

@@ -13,20 +13,20 @@ from importlib.metadata import distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError
 from services.common.families.architecture import read_architecture
 from services.common.files.sockets import socket_directory
-from services.common.rpc.ports import PORTS, hold_free_port
+from services.common.rpc.address import PORTS, hold_free_port
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.gpu import examine_gpus
 from services.coordinator.runs.database import is_shared
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.runs.resume import LEDGER
-from services.coordinator.services.devices import split_gpus, visible_gpus
+from services.coordinator.services.gpus import split_gpus, visible_gpus
 from services.coordinator.services.launch import Addresses, started_ranks, starts_replicas
 
 _ROOT = Path(__file__).parents[4]

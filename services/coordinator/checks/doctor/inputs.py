@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 
-from services.common.config.reading.any import AnyConfig
+from services.common.config.reading.load import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.counted import counted

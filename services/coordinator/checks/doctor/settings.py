@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from services.common.config.observability import TrackerConfig
-from services.common.config.reading.any import AnyConfig
-from services.common.config.rollout.speculation import SpeculationConfig
+from services.common.config.reading.load import AnyConfig
+from services.common.config.rollout import SpeculationConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
@@ -24,7 +24,7 @@ from services.common.families.architecture import read_architecture, read_conten
 from services.common.memory.host import MEMINFO, host_memory
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.memory import rank_memory
-from services.coordinator.services.devices import visible_gpus
+from services.coordinator.services.gpus import visible_gpus
 from services.coordinator.services.launch import Addresses, starts_replicas
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host

@@ -14,8 +14,7 @@ from services.common.batches.blocks import content_sha256
 from services.common.errors import DataLoss
 from services.common.rpc.history.ids import scores_hashes
 from services.coordinator.data.curriculum import REFILLS
-from services.coordinator.data.order import EpochOrder, shuffled
-from services.coordinator.data.seeds import seed_of
+from services.coordinator.data.order import EpochOrder, seed_of, shuffled
 
 _NUMBERS = ["prompt_id", "group", "sample", "seed", "policy_version", "policy_digest", "reward"]
 

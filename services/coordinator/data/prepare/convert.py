@@ -9,8 +9,7 @@ from typing import TypedDict
 import pyarrow as pa
 
 from services.common.errors import InvalidInput
-from services.coordinator.data.prepare.formats import Example, Format, Split
-from services.coordinator.data.prepare.options import ConversionOptions
+from services.coordinator.data.prepare.formats import ConversionOptions, Example, Format, Split
 from services.coordinator.data.prepare.sources import find_files, read_records
 from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.parquet import write_tables

@@ -1,4 +1,4 @@
-"""Describes the format of a public dataset."""
+"""Describes the formats of public datasets, and how their answers are read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,3 +47,58 @@ def text(record: Record, column: str) -> str:
     if not value.strip():
         raise BadRow(f"{column} is empty")
     return value.strip()
+
+
+_MARK = "####"
+
+
+def _parse_gsm8k(record: Record) -> Example:
+    problem, solution = text(record, "question"), text(record, "answer")
+    _, mark, final = solution.rpartition(_MARK)
+    answer = final.replace(",", "").strip()
+    if not mark or not answer:
+        raise BadRow(f"answer does not end with {_MARK} and the result")
+    return Example(problem, answer, solution)
+
+
+GSM8K = Format(
+    name="gsm8k",
+    hub_id="openai/gsm8k",
+    files={
+        split: (f"main/{split}-*.parquet", f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl")
+        for split in ("train", "test")
+    },
+    instruction=f"Reason step by step, then give the result as a plain number after {_MARK}.",
+    parse=_parse_gsm8k,
+)
+
+
+def _parse_deepscaler(record: Record) -> Example:
+    # Many problems come without a worked solution.
+    has_solution = bool(str(record.get("solution") or "").strip())
+    return Example(text(record, "problem"), text(record, "answer"), text(record, "solution") if has_solution else "")
+
+
+DEEPSCALER = Format(
+    name="deepscaler",
+    hub_id="agentica-org/DeepScaleR-Preview-Dataset",
+    files={"train": ("deepscaler.json", "*.jsonl", "*.json", "data/*.parquet", "*.parquet")},
+    instruction=r"Reason step by step, and put the final answer in \boxed{}.",
+    parse=_parse_deepscaler,
+)
+
+
+FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPSCALER)}
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """Holds the options of a conversion."""
+
+    bad_rows: Literal["fail", "drop"] = "fail"
+    test_size: int = 500
+    """Number of distinct problems to hold out as test if the source has no test split; 0 for none."""
+    instruction: str | None = None
+    """Text to append to each problem; None for the format's own, empty for nothing."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub."""

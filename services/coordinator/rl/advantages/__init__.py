@@ -11,13 +11,20 @@ import numpy as np
 import pyarrow as pa
 
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.rl.advantages.gae import gae
-from services.coordinator.rl.advantages.group import centered_rewards, gpg, grpo, opo, rloo
-from services.coordinator.rl.advantages.python import python
-from services.coordinator.rl.advantages.reinforce import reinforce_plus_plus, remax
+from services.coordinator.rl.advantages.estimators import (
+    centered_rewards,
+    gae,
+    gpg,
+    grpo,
+    opo,
+    per_turn,
+    python,
+    reinforce_plus_plus,
+    remax,
+    rloo,
+    whiten,
+)
 from services.coordinator.rl.advantages.samples import Samples
-from services.coordinator.rl.advantages.turns import per_turn
-from services.coordinator.rl.advantages.whitening import whiten
 
 Estimator = Callable[[Samples, AdvantageConfig], np.ndarray]
 

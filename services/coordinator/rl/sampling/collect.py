@@ -4,21 +4,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, TokenSequence
 
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.data.seeds import seed_of
-from services.coordinator.rl.sampling.draft_counts import DraftCounts
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.text.bad_words import stop_tokens, token_sequences
 from services.coordinator.text.tokenizer import Tokenizer
+
+
+class DraftCounts:
+    """Sums counts over groups, until they are taken as metrics."""
+
+    def __init__(self) -> None:
+        self._sum = Drafts()
+
+    def add(self, drafts: Drafts) -> None:
+        """Adds the counts of one group."""
+        for field in drafts.DESCRIPTOR.fields:
+            setattr(self._sum, field.name, getattr(self._sum, field.name) + getattr(drafts, field.name))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call; none if nothing was drafted."""
+        taken, self._sum = self._sum, Drafts()
+        if not taken.num_drafts:
+            return {}
+        metrics = {
+            "speculation/drafted_tokens": float(taken.num_drafted),
+            "speculation/accepted_tokens": float(taken.num_accepted),
+            "speculation/accepted_per_draft": taken.num_accepted / taken.num_drafts,
+        }
+        return metrics | ({"speculation/draft_s": taken.seconds} if taken.seconds else {})
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from services.common.telemetry.trace import span
 from services.coordinator.data.dialog import Dialog, OverlongPrompt
 from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.data.seeds import environment_seed, seed_of
 from services.coordinator.rl.sampling.collect import Collector, Draw
 from services.coordinator.services.clients.environment import (
     EnvironmentFailure,

@@ -1,4 +1,4 @@
-"""Renews the lease of an open run while its coordinator works (services/common/rpc/lease.py)."""
+"""Renews the lease of an open run while its coordinator works (services/common/rpc/fence.py)."""
 
 import asyncio
 import logging

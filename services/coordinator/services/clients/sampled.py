@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import SamplingParams
 
+from services.common.batches.batch import tokens_sha256
 from services.common.batches.route_parts import from_parts
-from services.common.batches.token_hash import tokens_sha256
 from services.common.errors import InternalError, Reason
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import grpc
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
@@ -9,21 +10,36 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
-from services.common.config.reading.any import AnyConfig, role_section
+from services.common.config.reading.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.streaming import block_growth, groups_per_minibatch, tokens_per_block
 from services.common.counted import counted
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
+from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.blocks import BlockStream, warn_of_skipped
 from services.coordinator.services.clients.renewal import Renewal
-from services.coordinator.services.clients.trainer_calls import TrainerClient
 from services.coordinator.services.gpus import OwnGpus, Side
 from services.coordinator.text.served import served_files
+
+
+class TrainerClient(Client):
+    """Calls a trainer on which a run was opened. If no run is open there, the trainer has lost it."""
+
+    def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
+        failure = super()._failure(error, method)
+        if failure.reason is not Reason.RUN_NOT_OPEN:
+            return failure
+        message = (
+            f"{method}: the trainer at {self.address} has no run open: it was restarted or has lost the run; the same "
+            "command resumes the run"
+        )
+        return PreconditionFailed(message, reason=failure.reason, **failure.metadata)
+
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {

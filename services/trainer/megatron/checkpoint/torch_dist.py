@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
 from services.common.files.storage import writing
-from services.trainer.checkpoint.torch_errors import typed_errors
-from services.trainer.checkpoint.torch_writer import ThreadedWriter
+from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
 from services.trainer.compat.megatron.checkpoint import torch_tensors
 from services.trainer.megatron.weights.stream import gather_json
 

@@ -12,9 +12,10 @@ whose MLP has no shared expert and is not dense has adapters only in its attenti
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +30,16 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.config.trainer.section import LoraConfig
-from services.common.errors import InvalidInput
+from services.common.errors import InternalError, InvalidInput
 from services.common.megatron.lora import FUSED, PARTS
 from services.common.weights.span import Computed
-from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, target_parts
+from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
 from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.stream import LocalTensor, gather_json
+from services.trainer.megatron.weights.weight_map import Part, WeightMap
 from services.trainer.merging import write_merged
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
@@ -264,3 +266,47 @@ def _write_merged(target: torch.Tensor, *, weight: torch.Tensor, factors: _Facto
 
 def _require_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+class AdapterMap:
+    """Maps adapters as WeightMap maps weights. A fused layer's adapter becomes one per matrix, all with the same A."""
+
+    def __init__(self, weights: WeightMap):
+        self._weights = weights
+
+    def part(self, name: str) -> Part:
+        """Returns the part of an adapter matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
+
+        Raises:
+            InternalError: The name is not an adapter's.
+            InvalidInput: The adapter is for one part of a matrix that checkpoints store whole.
+        """
+        match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
+        if match is None:
+            raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
+        module, layer, matrix, part = match.groups()
+        base, is_column, place = self._weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
+        names = base.names
+        if part != layer:
+            if base.is_fused:
+                raise refuse_part(layer, names[0])
+            place = PARTS["canonical_lora"][layer].index(part)
+            names = (names[place],)
+        if matrix == ("A" if is_column else "B"):
+            join = lambda shards: [shards[0]] * len(names)  # noqa: E731
+        else:
+            join = _join_rows if part != layer else base.join
+        peft_names = tuple(peft_name(name, matrix) for name in names)
+        return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
+
+    def is_published(self, name: str) -> bool:
+        """Returns True: all adapters are published."""
+        return True
+
+
+def _cut(*args: object) -> NoReturn:
+    raise InternalError("adapters are not read from checkpoint names")
+
+
+def _join_rows(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.cat(list(shards))]

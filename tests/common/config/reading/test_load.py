@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from services.common.config.reading.load import keys, load, parse_json
 from services.common.config.reward.section import ExactConfig, FormatConfig
-from services.common.config.rollout.section import RolloutConfig
+from services.common.config.rollout import RolloutConfig
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, Reason

@@ -12,8 +12,8 @@ from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.evaluation.section import EvalSetConfig
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.evaluation import EvalSetConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.coordinator.data.groups import ScoredGroup, to_table

@@ -11,7 +11,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.environment import PythonEnvironmentConfig
-from services.common.config.rollout.section import SamplingConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.errors import InvalidInput, LockstepError, Reason
 from services.common.files.transfer import seal
 from services.common.tasks import gather

@@ -26,7 +26,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.selection import Drop, Selected, select
 from services.coordinator.services.clients.replica import ReplicaState
 from services.reward.scorers.base import Item
-from services.reward.scorers.length import LengthScorer
+from services.reward.scorers.text import LengthScorer
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.coordinator.fake_steps import GREEDY_TOKEN, stamp_of, steps
 from tests.support import until

@@ -1,0 +1,231 @@
+"""Defines the config section `evaluation`, and which evaluation is the best."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Strict
+from services.common.config.data import DataConfig
+from services.common.config.placement import Placement
+from services.common.config.rollout import BadWords, EvalTemperature, RolloutConfig, SpeculationConfig
+from services.common.config.trainer.section import TrainerConfig
+from services.common.rewards import is_above
+
+
+class BestConfig(Strict):
+    """Names a held-out metric; a text alone is the metric."""
+
+    metric: str = Field(pattern="^eval/[^/]+/.+$")
+    """Name of the metric, such as eval/test/reward; `test` is a name in data.eval."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is best. Set min for a loss, such as eval/test/nll of a supervised
+    run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _metric_alone(cls, value: object) -> object:
+        return {"metric": value} if isinstance(value, str) else value
+
+    @property
+    def set_name(self) -> str:
+        """Returns the name in data.eval."""
+        return self.metric.split("/")[1]
+
+    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """Returns whether `value` is better than another by more than `by`. NaN never is."""
+        return is_above(value, than, by) if self.mode == "max" else is_above(-value, -than, by)
+
+
+class EarlyStoppingConfig(BestConfig):
+    """Ends a run when its held-out metric stops improving."""
+
+    patience: int = Field(default=3, ge=1)
+    """The run ends after this many evaluations in a row without a better value."""
+    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """A value counts as better only if it differs from the best one by more than this."""
+
+
+class EvaluationFrequency(Strict):
+    """Says when held-out sets are evaluated, and when that ends the run."""
+
+    eval_freq: int = Field(default=0, ge=0)
+    """Evaluate every this many steps, and after the last step; 0 turns this off."""
+    eval_before_train: bool = True
+    """Evaluate the starting weights before the first step, if data.eval names a file."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the run, as if num_steps were reached, when this held-out metric stops improving; null trains all steps."""
+
+
+def check_best(
+    keep_best: BestConfig | None, evaluation: EvaluationFrequency, held_out: Mapping[str, Path], *, save_freq: int
+) -> None:
+    """Checks the rules that involve several sections.
+
+    Raises:
+        ValueError: A metric names a set that is not in data.eval, nothing is evaluated, or an evaluated step is not
+            saved.
+    """
+    eval_freq = evaluation.eval_freq
+    named = {"checkpoint.keep_best": keep_best, "evaluation.early_stopping": evaluation.early_stopping}
+    for key, config in named.items():
+        if config is None:
+            continue
+        if config.set_name not in held_out:
+            has = ", ".join(held_out) or "no set"
+            raise ValueError(f"{key}.metric {config.metric}: data.eval has no {config.set_name}, only {has}")
+        if not eval_freq:
+            raise ValueError(f"{key} is set but evaluation.eval_freq is 0: set how often to evaluate")
+    if keep_best and (not save_freq or eval_freq % save_freq):
+        raise ValueError(
+            f"checkpoint.keep_best needs a checkpoint of every evaluated step: evaluation.eval_freq {eval_freq} must "
+            f"be a multiple of checkpoint.save_freq {save_freq}, which must be above 0"
+        )
+
+
+class EvalSetConfig(Strict):
+    """Says how one set of data.eval is sampled and reported; by default with one greedy completion per prompt."""
+
+    temperature: EvalTemperature = 0.0
+    """Sampling temperature: 0 for greedy decoding, or at least 0.01."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: keep only the most probable tokens whose probabilities sum up to this; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep only this many most probable tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep only tokens with at least this share of the largest probability; 0 keeps all."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    """Divide the logits of tokens that prompt or completion already have by this if positive, else multiply them; 1
+    changes none."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtract this from the logits of tokens that the completion already has."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtract this from the logits of tokens, as often as the completion already has them."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Sample no stop token, and look for no stop string, before this many tokens."""
+    bad_words: BadWords = ()
+    """Texts that are not sampled, as in rollout.sampling.bad_words, whose texts this set does not inherit."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens per completion; null uses evaluation.max_tokens."""
+    num_samples: int = Field(default=1, ge=1)
+    """Number n of completions per prompt. The reported reward is the mean over all of them (avg@n)."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Number of prompts to use from the start of this set, after data.max_eval_prompts is applied; null uses all."""
+    pass_k: tuple[int, ...] = ()
+    """Values of k to report pass@k for, each at most num_samples. pass@k is the estimated probability that at least one
+    of k completions passes."""
+    pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
+    """Minimum reward for a completion to count as passed in pass@k."""
+
+    @model_validator(mode="after")
+    def _samples_suffice(self) -> Self:
+        if min(self.pass_k, default=1) < 1:
+            raise ValueError(f"pass_k {min(self.pass_k)} must be at least 1")
+        if max(self.pass_k, default=0) > self.num_samples:
+            raise ValueError(
+                f"pass_k {max(self.pass_k)} is above num_samples {self.num_samples}: raise num_samples to at least "
+                f"{max(self.pass_k)}, preferably to several times that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _length_is_possible(self) -> Self:
+        if self.max_tokens and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_vary(self) -> Self:
+        if self.num_samples > 1 and not self.temperature > 0:
+            raise ValueError(
+                f"num_samples {self.num_samples} needs a temperature above 0: all greedy samples of a prompt are "
+                "identical"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _truncation_is_of_samples(self) -> Self:
+        if not self.temperature > 0 and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
+            raise ValueError("top_p, top_k and min_p need a temperature above 0: greedy decoding does not read them")
+        return self
+
+
+class EvaluationConfig(EvaluationFrequency):
+    """Configures evaluation on the held-out prompts of data.eval."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens per completion; null uses rollout.sampling.max_tokens."""
+    sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
+    """Settings of each set, by its name in data.eval. A set without settings gets one greedy completion per prompt."""
+
+    def settings(self, name: str) -> EvalSetConfig:
+        """Returns the settings of the set `name`; `max_tokens` is None only if neither set nor section sets it."""
+        settings = self.sets.get(name, EvalSetConfig())
+        return settings.model_copy(update={"max_tokens": settings.max_tokens or self.max_tokens})
+
+
+def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutConfig) -> None:
+    """Checks the rules that involve several sections.
+
+    Raises:
+        ValueError: There is nothing to evaluate, a set does not exist, or a completion may exceed the engine's limit.
+    """
+    if evaluation.eval_freq and not data.eval:
+        raise ValueError("evaluation.eval_freq is set but data.eval names no file")
+    for name in evaluation.sets:
+        if name not in data.eval:
+            close = difflib.get_close_matches(name, data.eval, n=1, cutoff=0.0)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"evaluation.sets.{name}: data.eval has {', '.join(data.eval) or 'no set'}{hint}")
+    for name in data.eval:
+        longest = data.max_prompt_tokens + (evaluation.settings(name).max_tokens or 0)
+        if longest > rollout.max_model_len:
+            raise ValueError(
+                f"evaluation: data.max_prompt_tokens + max_tokens of set {name} = {longest} is above "
+                f"rollout.max_model_len = {rollout.max_model_len}; raise that to at least {longest}"
+            )
+
+
+def check_speculation(
+    speculation: SpeculationConfig, placement: Placement, trainer: TrainerConfig, evaluation: EvaluationConfig
+) -> None:
+    """Raises ValueError if another section has a setting that speculative decoding does not support."""
+    if trainer.moe.replay_routes == "on":
+        raise ValueError(
+            "trainer.moe.replay_routes on: the routes of drafted tokens were not compared with the trainer's; leave "
+            "rollout.speculation out, or set trainer.moe.replay_routes to auto"
+        )
+    if trainer.lora.published_rank:
+        raise ValueError(
+            "trainer.lora.publish adapter: drafted tokens were not verified with adapters in the engine; leave "
+            "rollout.speculation out, or set trainer.lora.publish to merged"
+        )
+    if speculation.kind == "eagle3" and placement == "colocated":
+        raise ValueError(
+            "rollout.speculation.kind eagle3: an engine that sleeps drops the weights of the head, which nobody "
+            "publishes again; set kind ngram or suffix, or placement disaggregated"
+        )
+    for name, settings in evaluation.sets.items():
+        reasons = {key: f"vLLM has no {key} with speculative decoding" for key in ("min_p", "min_tokens")}
+        reasons["bad_words"] = "it was not checked that no drafted token completes one"
+        for key, why in reasons.items():
+            if getattr(settings, key):
+                instead = "set top_p instead" if key == "min_p" else "leave it out"
+                raise ValueError(f"evaluation.sets.{name}.{key}: {why}; {instead}, or leave rollout.speculation out")
+
+
+def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:
+    """Raises ValueError if a sample may come so close to the engine's limit that vLLM stops drafting for all samples.
+
+    `longest` has the maximum number of tokens of a sample with its prompt, and the config keys that add up to it. vLLM
+    0.32 adds the tokens that are being verified and those that it would draft next. If that exceeds the limit for one
+    sample, it drafts token 0 for each sample of the step, which costs time and gains nothing.
+    """
+    tokens, parts = longest
+    if (least := tokens + 2 * speculation.num_tokens) > max_model_len:
+        raise ValueError(
+            f"{parts} = {tokens} leaves no room for twice rollout.speculation.num_tokens {speculation.num_tokens} "
+            f"below rollout.max_model_len = {max_model_len}; raise that to at least {least}"
+        )

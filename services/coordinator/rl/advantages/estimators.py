@@ -1,0 +1,189 @@
+"""Implements the kinds of advantage, and the whitening of advantages."""
+
+import numpy as np
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.errors import InvalidInput
+from services.common.import_path import load_function, require_function
+from services.common.rewards import is_constant
+from services.coordinator.rl.advantages.samples import Samples
+
+
+def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Subtracts the mean of each group (0, 1, ...); exactly 0 if all numbers of a group are equal up to rounding."""
+    first = np.zeros(groups.max(initial=-1) + 1)
+    first[groups] = numbers  # one number of each group: large numbers lose no digits in the mean of the differences
+    relative = numbers - first[groups]
+    relative[is_constant(numbers, groups)[groups]] = 0.0
+    return relative - _mean(relative, groups, np.ones(len(groups)))
+
+
+def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns r - mean. Dividing by the std would favor too easy and too hard prompts (arXiv 2503.20783)."""
+    return centered(samples.net_rewards_S, samples.group_S)[samples.sample_M]
+
+
+def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns (r - mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300, section 4.1.2)."""
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    if config.normalize_std:
+        size = np.bincount(samples.group_S)
+        std = np.sqrt(np.bincount(samples.group_S, centered_S**2) / (size - 1))
+        centered_S /= (std + config.eps)[samples.group_S]
+    return centered_S[samples.sample_M]
+
+
+def rloo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns r - mean of the others, which is n / (n - 1) * (r - mean of all n) (arXiv 2402.14740, section 2.2)."""
+    size_S = np.bincount(samples.group_S)[samples.group_S]
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    return (centered_S * size_S / (size_S - 1))[samples.sample_M]
+
+
+def opo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns r - mean weighted by trained tokens, the baseline of least variance (arXiv 2505.23585)."""
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    return (centered_S - _mean(centered_S, samples.group_S, samples.count_S))[samples.sample_M]
+
+
+def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns (r - mean) * samples / samples in groups of differing rewards; others get 0 (arXiv 2504.02546)."""
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    mixed = np.bincount(samples.group_S, centered_S != 0) > 0
+    num_mixed = np.count_nonzero(mixed[samples.group_S])
+    return (centered_S * (len(centered_S) / max(num_mixed, 1)))[samples.sample_M]
+
+
+def _mean(numbers: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Returns the weighted mean of each number's group; 0 if all weights are 0."""
+    total = np.bincount(groups, weights)
+    return (np.bincount(groups, weights * numbers) / np.where(total > 0, total, 1))[groups]
+
+
+def per_turn(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Subtracts from each turn's discounted return the mean over the same turn of the group; a turn's tokens share it.
+
+    Turn k of K (from 0) has the return sum over j >= k of gamma^(j - k) * r_j. r_j is the environment's reward for
+    turn j; the rest of the sample's reward, minus its KL penalties, is added to the last turn's. A sample without a
+    trained token counts as one turn. With one turn per sample this equals dr_grpo.
+
+    Turns are compared at the same index (arXiv 2505.11821), among the samples that have it: what is left to earn
+    differs from turn to turn, so that a mean over all turns would favor the first ones of samples that earn the same.
+    A turn that no other sample has gets 0. Returns are compared and not the turns' own rewards: a sum of rewards minus
+    their means would subtract as many means as the policy takes turns, which favors few turns or many
+    (github.com/verl-project/verl/issues/7244). What is subtracted from a return here depends on nothing that the policy
+    does from that turn on, apart from the sample's own part of the mean.
+    """
+    starts_M = samples.turn_starts_M
+    sample_K = samples.sample_M[starts_M]  # the sample of each of the batch's K turns
+    rewards_K = samples.turn_rewards_K.copy()
+    of_turns_S = np.bincount(sample_K, rewards_K, minlength=len(samples.rewards_S))
+    rest_S = samples.net_rewards_S - of_turns_S
+    is_last_K = np.append(np.diff(sample_K) > 0, True)[: len(sample_K)]
+    rewards_K[is_last_K] += rest_S[sample_K[is_last_K]]
+    for k in range(len(rewards_K) - 2, -1, -1):
+        if not is_last_K[k]:
+            rewards_K[k] += config.gamma * rewards_K[k + 1]
+    untrained = np.flatnonzero(~samples.trained_S)
+    returns_K = np.append(rewards_K, samples.net_rewards_S[untrained])
+    first_K = np.flatnonzero(np.diff(sample_K, prepend=-1))  # index among K of each trained sample's first turn
+    index_K = np.arange(len(sample_K)) - np.repeat(first_K, np.diff(first_K, append=len(sample_K)))
+    index_K = np.append(index_K, np.zeros_like(untrained))
+    groups_K = samples.group_S[np.append(sample_K, untrained)]
+    return centered(returns_K, groups_K * (index_K.max(initial=0) + 1) + index_K)[np.cumsum(starts_M) - 1]
+
+
+def discounted_sums(numbers_M: np.ndarray, count_S: np.ndarray, discount: float) -> np.ndarray:
+    """Computes y_t = x_t + discount * y_(t+1) within each sample; sample s is the next count_S[s] of `numbers_M`.
+
+    Processes all samples together from their ends, without padding: M additions in max(count_S) vector operations.
+    """
+    sums_M = numbers_M.copy()
+    order = np.argsort(-count_S, kind="stable")
+    last, descending = np.cumsum(count_S)[order] - 1, -count_S[order]
+    for back in range(1, int(count_S.max(initial=0))):
+        index = last[: np.searchsorted(descending, -back)] - back  # in samples with more than `back` tokens
+        sums_M[index] += discount * sums_M[index + 1]
+    return sums_M
+
+
+def reinforce_plus_plus(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Sums the discounted token rewards from t on (arXiv 2501.03262); whitened over the batch by default.
+
+    The reward of a turn is at its last token, so no token gets the rewards of turns before its own.
+    """
+    return discounted_sums(samples.token_rewards_M, samples.count_S, config.gamma)
+
+
+def remax(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns the reward minus the KL penalties from t on, minus the greedy completion's reward (arXiv 2310.10505).
+
+    Both rewards are of the whole sample: later turns alone cannot be compared with all turns of the greedy completion.
+    """
+    assert samples.baseline_S is not None, "kind remax needs baselines"
+    penalties_M = discounted_sums(samples.penalty_M, samples.count_S, 1.0)
+    return (samples.rewards_S - samples.baseline_S)[samples.sample_M] - penalties_M
+
+
+def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Sums r_t + gamma * V_(t+1) - V_t, discounted by gamma * lam, over the trained tokens of each sample.
+
+    V_t is the value of the state before token t. Tokens that are not trained on are skipped, as they are part of the
+    next state. The reward of a turn is that of its last token. The value after the last token is 0. For a truncated
+    sample with bootstrap_truncated it is the value before the last token, because the critic does not evaluate the
+    state after it.
+    """
+    values_M = samples.values_M
+    assert values_M is not None, "kind gae needs values"
+    next_M = np.roll(values_M, -1)
+    bootstraps = samples.truncated_S[samples.trained_S] & config.bootstrap_truncated
+    next_M[samples.last] = np.where(bootstraps, values_M[samples.last], 0.0)
+    errors_M = samples.token_rewards_M + config.gamma * next_M - values_M
+    return discounted_sums(errors_M, samples.count_S, config.gamma * config.lam)
+
+
+_FIELD = "advantage.import_path"
+
+
+def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Calls the user's function, which returns one float64 advantage per trained token [M] like every kind.
+
+    Raises:
+        InvalidInput: The function cannot be imported, or its result is not finite or not of shape [M].
+    """
+    result = load_function(config.import_path, field=_FIELD)(samples, config, **config.kwargs)
+    advantages_M = np.asarray(result, np.float64)
+    if advantages_M.shape != samples.position_M.shape or not np.isfinite(advantages_M).all():
+        raise InvalidInput(
+            f"{_FIELD}: {config.import_path} returned an array of shape {list(advantages_M.shape)}; it must return "
+            f"one finite number for each of the {samples.position_M.size} trained tokens",
+            field=_FIELD,
+        )
+    return advantages_M
+
+
+def require_importable(config: AdvantageConfig) -> None:
+    """Checks, before a run starts, that the user's function exists, if the config names one.
+
+    Raises:
+        InvalidInput: The function cannot be imported, or does not take its arguments.
+    """
+    if config.import_path:
+        require_function(config.import_path, ("samples", "config"), config.kwargs, field=_FIELD)
+
+
+def whiten(advantages_M: np.ndarray, samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns (a - mean) / (std + eps) over the trained tokens of the batch or of each group, with the population std.
+
+    Statistics are per token, not per sample: a long sample weighs as much as in a loss that is a mean over tokens.
+    Advantages that are all equal up to rounding become exactly 0.
+    """
+    if config.whitening == "none" or not advantages_M.size:
+        return advantages_M
+    group_M = samples.group_S[samples.sample_M]
+    if config.whitening == "batch":
+        group_M = np.zeros_like(group_M)
+    count = np.maximum(np.bincount(group_M), 1)  # the count is 0 if all tokens of a group are masked
+    centered_M = centered(advantages_M, group_M)
+    std = np.sqrt(np.bincount(group_M, centered_M**2) / count)
+    return centered_M / (std + config.eps)[group_M]

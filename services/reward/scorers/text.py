@@ -1,0 +1,199 @@
+"""Scores a completion by comparing text with the answer, by its format or by its length."""
+
+import asyncio
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from decimal import Decimal
+from importlib.metadata import version
+
+from services.common.config.reward.section import (
+    AnswerConfig,
+    ExactConfig,
+    FormatConfig,
+    Gsm8kConfig,
+    LengthConfig,
+    MathConfig,
+    RewardConfig,
+)
+from services.reward.graders.completion import after_reasoning
+from services.reward.graders.texts import normalize, one_width
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected, share_s
+from services.reward.scorers.worker import WorkerScorer
+
+
+class ExactScorer(Scorer):
+    """Scores 1 if completion and answer are equal after stripping whitespace, else 0."""
+
+    version = "2"
+
+    def __init__(self, config: ExactConfig, run: RewardConfig):
+        self._ignore_case = config.ignore_case
+
+    async def score(self, item: Item) -> float:
+        """Returns 1.0 or 0.0."""
+        completion, answer = (unicodedata.normalize("NFC", text).strip() for text in (item.completion, item.answer))
+        if self._ignore_case:
+            completion, answer = (unicodedata.normalize("NFC", text.casefold()) for text in (completion, answer))
+        return float(completion == answer)
+
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+
+
+class AnswerScorer(Scorer):
+    """Scores 1 if the text in the last <answer> is one of the accepted answers, else 0."""
+
+    version = "2"
+
+    def __init__(self, config: AnswerConfig, run: RewardConfig):
+        self._key = config.answers_key
+
+    async def score(self, item: Item) -> float:
+        """Returns 1.0 or 0.0."""
+        accepted = {normalize(answer) for answer in self._accepted(item)} - {""}
+        if not accepted:
+            raise ScoringError(FailureReason.INVALID_ANSWER, "every accepted answer is empty")
+        _, opened, rest = after_reasoning(item.completion).rpartition(_OPEN)
+        found, closed, _ = rest.partition(_CLOSE)
+        return float(bool(opened and closed) and normalize(found) in accepted)
+
+    def _accepted(self, item: Item) -> list[str]:
+        if self._key is None:
+            return [item.answer]
+        if self._key not in item.extra:
+            detail = f"no column {self._key!r}: change the scorer's answers_key or data.extra_columns"
+            raise ScoringError(FailureReason.INVALID_ANSWER, detail)
+        answers = item.extra[self._key]
+        if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+            raise ScoringError(FailureReason.INVALID_ANSWER, f"{self._key} is not a list of texts: {answers!r:.200}")
+        return answers
+
+
+class FormatScorer(WorkerScorer):
+    """Scores 1 if the whole completion matches, else 0. Uses workers, because matching can take exponential time."""
+
+    version = "1"
+
+    def __init__(self, config: FormatConfig, run: RewardConfig):
+        super().__init__("services.reward.graders.format:grade", {"pattern": config.pattern}, run)
+
+
+# A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5).
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])[-−])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+
+_MARKER = re.compile(r"(?<!#)####(?!#)")
+_SPACES = re.compile(r"\\[!,;: ](?=[0-9]{3})")
+_STEP = re.compile(r"\W*[0-9]+[.):]\s+[^\W\d]")
+_BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
+_SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
+
+
+def last_number(text: str) -> Decimal | None:
+    """Returns the last number in `text`, which may have thousands separators, a currency sign and a minus."""
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    last = numbers[-1]
+    number = Decimal(last["digits"].replace(",", ""))
+    return -number if last["sign"] else number
+
+
+class Gsm8kScorer(Scorer):
+    """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
+
+    version = "2"
+
+    def __init__(self, config: Gsm8kConfig, run: RewardConfig):
+        self._require_marker = config.require_marker
+
+    async def score(self, item: Item) -> float:
+        """Returns 1.0 or 0.0.
+
+        Raises:
+            ScoringError: The answer has no number.
+        """
+        gold, _ = _final_number(item.answer)
+        if gold is None:
+            raise ScoringError(FailureReason.INVALID_ANSWER, f"no number in the answer {item.answer[-100:]!r}")
+        found, is_marked = _final_number(after_reasoning(item.completion))
+        return float((is_marked or not self._require_marker) and found == gold)
+
+
+def _final_number(text: str) -> tuple[Decimal | None, bool]:
+    """Returns the first number after the last marker, on its line, else the last number; and whether a marker gave it.
+
+    A last line of `####` without a number gives none.
+    """
+    text = _SPACES.sub("", one_width(text).replace("{,}", ",")).rstrip()
+    for marker in reversed(list(_MARKER.finditer(text))):
+        line, more, _ = text[marker.end() :].partition("\n")
+        if not more or not _is_heading(line):
+            found = _NUMBER.search(line)
+            return (last_number(found[0]) if found else None), True
+    return last_number(text), False
+
+
+def _is_heading(line: str) -> bool:
+    """Returns whether the line after `####`, which is not the last, is a heading of Markdown, and no answer.
+
+    An answer begins with its number or says that it is one. A number that counts steps has a point and words behind it.
+    """
+    return bool(_STEP.match(line)) or not (_BEGINS.match(line) or _SAYS.search(line))
+
+
+class LengthScorer(Scorer):
+    """Scores 0 up to target_tokens and -1 from max_tokens on: DAPO's soft overlong punishment (2503.14476, eq. 13)."""
+
+    version = "1"
+
+    def __init__(self, config: LengthConfig, run: RewardConfig):
+        self._target_tokens = config.target_tokens
+        self._max_tokens = config.max_tokens
+
+    async def score(self, item: Item) -> float:
+        """Returns a score from -1.0 to 0.0."""
+        over = (item.num_tokens - self._target_tokens) / (self._max_tokens - self._target_tokens)
+        return -min(max(over, 0.0), 1.0)
+
+
+class MathScorer(WorkerScorer):
+    """Scores 1 if the last boxed answer equals the dataset's, else 0. See services/reward/graders/math.py.
+
+    An answer such as 9^{9^9}, on which sympy does not end or takes all memory, is wrong.
+    """
+
+    version = f"3/math-verify-{version('math-verify')}"
+    num_spares, num_tries = 1, 1  # score_group tries again
+
+    def __init__(self, config: MathConfig, run: RewardConfig):
+        super().__init__("services.reward.graders.math:grade", {"require_boxed": config.require_boxed}, run)
+        self._num_workers, self._group_timeout_s = run.num_workers, run.group_timeout_s
+
+    async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
+        """Scores each item. Time that an item waits for others does not count against its limit."""
+        limit_s = share_s(self._group_timeout_s, num_samples=len(items), num_slots=self._num_workers)
+        results = await self._grade_all(items, limit_s)
+        bombs = [index for index, result in enumerate(results) if self._is_bomb(result)]
+        if not bombs:
+            return results
+        without = replace(items[0], completion="")  # takes as long only if the dataset's answer is at fault
+        (gold,) = await self._grade_all([without], limit_s)
+        # Something else may have killed a worker; a text that kills two of them is at fault.
+        crashed = [index for index in bombs if self._is_bomb(results[index], FailureReason.CRASHED)]
+        again = await self._grade_all([items[index] for index in crashed], limit_s)
+        results = dict(enumerate(results)) | dict(zip(crashed, again, strict=True))
+        zero = gold if isinstance(gold, ScoringError) else 0.0
+        return [zero if self._is_bomb(results[index]) else results[index] for index in range(len(items))]
+
+    async def _grade_all(self, items: Sequence[Item], limit_s: float) -> list[float | ScoringError]:
+        calls = (self._pool.call({**asdict(item), **self._kwargs}, limit_s) for item in items)
+        return expected(await asyncio.gather(*calls, return_exceptions=True))
+
+    def _is_bomb(self, result: float | ScoringError, *reasons: FailureReason) -> bool:
+        """Returns whether the text may have taken all time or memory of a worker."""
+        reasons = reasons or (FailureReason.TIMEOUT, FailureReason.CRASHED)
+        return isinstance(result, ScoringError) and result.reason in reasons and not self._pool.closed

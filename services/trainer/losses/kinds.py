@@ -1,0 +1,177 @@
+"""Implements the kinds of policy loss: functions of single tokens, which are averaged in `policy`."""
+
+from collections.abc import Sequence
+
+import torch
+
+from services.common.config.trainer.loss import LossConfig
+from services.common.errors import InvalidInput
+from services.common.import_path import load_function, require_function
+from services.trainer.losses.terms import Tokens, clipped_surrogate
+
+
+def grpo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss max(-A r, -A clip(r)), r = policy / old, and as metrics where each clip binds.
+
+    If `clip_dual` is c, the loss is at most -A c where A < 0 (arXiv 1912.09729). Without this bound, a single token
+    with a negative advantage that has become far more likely could dominate the update.
+    """
+    ratio_N = tokens.log_ratio_N.exp()
+    losses_N, clipped_N = clipped_surrogate(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)
+    if config.clip_dual is None:
+        return losses_N, {"clip_fraction": clipped_N}
+    bound_N = -tokens.advantages_N * config.clip_dual
+    binds_N = (tokens.advantages_N < 0) & (losses_N > bound_N)
+    metrics = {"clip_fraction": clipped_N, "clip_dual_fraction": binds_N}
+    return torch.where(binds_N, bound_N, losses_N), metrics
+
+
+def cispo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss -sg[clip(r, min_ratio, max_ratio)] A log policy, and as a metric where r is clipped.
+
+    r = policy / old, A is the advantage, and sg stops the gradient.
+    """
+    ratio_N = tokens.log_ratio_N.detach().exp()
+    weights_N = ratio_N.clamp(config.cispo.min_ratio, config.cispo.max_ratio)
+    return -weights_N * tokens.advantages_N * tokens.logprobs_N, {"clip_fraction": weights_N != ratio_N}
+
+
+def gspo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss max(-A s, -A clip(s)), s = exp(mean over the sequence of log(policy / old)).
+
+    This is the paper's token form (GSPO-token), where s is written as sg[s] * policy / sg[policy]. If all tokens of a
+    sequence have the same advantage, its gradient is that of the sequence form. To average as the paper does, set
+    aggregation: seq_mean_token_mean.
+    """
+    sequence_N = tokens.sequence_mean(tokens.log_ratio_N)
+    ratio_N = torch.exp(sequence_N + (tokens.logprobs_N - tokens.logprobs_N.detach()))
+    losses_N, clipped_N = clipped_surrogate(ratio_N, tokens.advantages_N, config.gspo.clip_low, config.gspo.clip_high)
+    return losses_N, {"clip_fraction": clipped_N}
+
+
+def sapo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss -A (4 / tau) sigmoid(tau (r - 1)), r = policy / old; tau depends on the sign of A.
+
+    With g = sigmoid(tau (r - 1)), the gradient is that of -A r times the gate 4 g (1 - g), which is 1 at r = 1 and
+    smaller on either side. The metric sapo_gate is this gate. To average as the paper does, set
+    aggregation: seq_mean_token_mean.
+    """
+    is_positive_N = tokens.advantages_N > 0
+    tau_N = torch.full_like(tokens.advantages_N, config.sapo.tau_negative)
+    tau_N = tau_N.masked_fill(is_positive_N, config.sapo.tau_positive)
+    gate_N = torch.sigmoid(tau_N * (tokens.log_ratio_N.exp() - 1))
+    return -tokens.advantages_N * 4 / tau_N * gate_N, {"sapo_gate": 4 * gate_N * (1 - gate_N)}
+
+
+def dppo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss -A min(r, max_ratio), r = policy / old, and as a metric where it is masked to 0.
+
+    The gradient is that of REINFORCE weighted by min(r, max_ratio).
+
+    A token is masked, and counted as clipped, if the policy has already moved in the direction of its advantage
+    (A > 0 and r > 1, or A < 0 and r < 1) and the divergence between the old and the current policy is above the
+    threshold. The divergence is between distributions of two events: the sampled token, of probability p, and all
+    other tokens. tv is |p_old - p|; kl is p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). Under this
+    rule a rare token may multiply its probability, but a frequent one may not halve it.
+
+    In the paper the old policy is the engine's, so set old_logprobs: engine.
+    """
+    policy_N, old_N = tokens.logprobs_N.detach(), tokens.columns["old_logprobs"]
+    divergence_N = _DIVERGENCES[config.dppo.divergence](old_N, policy_N)
+    is_onward_N = tokens.advantages_N * (policy_N - old_N) > 0
+    masked_N = is_onward_N & (divergence_N > config.dppo.threshold)
+    weights_N = (policy_N - old_N).exp().clamp(max=config.dppo.max_ratio)
+    losses_N = -tokens.advantages_N * weights_N * (tokens.logprobs_N - policy_N).exp()
+    return torch.where(masked_N, 0, losses_N), {"clip_fraction": masked_N}
+
+
+def _total_variation(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
+    return (old_N.exp() - policy_N.exp()).abs()
+
+
+def _kl(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
+    old_rest_N, policy_rest_N = _log_rest(old_N), _log_rest(policy_N)
+    return old_N.exp() * (old_N - policy_N) + old_rest_N.exp() * (old_rest_N - policy_rest_N)
+
+
+def _log_rest(logprobs_N: torch.Tensor) -> torch.Tensor:
+    """Returns log(1 - p), which stays finite even if p rounds to 1."""
+    return torch.log(-torch.expm1(logprobs_N.clamp(max=-torch.finfo(logprobs_N.dtype).eps)))
+
+
+_DIVERGENCES = {"tv": _total_variation, "kl": _kl}
+
+
+Columns = dict[str, torch.Tensor]
+
+
+def covariance_sums(columns: Sequence[Columns]) -> torch.Tensor:
+    """Returns the sums, float64 [2], of behavior_logprobs and advantages over this rank's tokens."""
+    names = ("behavior_logprobs", "advantages")
+    sums = [torch.stack([(c["loss_mask"] * c[name]).sum(dtype=torch.float64) for name in names]) for c in columns]
+    return torch.stack(sums).sum(0)
+
+
+def covariance(columns: Columns, means_2: torch.Tensor) -> torch.Tensor:
+    """Returns each token's term of the covariance, [N], given the mini-batch's means of logprobs and advantages."""
+    logprob, advantage = means_2.to(columns["advantages"].dtype)
+    return (columns["behavior_logprobs"] - logprob) * (columns["advantages"] - advantage)
+
+
+def clip_cov(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the clipped surrogate of each token, and 0 for the selected tokens."""
+    losses_N, metrics = grpo(tokens, config)
+    selected_N = tokens.columns["covariance"] >= config.clip_cov.min_covariance
+    return torch.where(selected_N, 0, losses_N), {**metrics, "covariance_fraction": selected_N}
+
+
+def kl_cov(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns -A r of each token, without a clip, plus coef * |log r| for the selected tokens; r = policy / old.
+
+    In the first update r is 1 and the penalty has no gradient, so this kind needs num_minibatches or num_epochs above
+    1.
+    """
+    log_ratio_N = tokens.log_ratio_N
+    selected_N = tokens.columns["covariance"] >= config.kl_cov.min_covariance
+    penalty_N = torch.where(selected_N, config.kl_cov.coef * log_ratio_N.abs(), 0)
+    return -tokens.advantages_N * log_ratio_N.exp() + penalty_N, {"covariance_fraction": selected_N}
+
+
+def reinforce(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss -A log policy."""
+    return -tokens.advantages_N * tokens.logprobs_N, {}
+
+
+def sft(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss -log policy. Does not read advantages."""
+    return -tokens.logprobs_N, {}
+
+
+_FIELD = "trainer.loss.import_path"
+
+
+def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Calls the user's function, which returns the loss [N] of each token and metrics [N] as every kind does.
+
+    Raises:
+        InvalidInput: The function cannot be imported, or one of its results does not have shape [N].
+    """
+    losses_N, metrics = load_function(config.import_path, field=_FIELD)(tokens, config, **config.kwargs)
+    for name, values_N in {"loss": losses_N, **metrics}.items():
+        if values_N.shape != tokens.logprobs_N.shape:
+            raise InvalidInput(
+                f"{_FIELD}: {config.import_path} returned {name} of shape {list(values_N.shape)}; "
+                f"it must have one value for each of the {len(tokens.logprobs_N)} tokens",
+                field=_FIELD,
+            )
+    return losses_N, metrics
+
+
+def require_importable(config: LossConfig) -> None:
+    """Imports the user's function, if the config names one, so that a mistake is found before the run starts.
+
+    Raises:
+        InvalidInput: The function cannot be imported, or does not take its arguments.
+    """
+    if config.import_path:
+        require_function(config.import_path, ("tokens", "config"), config.kwargs, field=_FIELD)
