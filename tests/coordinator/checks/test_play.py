@@ -88,7 +88,7 @@ def test_an_episode_is_played_without_a_model(tmp_path: Path, how: str) -> None:
     arguments = {"texts": texts, "file": ("--replies", str(tmp_path / "replies")), "typed": ()}[how]
     done = tried(config, "--row", "2", *arguments, typed="hi\ndone\n" if how == "typed" else "")
     assert done.exit_code == 0, done.output
-    shown = [line.removeprefix("policy> ") for line in done.output.splitlines()]
+    shown = [line.removeprefix("policy> ") for line in done.stdout.splitlines()]  # stderr may have the log too
     assert shown[0].startswith("python 1/") and "prompt 2-" in shown[0]
     assert shown[1:] == [
         *("[text] 1+2=", "[system] be brief", "[user] ?"),
