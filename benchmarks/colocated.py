@@ -23,12 +23,12 @@ from benchmarks.loop import kept
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep, keep_trace
 from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import TerminalFrontend
 from services.coordinator.rl.publishing import colocated
 from services.coordinator.rl.session import run_session
-from services.coordinator.services.launch import Addresses
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _SHARED = (

@@ -22,7 +22,7 @@ from benchmarks.report import keep
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.run import Config
 from services.common.rpc.server import Server
-from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.clients.trainer import Trainer
 from services.trainer.servicer import receive
 
 _SAMPLES, _PROMPT_TOKENS, _MEAN_TOKENS = 2560, 175, 1158

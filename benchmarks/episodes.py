@@ -28,12 +28,12 @@ from services.common.config.run import Config
 from services.common.files.transfer import seal
 from services.common.rpc.server import Server
 from services.common.tasks import gather
+from services.coordinator.clients.environment import Environments
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import Draw
 from services.coordinator.rl.sampling.episodes import EpisodeCollector
-from services.coordinator.services.clients.environment import Environments
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.text.tokenizer import Tokenizer
 
 _MODEL = "deploy/quickstart/model"

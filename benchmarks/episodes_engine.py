@@ -32,15 +32,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.episodes import ToyReward
 from benchmarks.report import keep
 from benchmarks.rollout_ends import Service, serving
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.rpc.server import Server
 from services.common.tasks import gather
+from services.coordinator.clients.environment import Environments
+from services.coordinator.clients.reward import Rewards
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import Draw
 from services.coordinator.rl.sampling.episodes import EpisodeCollector
-from services.coordinator.services.clients.environment import Environments
-from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.text.tokenizer import Tokenizer
 
 _CONFIG, _TOKENIZER = "deploy/runs/quickstart.yaml", "deploy/quickstart/model"

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from benchmarks.report import keep
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
 from services.reward.run import ScoringRun
 from services.reward.scorers.base import Item
 

@@ -15,7 +15,7 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from benchmarks.report import RESULTS, keep
-from services.common.rpc.history.calls import keeping, note_row, noting
+from services.common.rpc.history import keeping, note_row, noting
 
 _NUM_STEPS, _NUM_GROUPS, _NUM_SAMPLES, _NUM_TOKENS = 200, 64, 8, 8
 _STAMP = PolicyStamp(version=7, digest="0123456789abcdef" * 2)

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.report import keep
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import TerminalFrontend
 from services.coordinator.observe.report.page import drawing
 from services.coordinator.rl.session import run_session
-from services.coordinator.services.launch import Addresses
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WARM_UP = 3

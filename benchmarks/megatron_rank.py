@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.megatron_layouts import CP, PP, TP, Layout, layouts, samples
 from services.common.batches import batch as batches
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.trainer.checkpoint.manifest import begin as begin_checkpoint
 from services.trainer.megatron import backend
 from services.trainer.ranks.shards import forward_parts, train_parts

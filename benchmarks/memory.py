@@ -21,10 +21,10 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import keep
+from services.common.config.layout import data_parallel_size
 from services.common.config.run import Config
 from services.common.families.architecture import read_architecture
-from services.common.megatron.layout import data_parallel_size
-from services.coordinator.checks.memory import Memory, rank_memory
+from services.coordinator.planning.memory import Memory, rank_memory
 
 SHAPE = {
     "vocab_size": 8192,

@@ -21,7 +21,7 @@ from lockstep.types.v1.types_pb2 import WeightGroup
 from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.train_cases import make_samples
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import read_architecture
 from services.common.weights.store import ServedStore
 from services.trainer.backend import Role

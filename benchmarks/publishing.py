@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.common.config.run import Config
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.trainer import Trainer
 from services.coordinator.rl.publishing.publication import Publisher
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.clients.trainer import Trainer
 
 
 async def open_publisher(trainer: Trainer, rollout: Rollout, config: Config, run_id: str) -> tuple[Publisher, int]:

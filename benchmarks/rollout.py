@@ -30,11 +30,11 @@ from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.rollout_ends import Bare, Batch, Drawn, Service, bare_engine, serving
 from benchmarks.rollout_lengths import by_seed
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
+from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.services.gpus import visible_gpus
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WARM_UP_SAMPLES, _WARM_UP_TOKENS = 64, 16

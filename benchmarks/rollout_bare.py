@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from services.common.config.reading.load import parse_json
+from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.process import exit_with
 from services.rollout.__main__ import _configure_vllm

@@ -22,15 +22,15 @@ from benchmarks.publishing import open_publisher
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.tasks import gather
+from services.coordinator.clients.reward import FailureLog
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.trainer import Trainer
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.fleet.launch import Addresses, launch
+from services.coordinator.fleet.running import unless_one_dies
 from services.coordinator.rl.sampling.collect import Collector
-from services.coordinator.services.clients.failure_log import FailureLog
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.clients.trainer import Trainer
-from services.coordinator.services.launch import Addresses, launch
-from services.coordinator.services.running import unless_one_dies
 from services.coordinator.text.tokenizer import Tokenizer
 
 _LINE_BYTES, _GRACE_S = 64 << 20, 10.0

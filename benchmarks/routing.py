@@ -23,7 +23,7 @@ from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from services.common.batches import batch as batches
 from services.common.batches.routes import RouteShape, route_shape
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.ranks.shards import forward_parts
 from services.trainer.ranks.worker import Worker

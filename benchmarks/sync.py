@@ -23,13 +23,13 @@ from rich.console import Console
 from benchmarks.publishing import open_publisher
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.common.weights.plan import Plan
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.clients.trainer import Trainer
-from services.coordinator.services.launch import Addresses, launch
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.fleet.launch import Addresses, launch
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WITHOUT_DIGEST = Path(__file__).parent / "without_digest"

@@ -31,8 +31,8 @@ from benchmarks.lengths import BLOCK
 from benchmarks.megatron_layouts import MODELS, TINY
 from benchmarks.report import keep
 from benchmarks.train_cases import WORKLOADS, Case, cases, forward_operations, sample_lengths
+from services.common.config.layout import Layout
 from services.common.families.architecture import read_architecture
-from services.common.megatron.layout import Layout
 
 _PEAK_FLOPS = 989e12
 

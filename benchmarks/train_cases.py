@@ -10,7 +10,7 @@ import pyarrow as pa
 from benchmarks.lengths import PROMPT_TOKENS, read_lengths
 from benchmarks.megatron_layouts import BF16_GRADIENTS, EP
 from services.common.batches.batch import SAMPLE_SCHEMA
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import Architecture
 
 GROUP = 5  # completions per prompt

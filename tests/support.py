@@ -18,8 +18,7 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA
-from services.common.batches.kept import encode_kept
+from services.common.batches.batch import SAMPLE_SCHEMA, encode_kept
 
 PATIENCE_S = 120.0
 """How long a test waits for an event before it fails. A test that passes never waits that long."""

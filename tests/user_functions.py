@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.trainer.loss import LossConfig
+from services.common.config.loss import LossConfig
 from services.coordinator.rl.advantages.samples import Samples
 from services.trainer.losses.terms import Tokens
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from deploy.quickstart.lookup import TABLE
 from deploy.quickstart.make_model import LOCKSTEP, SEED, make_start
 from deploy.quickstart.words import make_tokenizer
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.sft import SftConfig
 
 SFT = Path(__file__).with_name("lookup_sft.yaml")

@@ -32,7 +32,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.sft import SftConfig
 from services.coordinator.data.prepare.arithmetic import Problem, problems
 

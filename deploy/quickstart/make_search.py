@@ -29,7 +29,7 @@ from deploy.quickstart.make_model import LOCKSTEP, SEED, make_start
 from deploy.quickstart.small_world import CITIES, COUNTRIES, PEOPLE, WORKS, Question, World
 from deploy.quickstart.words import make_tokenizer
 from services.common.config.environment import SearchToolConfig
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.sft import SftConfig
 from services.coordinator.data.prepare.search_r1 import INSTRUCTION
 from services.reward.environments.toolbox.search import Search

@@ -1,6 +1,7 @@
 """Imports functions of the user that a config names as `package.module:function`."""
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,24 @@ from importlib import import_module
 from typing import Any
 
 from services.common.errors import InvalidInput
-from services.common.signature import require_takes
+
+
+def require_takes(function: Callable[..., Any], name: str, args: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+    """Checks that a function can be called, without calling it. `args` are names of the positional arguments.
+
+    Raises:
+        TypeError: It does not take these arguments; the message has `name`, the arguments and the signature.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function in C may have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join([*args, *(f"{key}=..." for key in kwargs)])
+        raise TypeError(f"{name} is called with ({given}), but is defined as {signature}: {error}") from error
+
 
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 

@@ -9,7 +9,7 @@ import signal
 import threading
 from importlib import import_module
 
-from services.common.telemetry.logs import LogFormat, formatter
+from services.common.telemetry.context import LogFormat, formatter
 
 _GRACE_S = 10.0
 # Enough for every service. Some programs visit every descriptor that they may have, so there is no use in more.

@@ -7,8 +7,8 @@ says why.
 import asyncio
 import sys
 
-from services.common.config.reading.load import parse_json
-from services.common.config.reward.section import RewardConfig
+from services.common.config.load import parse_json
+from services.common.config.reward import RewardConfig
 from services.common.errors import LockstepError
 from services.reward.run import ScoringRun
 

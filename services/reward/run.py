@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.rewards import weighted_sum
 from services.reward.metrics import RewardMetrics

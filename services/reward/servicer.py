@@ -7,8 +7,8 @@ import logging
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 
-from services.common.config.reading.load import parse_json
-from services.common.config.reward.section import RewardConfig
+from services.common.config.load import parse_json
+from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput
 from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence

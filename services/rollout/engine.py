@@ -25,10 +25,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.batches.routes import RouteShape
 from services.common.config.rollout import RolloutConfig
+from services.common.device_memory import DeviceState, changed, gib
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
 from services.common.files.sockets import socket_directory
-from services.common.memory.device import DeviceState, changed, gib
 from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
 from services.rollout.compat.vllm.client import abort_samples, lengths_so_far, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
@@ -69,7 +69,7 @@ class Sample:
     routes: bytes = b""
     """The routes of all tokens but the last (services.common.batches.routes); empty if there are none."""
     kept: bytes = b""
-    """The kept sets of its tokens (services.common.batches.kept); empty if they were not asked for."""
+    """The kept sets of its tokens (services.common.batches.batch); empty if they were not asked for."""
 
 
 class Engine:

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 
 from services.common.config.rollout import RolloutConfig
-from services.common.rpc.metrics import SECONDS
+from services.common.rpc.server import SECONDS
 
 
 @dataclass(frozen=True)

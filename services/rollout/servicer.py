@@ -12,16 +12,15 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
 from prometheus_client import CollectorRegistry
 
 from services.common.batches.batch import tokens_sha256
-from services.common.batches.route_parts import to_parts
-from services.common.batches.routes import route_shape
-from services.common.config.reading.load import parse_json
+from services.common.batches.routes import route_shape, to_parts
+from services.common.compat.versions import accelerator_libraries
+from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
-from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.arguments import Needs
 from services.rollout.compat.vllm.drafts import Drafts

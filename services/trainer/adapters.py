@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
-from services.common.config.trainer.section import LoraConfig
+from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput, Reason
-from services.common.megatron.lora import PARTS
+from services.common.families.lora import PARTS
 
 
 class AdaptedLayer:

@@ -19,7 +19,7 @@ from services.common.batches.blocks import (
     tokens_of_groups,
     trained_tokens,
 )
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Ranks

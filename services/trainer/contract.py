@@ -13,7 +13,7 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.batches.routes import RouteShape, route_shape
 from services.common.config.rollout import MIN_TEMPERATURE
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from services.common.rpc.metrics import SECONDS
+from services.common.rpc.server import SECONDS
 
 
 class TrainerMetrics:

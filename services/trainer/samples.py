@@ -4,9 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches.batch import SAMPLE_SCHEMA, decode_kept, keeps_sampled
 from services.common.batches.blocks import packed_lengths
-from services.common.batches.kept import decode_kept, keeps_sampled
 from services.common.batches.routes import RouteShape
 from services.common.errors import InvalidInput
 

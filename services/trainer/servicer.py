@@ -16,15 +16,15 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import content_sha256
-from services.common.config.reading.load import parse_json
-from services.common.config.trainer.section import TrainerConfig
+from services.common.compat.versions import accelerator_libraries
+from services.common.config.load import parse_json
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.model_card import card_texts, read_model_card
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import is_loopback
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
-from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
 from services.trainer.backend import Part, Role

@@ -11,11 +11,11 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from benchmarks import colocated, gpu, rollout, speculation, step, train_cases
 from benchmarks.megatron_layouts import MODELS
 from benchmarks.rollout_ends import Service
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.rollout import RolloutConfig, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.services.gpus import split_gpus
+from services.coordinator.clients.gpus import split_gpus
 from tests.coordinator.fake_services import FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)

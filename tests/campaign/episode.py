@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.coordinator.checks.verify.session import verify
+from services.coordinator.verify.session import verify
 from tests.campaign.cluster import Cluster, Process
 from tests.campaign.faults.all import FAULTS
 from tests.campaign.faults.base import Scene, Undo

@@ -27,7 +27,7 @@ _MODULES = (
     "services.reward.environments.servicer",
     "services.coordinator.cli.main",
     "services.coordinator.rl.session",
-    "services.coordinator.checks.plan",
+    "services.coordinator.planning.plan",
     "tensorboardX.event_file_writer",
     "transformers",
 )

@@ -11,10 +11,10 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed, Reason
 from services.common.rpc.server import Server
+from services.coordinator.clients.environment import Environments
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.rl.sampling.episodes import EpisodeCollector
-from services.coordinator.services.clients.environment import Environments
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import FakeReplica, FakeReward
 

@@ -17,10 +17,10 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.files.transfer import seal
 from services.common.rpc.server import Server
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import Collector
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
 from tests.support import PATIENCE_S, free_port
 
 TOKENIZER = SimpleNamespace(

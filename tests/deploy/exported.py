@@ -8,9 +8,9 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import InvalidInput
-from services.common.rpc.metrics import RpcMetrics
-from services.common.telemetry.metrics_server import Metrics
-from services.coordinator.observe.prometheus import Prometheus
+from services.common.rpc.metrics_server import Metrics
+from services.common.rpc.server import RpcMetrics
+from services.coordinator.observe.watchers import Prometheus
 from services.reward.metrics import RewardMetrics
 from services.rollout.metrics import RolloutMetrics, State
 from services.trainer.metrics import TrainerMetrics

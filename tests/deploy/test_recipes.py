@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from deploy.quickstart import make_lookup, make_search
 from deploy.quickstart.small_world import World
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.coordinator.cli.main import app

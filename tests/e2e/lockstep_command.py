@@ -22,8 +22,8 @@ from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as Rollo
 from typer.testing import CliRunner
 
 from services.common.rpc.client import Client
-from services.coordinator.checks.verify.session import verify
 from services.coordinator.cli.main import app
+from services.coordinator.verify.session import verify
 from tests.support import PATIENCE_S, descendants, free_port, make_model, running, service_command, still_there
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))

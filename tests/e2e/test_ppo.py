@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.batches.kept import decode_kept
+from services.common.batches.batch import decode_kept
 from services.common.errors import DataLoss
 from services.coordinator.replay.record import Record
 from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers

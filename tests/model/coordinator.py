@@ -41,7 +41,7 @@ def moved(w: World, place: str, **changes: object) -> World:
     return w._replace(coordinator=w.coordinator._replace(at=place, **changes))
 
 
-# Opening: services/coordinator/services/opening.py, rl/session.py
+# Opening: services/coordinator/fleet/opening.py, rl/session.py
 
 
 def start(w: World, rules: Rules) -> Iterator[World]:

@@ -9,8 +9,8 @@ from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.config.run import Config
 from services.common.rpc.client import Client
+from services.coordinator.clients.trainer import BlockStream
 from services.coordinator.runs.ledger import Ledger
-from services.coordinator.services.clients.blocks import BlockStream
 from tests.coordinator.fake_environment import FakeEnvironment
 from tests.coordinator.runs.killing import Deadline, Killed, Services, deadline, killed, make_run, surviving_services
 from tests.model.coordinator import ended

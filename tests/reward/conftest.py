@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
 from services.reward.run import ScoringRun
 from services.reward.scorers.base import Item
 from tests.support import PATIENCE_S

@@ -15,11 +15,11 @@ from services.common.errors import Aborted, InvalidInput, PermissionDenied, Prec
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
-from services.coordinator.checks.doctor import publication, running
-from services.coordinator.checks.doctor.finding import Finding, Verdict
-from services.coordinator.checks.doctor.publication import check_publication
-from services.coordinator.checks.doctor.running import examine_services
-from services.coordinator.services.launch import Addresses
+from services.coordinator.doctor import services as publication
+from services.coordinator.doctor import services as running
+from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor.services import check_publication, examine_services
+from services.coordinator.fleet.launch import Addresses
 from services.rollout import servicer as rollout
 from services.trainer import servicer as trainer
 from services.trainer.ranks.calls import Ranks

@@ -9,8 +9,8 @@ import torch
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import TokenSequence
 
-from services.common.batches.kept import decode_kept
-from services.common.batches.route_parts import from_parts
+from services.common.batches.batch import decode_kept
+from services.common.batches.routes import from_parts
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import PROMPTS, PlayedTrainer
 

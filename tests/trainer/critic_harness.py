@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from services.common.config.trainer.section import CriticSettings, ReferenceConfig
+from services.common.config.trainer import CriticSettings, ReferenceConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.fsdp.backend import FsdpBackend

@@ -15,7 +15,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.client import Client
 from tests.support import PATIENCE_S, free_port, make_batch, running

@@ -16,7 +16,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from safetensors.torch import load_file, save_file
 
 from services.common.batches import batch as batches
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.ranks.shards import forward_parts, train_parts

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.config.trainer.loss import CorrectionConfig, LossConfig
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.loss import CorrectionConfig, LossConfig
+from services.common.config.trainer import TrainerConfig
 
 Row = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
-from services.common.config.trainer.section import CriticSettings
+from services.common.config.trainer import CriticSettings
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
 from tests.trainer.critic_harness import with_returns

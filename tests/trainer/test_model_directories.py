@@ -11,7 +11,7 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
-from services.common.config.trainer.section import CriticSettings
+from services.common.config.trainer import CriticSettings
 from services.common.errors import InvalidInput, NotFound, Reason
 from tests.trainer.damage import CONFIG, WEIGHTS, Change, contains, has_json, has_tensors, indexed, truncated
 from tests.trainer.deployment import Deployment

@@ -14,7 +14,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.errors import InvalidInput
-from services.coordinator.data.episodes import Episode
+from services.coordinator.data.groups import Episode
 from services.trainer.samples import check_samples
 from tests.support import VOCAB, make_batch
 

@@ -11,7 +11,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.config.trainer.section import CriticSettings
+from services.common.config.trainer import CriticSettings
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
 from tests.trainer.critic_harness import with_returns
 from tests.trainer.deployment import Deployment

@@ -68,3 +68,9 @@ def _types(*annotations: Any) -> set[Any]:
         parts = get_args(one)[:1] if get_origin(one) is Annotated else get_args(one)
         found |= _types(*parts) if get_origin(one) in (Union, UnionType, tuple, Annotated) else {one}
     return found
+
+
+def nearest_multiples(count: int, divisor: int) -> str:
+    """Returns the positive multiples of `divisor` next to `count`, which is none, as text."""
+    below = count // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)

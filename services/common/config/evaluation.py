@@ -11,7 +11,7 @@ from services.common.config.base import Strict
 from services.common.config.data import DataConfig
 from services.common.config.placement import Placement
 from services.common.config.rollout import BadWords, EvalTemperature, RolloutConfig, SpeculationConfig
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.rewards import is_above
 
 

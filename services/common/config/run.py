@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.base import NAME, Seconds, Strict
+from services.common.config.base import NAME, Seconds, Strict, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation import (
@@ -17,15 +17,13 @@ from services.common.config.evaluation import (
     check_length,
     check_speculation,
 )
-from services.common.config.multiples import nearest_multiples
+from services.common.config.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
 from services.common.config.observability import ObservabilityConfig
-from services.common.config.placement import BUCKET_BYTES, Placement, check_placement
-from services.common.config.restart import RestartConfig
-from services.common.config.reward.section import RewardConfig
+from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement
+from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
-from services.common.config.trainer.section import CriticConfig, ReferenceConfig, TrainerConfig, require_used
-from services.common.megatron.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
+from services.common.config.trainer import CriticConfig, ReferenceConfig, TrainerConfig, require_used
 
 
 class CheckpointConfig(Strict):

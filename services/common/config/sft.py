@@ -4,16 +4,14 @@ from typing import Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import NAME
+from services.common.config.base import NAME, nearest_multiples
 from services.common.config.data import FilesConfig
 from services.common.config.evaluation import EvaluationFrequency, check_best
-from services.common.config.multiples import nearest_multiples
+from services.common.config.layout import Layout, check_layout, samples_at_once
 from services.common.config.observability import ObservabilityConfig
-from services.common.config.placement import BUCKET_BYTES
-from services.common.config.restart import RestartConfig
+from services.common.config.placement import BUCKET_BYTES, RestartConfig
 from services.common.config.run import AnyRun, CheckpointConfig, TimeoutsConfig
-from services.common.config.trainer.section import TrainerConfig, require_used
-from services.common.megatron.layout import Layout, check_layout, samples_at_once
+from services.common.config.trainer import TrainerConfig, require_used
 
 
 class SftDataConfig(FilesConfig):

@@ -1,9 +1,9 @@
 """Decides how a batch is cut into blocks, and whether they are sent while other groups are still being generated."""
 
 from services.common.batches.blocks import BlockCutter
+from services.common.config.layout import data_parallel_size, samples_at_once
 from services.common.config.run import Config
-from services.common.config.trainer.section import TrainerConfig
-from services.common.megatron.layout import data_parallel_size, samples_at_once
+from services.common.config.trainer import TrainerConfig
 
 # The assumed ratio of the longest possible sample to the mean: blocks must follow from the config, not from samples.
 _LONGEST_TO_MEAN = 4

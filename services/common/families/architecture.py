@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.families.record import Family, Size, Weight
-from services.common.families.registry import FAMILIES
+from services.common.families.registry import FAMILIES, Family, Size, Weight
 
 Shape = tuple[int, ...]
 

@@ -1,22 +1,189 @@
 """Describes the model families that are known, by the model_type in a model's config.json."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from services.common.families.layers import (
-    ATTENTION,
-    ATTENTION_OUTPUT,
-    DENSE_MLP,
-    DOWN,
-    GATE_UP,
-    NORMS,
-    OPTIONAL_BIASES,
-    QK_NORMS,
-    QKV,
-    QKV_BIAS,
-    experts,
-    shared_expert,
+# A size is a number, or the name of one of an Architecture's sizes, such as "hidden_size".
+Size = int | str
+
+# How tensor parallelism cuts a weight. Each rank holds:
+#   whole    the whole weight
+#   rows     an equal share of the rows of each part; the shares are stacked
+#   groups   an equal share of the key-value groups; the parts are q, k and v, and the rows of a group lie together
+#   columns  an equal share of the columns; the weight has one part
+Cut = Literal["whole", "rows", "groups", "columns"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Describes one Megatron parameter: the checkpoint tensors that it is made of, its shape, and how ranks share it.
+
+    `parameter` is the name that Megatron's local (not TransformerEngine) layers give it. `tensors` are the checkpoint's
+    names, one for each part; if there is one name for several parts, the checkpoint stacks their rows in one tensor.
+    Inside a layer, all names are relative to the layer. For an expert, `{expert}` in a tensor's name stands for the
+    expert's number, and `parameter` leaves the number out.
+    """
+
+    parameter: str
+    tensors: tuple[str, ...]
+    rows: tuple[Size, ...]
+    """Number of rows of each part."""
+    columns: Size | None = None
+    """Number of columns; None if the weight is a vector."""
+    cut: Cut = "whole"
+    is_expert: bool = False
+    """Whether expert parallelism distributes this weight and expert tensor parallelism cuts it."""
+    if_true: str = ""
+    """Key in `Family.flags`; a model has this weight only if its config sets the key to true."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Says whether the checkpoint stacks all parts in one tensor."""
+        return len(self.rows) > len(self.tensors)
+
+
+EMBEDDING = Weight(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ("vocab_size",), "hidden_size", "rows"
 )
-from services.common.families.record import EXPERT_KEYS, REQUIRED, Family
+FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",))
+OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab_size",), "hidden_size", "rows")
+
+# Maps an Architecture's sizes to config keys; the first key that a config has is read.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings",),
+}
+DENSE_KEYS: Mapping[str, tuple[str, ...]] = {"intermediate_size": ("intermediate_size",), **KEYS}
+EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
+    **KEYS,
+    # transformers 5 writes num_local_experts, the published Qwen3 models have num_experts.
+    "num_experts": ("num_experts", "num_local_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok",),
+    "moe_intermediate_size": ("moe_intermediate_size",),
+}
+# Maps config keys to the only value that strategy megatron accepts; a config may leave a key out.
+REQUIRED: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+# Sets the fields of Megatron's TransformerConfig for which config.json has no key.
+SETTINGS: Mapping[str, object] = {
+    "activation_func": "silu",
+    "gated_linear_unit": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describes the models of one `model_type`: decoders whose layers all have the same weights."""
+
+    model_type: str
+    layer: tuple[Weight, ...]
+    """Weights of one layer in the order of the checkpoint."""
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
+    """The Architecture's sizes that config.json must have, each with its keys there."""
+    flags: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    """Config keys that `Weight.if_true` names, with their defaults."""
+    required: Mapping[str, object] = field(default_factory=lambda: REQUIRED)
+    """Config keys for which strategy megatron accepts only one value, with this value."""
+    settings: Mapping[str, object] = field(default_factory=lambda: SETTINGS)
+    """Fields of Megatron's TransformerConfig to set; `activation_func` names a function of torch.nn.functional."""
+    has_partial_rotary: bool = False
+    """Whether transformers reads `partial_rotary_factor`, and rotates only this share of each head."""
+    layers: str = "model.layers"
+    """Name of the list of layers in the checkpoint."""
+    embedding: Weight = EMBEDDING
+    final_norm: Weight = FINAL_NORM
+    output: Weight = OUTPUT
+    """Output layer of a model that does not tie it to the embedding."""
+
+
+QKV = Weight(
+    "self_attention.linear_qkv.weight",
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    rows=("query_size", "key_value_size", "key_value_size"),
+    columns="hidden_size",
+    cut="groups",
+)
+QKV_BIAS = replace(
+    QKV,
+    parameter="self_attention.linear_qkv.bias",
+    tensors=("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    columns=None,
+)
+ATTENTION_OUTPUT = Weight(
+    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden_size",), "query_size", "columns"
+)
+ATTENTION_OUTPUT_BIAS = Weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), ("hidden_size",))
+# RMS norms over each head of the queries and of the keys.
+QK_NORMS = (
+    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head_dim",)),
+    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head_dim",)),
+)
+GATE_UP = Weight(
+    "mlp.linear_fc1.weight",
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    rows=("intermediate_size", "intermediate_size"),
+    columns="hidden_size",
+    cut="rows",
+)
+DOWN = Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ("hidden_size",), "intermediate_size", "columns")
+# Norms before attention, and before the feed-forward layer.
+NORMS = (
+    Weight("input_layernorm.weight", ("input_layernorm.weight",), ("hidden_size",)),
+    Weight("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ("hidden_size",)),
+)
+
+ATTENTION = (QKV, ATTENTION_OUTPUT)
+# A model has these if its config says `attention_bias`.
+OPTIONAL_BIASES = tuple(replace(weight, if_true="attention_bias") for weight in (QKV_BIAS, ATTENTION_OUTPUT_BIAS))
+DENSE_MLP = (GATE_UP, DOWN)
+
+
+def experts(
+    router: str = "mlp.gate",
+    expert: str = "mlp.experts",
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Weight, ...]:
+    """Returns the weights of the router and the experts; `parts` are the checkpoint's names of gate, up and down."""
+    gate, up, down = (f"{expert}.{{expert}}.{part}.weight" for part in parts)
+    width = "moe_intermediate_size"
+    return (
+        Weight("mlp.router.weight", (f"{router}.weight",), ("num_experts",), "hidden_size"),
+        replace(
+            GATE_UP, parameter="mlp.experts.linear_fc1.weight", tensors=(gate, up), rows=(width, width), is_expert=True
+        ),
+        replace(DOWN, parameter="mlp.experts.linear_fc2.weight", tensors=(down,), columns=width, is_expert=True),
+    )
+
+
+def shared_expert(expert: str = "mlp.shared_expert", gate: str = "mlp.shared_expert_gate") -> tuple[Weight, ...]:
+    """Returns the weights of the expert that computes every token, and of its gate.
+
+    The sigmoid of the gate, one number for each token, is multiplied with the expert's output.
+    """
+    width = "shared_expert_intermediate_size"
+    gate_up = tuple(f"{expert}.{part}.weight" for part in ("gate_proj", "up_proj"))
+    return (
+        replace(GATE_UP, parameter="mlp.shared_experts.linear_fc1.weight", tensors=gate_up, rows=(width, width)),
+        replace(
+            DOWN,
+            parameter="mlp.shared_experts.linear_fc2.weight",
+            tensors=(f"{expert}.down_proj.weight",),
+            columns=width,
+        ),
+        Weight("mlp.shared_experts.gate_weight", (f"{gate}.weight",), (1,), "hidden_size"),
+    )
+
 
 _KNOWN = (
     # Llama 1 to 3 (arXiv 2302.13971, 2407.21783).

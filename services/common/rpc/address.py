@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from services.common.errors import InvalidInput
-from services.common.rpc.security.tls import Transport
+from services.common.rpc.tls import Transport
 
 
 def parse_address(address: str, *, field: str) -> tuple[str, int]:

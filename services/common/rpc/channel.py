@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import MAX_HEADER_BYTES, Unauthenticated, Unavailable
-from services.common.rpc.security.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
+from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
 
 log = logging.getLogger(__name__)
 

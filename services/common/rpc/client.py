@@ -1,20 +1,90 @@
 """Calls a service: every call has a deadline, and every failure is a LockstepError."""
 
+import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from services.common.compat.grpc import keep_early_status
 from services.common.errors import DataLoss, InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import OPTIONS, Channel
-from services.common.rpc.history.calls import NotedCall, noting
-from services.common.rpc.retry import Retries
-from services.common.rpc.security.tls import LOCAL, Transport
+from services.common.rpc.history import NotedCall, noting
+from services.common.rpc.tls import LOCAL, Transport
+from services.common.tasks import backoff_s
 from services.common.telemetry.context import outgoing
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+# Long enough for a reset connection or a link that fails for a moment, and short enough to report soon that a service
+# has ended.
+MAX_RETRY_S = 30.0
+
+
+class Retries:
+    """Decides when a call is made again, and when no more.
+
+    Args:
+        timeout_s: Limit of all attempts together.
+        max_retry_s: Limit from the first lost connection on; with 0 there is one attempt.
+    """
+
+    def __init__(self, timeout_s: float, max_retry_s: float = MAX_RETRY_S):
+        self._deadline, self._max_retry_s = time.monotonic() + timeout_s, max_retry_s
+        self._until = self._deadline
+        self._num_retries = 0
+
+    @property
+    def left_s(self) -> float:
+        """Returns the timeout of the next attempt in seconds."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    async def wait(self, error: LockstepError) -> bool:
+        """Waits until the call can be made again, and returns whether it can; the pauses grow.
+
+        It cannot if the service itself raised `error`, or if a limit would pass during the pause.
+        """
+        if error.reason is not Reason.UNREACHABLE:
+            return False
+        now, pause_s = time.monotonic(), backoff_s(self._num_retries)
+        if self._num_retries == 0:
+            self._until = min(self._deadline, now + self._max_retry_s)
+        if now + pause_s >= self._until:
+            return False
+        self._num_retries += 1
+        log.warning("calling again in %.1f s: %s", pause_s, error.message)
+        await asyncio.sleep(pause_s)
+        return True
+
+
+async def repeated(
+    call: Callable[[float], Awaitable[Answer]], *, timeout_s: float, max_retry_s: float = MAX_RETRY_S
+) -> Answer:
+    """Returns the answer of `call`, which takes its timeout in seconds and is made again after a lost connection. This
+    is for answers that are streams.
+
+    A call with one answer is repeated by `Client.call` itself.
+
+    Raises:
+        LockstepError: The error of the last call.
+    """
+    retries = Retries(timeout_s, max_retry_s)
+    while True:
+        try:
+            return await call(retries.left_s)
+        except Unavailable as error:
+            if not await retries.wait(error):
+                raise
+
 
 # What gRPC says when a peer has not answered a ping (see options.py).
 _SILENT = "ping timeout"
@@ -22,7 +92,6 @@ _SILENT = "ping timeout"
 keep_early_status()
 
 Request = TypeVar("Request")
-Answer = TypeVar("Answer")
 
 Method = Callable[[Any, Request, Any], Answer | Awaitable[Answer]]
 """A method of a generated servicer that answers once, such as `TrainerServiceServicer.Train`."""
@@ -156,3 +225,32 @@ class Client:
 
 def _metadata() -> tuple[tuple[str, str], ...]:
     return (*outgoing(), *fence.outgoing())
+
+
+# Of four calls in each lease, three may be lost.
+_PER_LEASE = 4
+
+
+class Renewal:
+    """Calls GetInfo on one service as often as its lease requires, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, client: Client, method: Method[Request, Message], request: Request, lease_s: float) -> None:
+        """Begins the calls, if it has not begun yet; `method` and `request` are the service's GetInfo."""
+        self._task = self._task or asyncio.create_task(self._renew(client, method, request, lease_s / _PER_LEASE))
+
+    async def end(self) -> None:
+        """Ends the calls."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _renew(self, client: Client, method: Method[Request, Message], request: Request, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await client.call(method, request, timeout_s=every_s)
+            except LockstepError as error:  # calls that need the service notice it themselves
+                log.info("the lease at %s could not be renewed: %s", client.address, error.message)

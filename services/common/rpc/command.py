@@ -11,12 +11,10 @@ from pathlib import Path
 from services.common.errors import LockstepError
 from services.common.extras import require_extra
 from services.common.process import allow_descriptors, configure_logging, exit_with, keep_files_private
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import Credentials
+from services.common.rpc.metrics_server import Metrics, Page
 from services.common.rpc.server import INCARNATION
-from services.common.telemetry.metrics_server import Metrics, Page
-from services.common.telemetry.otel import Otel
-from services.common.telemetry.trace import NO_TRACE, Trace
+from services.common.rpc.tls import Credentials, Role
+from services.common.telemetry.trace import NO_TRACE, Otel, Trace
 
 REFUSED = 2
 """Exit code after a line with an error's reason, and of wrong options."""

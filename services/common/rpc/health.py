@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client
-from services.common.rpc.security.tls import Credentials, Transport
+from services.common.rpc.tls import Credentials, Transport
 
 
 async def require_serving(address: str, transport: Transport, *, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar
@@ -21,24 +22,77 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep.types.v1.types_pb2 import ServiceInfo
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.common.errors import (
     InternalError,
     InvalidInput,
     LockstepError,
+    Reason,
     to_status,
 )
 from services.common.rpc import fence
 from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import server_options
-from services.common.rpc.metrics import RpcMetrics
-from services.common.rpc.security.identities import require_role
-from services.common.rpc.security.tls import Credentials
+from services.common.rpc.tls import Credentials, require_role
 from services.common.telemetry.context import incoming
 from services.common.telemetry.trace import NO_TRACE, Trace
 
 log = logging.getLogger(__name__)
+
+SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0, 1800.0)
+"""Bucket upper bounds of all histograms, in seconds. A call may take a millisecond or half an hour."""
+
+
+class RpcMetrics:
+    """Counts and times the calls that a server answers."""
+
+    def __init__(self, registry: CollectorRegistry | None):
+        self._started = Counter(
+            "lockstep_rpc_started_total", "Calls that were received.", ["method"], registry=registry
+        )
+        self._seconds = Histogram(
+            "lockstep_rpc_seconds",
+            "Time from receiving a call to its end.",
+            ["method"],
+            registry=registry,
+            buckets=SECONDS,
+        )
+        self._finished = Counter(
+            "lockstep_rpc_finished_total",
+            "Calls that ended, by gRPC status code.",
+            ["method", "code"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            "lockstep_rpc_failures_total",
+            "Calls that failed, by typed reason.",
+            ["method", "reason"],
+            registry=registry,
+        )
+
+    @contextmanager
+    def call(self, method: str) -> Generator[None]:
+        """Counts and times the block as one call."""
+        self._started.labels(method).inc()
+        begin, code, reason = time.perf_counter(), "OK", ""
+        try:
+            yield
+        except LockstepError as error:
+            code, reason = error.code.name, error.reason.value
+            raise
+        except (asyncio.CancelledError, GeneratorExit):  # also when the deadline has passed
+            code = "CANCELLED"
+            raise
+        except Exception:
+            code, reason = "INTERNAL", Reason.INTERNAL.value
+            raise
+        finally:
+            self._seconds.labels(method).observe(time.perf_counter() - begin)
+            self._finished.labels(method, code).inc()
+            if reason:
+                self._failures.labels(method, reason).inc()
+
 
 # Identifies this process, so that clients notice that a service was restarted.
 INCARNATION = uuid.uuid4().hex

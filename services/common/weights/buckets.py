@@ -1,6 +1,8 @@
 """Packs weights into the buckets of a plan, and unpacks them."""
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -141,3 +143,35 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     """Returns whether the tensor's bytes can be a bucket without a copy: contiguous and in whole aligned words."""
     sizes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
+
+
+class Cost:
+    """Measures one publication. Create it at the start; call `measured` once the device has finished."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device if device.type == "cuda" else None
+        self._digest_s = 0.0
+        self._kernels: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+            self._held_bytes = torch.cuda.memory_allocated(self._cuda)
+
+    @contextmanager
+    def hashing(self) -> Generator[None]:
+        """Times the hashing of a bucket on the device that computes it."""
+        if self._cuda:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._kernels.append(events)
+        else:
+            begin = time.perf_counter()
+            yield
+            self._digest_s += time.perf_counter() - begin
+
+    def measured(self) -> dict[str, float]:
+        """Returns the fields of types.v1.PublicationCost."""
+        digest_s = self._digest_s + sum(begin.elapsed_time(end) for begin, end in self._kernels) / 1e3
+        extra = torch.cuda.max_memory_allocated(self._cuda) - self._held_bytes if self._cuda else 0
+        return {"digest_s": digest_s, "extra_bytes": extra}

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from services.common.config.reading.load import Key, keys
+from services.common.config.load import Key, keys
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput

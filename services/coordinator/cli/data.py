@@ -108,7 +108,7 @@ def _search_r1(
 
 
 def _show(report: "ConversionReport") -> None:
-    from services.coordinator.data.reading.bad_rows import NUM_NAMED
+    from services.coordinator.data.reading.record import NUM_NAMED
     from services.coordinator.observe.console import literal_console
 
     console = literal_console(soft_wrap=True, highlight=False)

@@ -2,14 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import sys
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from services.common.errors import InvalidInput
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.clients.environment import row_of
+from services.coordinator.data.order import environment_seed
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.reading.hub import with_local_models
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.tools import PROBE, TIMEOUT_S
 from services.coordinator.observe.console import literal_console
+from services.coordinator.rl.session import load_data
 
 _console = literal_console()
 
@@ -38,9 +50,8 @@ def play(
 
     The exit code is 1 if the environment fails.
     """
-    from services.common.config.reading.load import load
+    from services.common.config.load import load
     from services.common.config.run import Config
-    from services.coordinator.checks.play import play_row
 
     settings = load(Config, config)
     texts = [*(policy_text or []), *(_lines(replies) if replies else [])]
@@ -68,3 +79,113 @@ def _lines(path: Path) -> Iterator[str]:
         except ValueError:
             text = line
         yield text if isinstance(text, str) else line
+
+
+_MARGIN_S = 30.0
+_MAX_LINE_BYTES = 64 << 20
+
+Answer = Mapping[str, Any]
+
+
+async def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -> bool:
+    """Plays the row with that number of the training data, and prints what happens. Returns whether nothing failed.
+
+    Raises:
+        InvalidInput: There is no environment, or it does not open.
+        NotFound: The data has no such row, or its prompt was dropped.
+    """
+    if config.environment is None:
+        raise InvalidInput("environment: the config has none to play", field="environment")
+    prompt = _prompt(config, row)
+    async with _probe(config) as ask:
+        opened = await ask({"environment": config.environment.model_dump(mode="json")}, TIMEOUT_S)
+        console.print(f"{config.environment.kind} {opened['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
+        for tool in opened["tools"]:
+            console.print(f"tool: {json.dumps(tool.get('function', tool), ensure_ascii=False)}", soft_wrap=True)
+        for message in prompt.messages:
+            _say(console, message["role"], message["content"])
+        limit_s = config.environment.longest_reply_s + _MARGIN_S
+        seed = environment_seed(config.seed, prompt.prompt_id)
+        answer = await ask({"reset": row_of(prompt), "seed": seed}, limit_s)
+        for turn in range(config.environment.max_turns):
+            if not _show(console, answer):
+                return False
+            if answer.get("done"):
+                return True
+            if (text := next(turns, None)) is None:
+                console.print("no more turns of the policy: the episode was left")
+                return True
+            console.print(f"--- turn {turn + 1}")
+            _say(console, "policy", text)
+            answer = await ask({"step": text}, limit_s)
+            if "failure" not in answer:
+                console.print(f"reward {answer.get('reward', 0.0):g}{', done' * answer.get('done', False)}")
+        if _show(console, answer) and not answer.get("done"):
+            console.print(f"environment.max_turns: {config.environment.max_turns} turns were played")
+    return "failure" not in answer
+
+
+def _prompt(config: Config, row: int) -> Prompt:
+    data = load_data(with_local_models(config, has_weights=False), Addresses())
+    assert data is not None, "the model's tokenizer is on this host"
+    prompts = data.train.prompts
+    index = bisect_left(prompts, row, key=_row_number)
+    if index < len(prompts) and _row_number(prompts[index]) == row:
+        return prompts[index]
+    raise NotFound(f"data.train has no row {row} that can be used (rows count from 0)", field="row")
+
+
+def _row_number(prompt: Prompt) -> int:
+    return int(prompt.prompt_id.partition("-")[0])
+
+
+@asynccontextmanager
+async def _probe(config: Config) -> AsyncIterator[Any]:
+    """Yields a function that sends a line to the probe and returns its answer."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *PROBE),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_MAX_LINE_BYTES,
+    )
+    assert process.stdin and process.stdout, "they are pipes"
+    stdin, stdout = process.stdin, process.stdout
+
+    async def ask(line: Mapping[str, object], limit_s: float) -> Answer:
+        stdin.write(json.dumps(line).encode() + b"\n")
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await stdout.readline()
+        except TimeoutError:
+            raise InvalidInput(f"environment: no answer within {limit_s:g} s", field="environment") from None
+        if not answer:
+            raise InvalidInput("environment: it does not open, or its process died; see above", field="environment")
+        return json.loads(answer)
+
+    try:
+        yield ask
+    finally:
+        stdin.close()
+        try:
+            async with asyncio.timeout(config.environment.turn_s + _MARGIN_S if config.environment else _MARGIN_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _show(console: Console, answer: Answer) -> bool:
+    """Prints the tool calls and messages of an answer, or its failure. Returns whether there is none."""
+    if failure := answer.get("failure"):
+        reason = failure["reason"].removeprefix("ENVIRONMENT_FAILURE_REASON_").lower()
+        console.print(f"environment: {reason}: {failure['message']}", soft_wrap=True)
+        return False
+    for call in answer.get("tool_calls", ()):
+        console.print(f"calls {call['name']}({call['arguments_json']})", soft_wrap=True)
+    for message in answer.get("messages", ()):
+        _say(console, " ".join(filter(None, (message.get("role"), message.get("name")))), message.get("content", ""))
+    return True
+
+
+def _say(console: Console, who: str, text: str) -> None:
+    console.print(f"[{who or 'text'}] {text}", soft_wrap=True)

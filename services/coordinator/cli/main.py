@@ -21,9 +21,9 @@ from services.coordinator.cli.replicas import app as replicas_app
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
-    from services.common.config.reading.load import AnyConfig
+    from services.common.config.load import AnyConfig
     from services.coordinator.data.reading.hub import ConfigT
-    from services.coordinator.services.launch import Addresses
+    from services.coordinator.fleet.launch import Addresses
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,11 +74,11 @@ def run(
     **given: Unpack[Given],
 ) -> None:
     """Train with RL. Starts services without an address, here or on the coordinator's host; they stop with the run."""
-    from services.common.config.reading.load import load
+    from services.common.config.load import load
     from services.common.config.run import Config
-    from services.coordinator.checks.plan import check_model
-    from services.coordinator.checks.weights import check_weights
+    from services.coordinator.doctor.inputs import check_weights
     from services.coordinator.observe.frontend import TerminalFrontend
+    from services.coordinator.planning.plan import check_model
     from services.coordinator.rl.session import run_session, show_outcome
 
     services = addresses(given, is_operator=bool(coordinator))
@@ -101,10 +101,10 @@ def run(
 @takes_addresses("trainer")
 def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> None:
     """Fine-tune on prompts and responses (SFT). Uses only a trainer, and starts one here if --trainer is not given."""
-    from services.common.config.reading.load import load
+    from services.common.config.load import load
     from services.common.config.sft import SftConfig
-    from services.coordinator.checks.plan import check_model
-    from services.coordinator.checks.weights import check_weights
+    from services.coordinator.doctor.inputs import check_weights
+    from services.coordinator.planning.plan import check_model
     from services.coordinator.sft.session import run_session, show_outcome
 
     services = addresses(given)
@@ -133,10 +133,10 @@ def evaluate(
     **given: Unpack[Given],
 ) -> None:
     """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
-    from services.common.config.reading.load import load
+    from services.common.config.load import load
     from services.common.config.run import Config
-    from services.coordinator.checks.plan import check_model
-    from services.coordinator.checks.weights import check_weights
+    from services.coordinator.doctor.inputs import check_weights
+    from services.coordinator.planning.plan import check_model
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation, with_own_config
 
     services = addresses(given)
@@ -159,7 +159,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16; auto is as in the starting model.")] = "auto",
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory, on the CPU; adapters are merged, and also in adapter/."""
-    from services.coordinator.services.export import export, export_config
+    from services.coordinator.cli.export import export, export_config
 
     settings = export_config(checkpoint, config or [], dtype)
     asyncio.run(export(checkpoint, settings, out))
@@ -177,7 +177,7 @@ def push(
     ] = False,
 ) -> None:
     """Upload an exported model to the Hugging Face Hub, with the login of `hf auth login` or HF_TOKEN."""
-    from services.coordinator.services.push import push
+    from services.coordinator.cli.export import push
 
     _console.print(f"pushed {push(directory, repository, is_public=public)}", soft_wrap=True)
 
@@ -220,8 +220,8 @@ def replay(
 @app.command()
 def verify(run_dir: _RunDir) -> None:
     """Check that the record of a run is possible. Changes nothing; the exit code is 1 if there is a violation."""
-    from services.coordinator.checks.verify.session import show_verdict
-    from services.coordinator.checks.verify.session import verify as verify_run
+    from services.coordinator.verify.session import show_verdict
+    from services.coordinator.verify.session import verify as verify_run
 
     verdict = verify_run(run_dir)
     show_verdict(verdict, run_dir, _console)
@@ -238,8 +238,8 @@ def doctor(
     **given: Unpack[Given],
 ) -> None:
     """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
-    from services.common.config.reading.load import load_any
-    from services.coordinator.checks.doctor.session import examine
+    from services.common.config.load import load_any
+    from services.coordinator.doctor.session import examine
 
     services = addresses(given)
     is_well = examine(load_any(config) if config else None, services, _console)
@@ -256,8 +256,8 @@ def init(
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use; by default all of this host.")] = None,
 ) -> None:
     """Write a config with comments for a model, a file of prompts and the GPUs at hand."""
-    from services.coordinator.checks.init import starting_config
-    from services.coordinator.services.gpus import visible_gpus
+    from services.coordinator.cli.init import starting_config
+    from services.coordinator.clients.gpus import visible_gpus
 
     if out.exists():
         raise InvalidInput(f"--out: {out} exists; choose another", field="out")
@@ -278,12 +278,11 @@ def plan(
     gpus: Annotated[str, typer.Option(help="Suggest for other GPUs than this host's, such as 8x79 (GiB).")] = "",
 ) -> None:
     """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
-    from services.common.config.reading.load import load_any
-    from services.coordinator.checks.nvidia import read_gpus
-    from services.coordinator.checks.plan import show_plan
-    from services.coordinator.checks.suggest import parse_gpus, show_suggestion
+    from services.common.config.load import load_any
+    from services.coordinator.clients.gpus import read_gpus, visible_gpus
     from services.coordinator.data.reading.hub import with_local_models
-    from services.coordinator.services.gpus import visible_gpus
+    from services.coordinator.planning.plan import show_plan
+    from services.coordinator.planning.suggest import parse_gpus, show_suggestion
 
     if suggest or gpus:
         here = [gpu.total_bytes for gpu in read_gpus()] if visible_gpus() and not gpus else []
@@ -302,7 +301,7 @@ def config(
     ] = False,
 ) -> None:
     """List every config key with its type, default and help."""
-    from services.common.config.reading.load import keys
+    from services.common.config.load import keys
     from services.common.config.run import Config
     from services.common.config.sft import SftConfig
     from services.coordinator.cli.config import config_page, keys_with_prefix, show_keys
@@ -322,7 +321,7 @@ def _with_model(settings: "ConfigT", services: "Addresses") -> "ConfigT":
 
 def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str = "") -> NoReturn:
     """Checks a run and exits, with code 1 if a check fails."""
-    from services.coordinator.checks.doctor.session import examine_run
+    from services.coordinator.doctor.session import examine_run
 
     if coordinator:
         raise InvalidInput("--dry-run checks this host: run it where the coordinator runs", field="dry_run")

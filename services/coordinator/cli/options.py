@@ -11,7 +11,7 @@ import typer
 from services.common.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from services.coordinator.services.launch import Addresses
+    from services.coordinator.fleet.launch import Addresses
 
 _OwnTrainer = Annotated[str, typer.Option(help="HOST:PORT of the trainer dedicated to this model.")]
 _Tls = Annotated[
@@ -80,9 +80,8 @@ def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
         InvalidInput: An option is invalid, contradicts another one, or would send plaintext to another host.
     """
     from services.common.rpc.address import require_secure
-    from services.common.rpc.security.identities import Role
-    from services.common.rpc.security.tls import Credentials, Transport
-    from services.coordinator.services.launch import Addresses
+    from services.common.rpc.tls import Credentials, Role, Transport
+    from services.coordinator.fleet.launch import Addresses
 
     tls, insecure = given["tls"], given["insecure"]
     rollout, reward = tuple(given.get("rollout") or ()), tuple(given.get("reward") or ())

@@ -12,7 +12,7 @@ from services.coordinator.observe.console import literal_console
 if TYPE_CHECKING:
     from services.common.config.run import Config
     from services.coordinator.daemon.client import Coordinator
-    from services.coordinator.services.launch import Addresses
+    from services.coordinator.fleet.launch import Addresses
 
 _console = literal_console()
 _At = Annotated[

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.rpc.command import ServeOptions, serve_from_command_line
-from services.common.rpc.security.tls import Transport
 from services.common.rpc.server import Server
+from services.common.rpc.tls import Transport
 
 # How long watchers may take to receive the last events of their runs, which have ended by then.
 _GRACE_S = 10.0
@@ -17,7 +17,7 @@ async def run(runs_dir: Path, options: ServeOptions) -> int:
     """Serves until a signal, then lets each run finish its current step. Returns the exit code."""
     from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
-    from services.coordinator.daemon.run_logs import split_by_run
+    from services.coordinator.daemon.logs import split_by_run
     from services.coordinator.daemon.runs import Runs
     from services.coordinator.daemon.servicer import NAME, CoordinatorServicer
 

@@ -12,9 +12,9 @@ from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, Unavailable
 from services.common.rpc.address import require_secure
 from services.common.rpc.client import Answer, Client, Method, Request
-from services.common.rpc.security.tls import LOCAL, Transport
+from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.runs.replicas import ListedReplica
-from services.coordinator.services.launch import Addresses
 
 log = logging.getLogger(__name__)
 

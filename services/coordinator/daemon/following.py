@@ -13,14 +13,13 @@ from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import LockstepError, Reason
 from services.coordinator.daemon.client import Coordinator
-from services.coordinator.daemon.conversations import from_message
-from services.coordinator.daemon.history import state_name
+from services.coordinator.daemon.history import from_message, state_name
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import fitting
-from services.coordinator.observe.outcome import Outcome
+from services.coordinator.observe.frontend import Outcome
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.rl.session import show_outcome
 from services.coordinator.runs.reporter import in_order
-from services.coordinator.services.launch import Addresses
 
 _MIN_DIRECTORY = 20  # in columns; a narrower path column would fold a path into too many lines to read
 

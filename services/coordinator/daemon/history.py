@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.errors import DataLoss, LockstepError, described
+from services.coordinator.data.groups import Conversation, Part
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.runs.resume import LEDGER
@@ -84,3 +85,21 @@ def _last_session(directory: Path, version: int) -> tuple[Decision | None, Decis
     after `version`."""
     with closing(RecordedLedger(directory)) as ledger:
         return ledger.last(Kind.OPENED), ledger.failure(), ledger.last(Kind.STOPPED, version) is not None
+
+
+def to_message(conversation: Conversation) -> pb.Conversation:
+    """Returns the message of a conversation."""
+    return pb.Conversation(
+        prompt_id=conversation.prompt_id,
+        sample=conversation.sample,
+        prompt=conversation.prompt,
+        parts=[pb.ConversationPart(text=part.text, reward=part.reward) for part in conversation.parts],
+        reward=conversation.reward,
+        finish_reason=conversation.finish_reason,
+    )
+
+
+def from_message(message: pb.Conversation) -> Conversation:
+    """Returns the conversation of a message."""
+    parts = [Part(part.text, part.reward if part.HasField("reward") else None) for part in message.parts]
+    return Conversation(message.prompt_id, message.sample, message.prompt, parts, message.reward, message.finish_reason)

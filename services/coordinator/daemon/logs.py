@@ -1,15 +1,19 @@
 """Reads the logs of a run's services while they are being written."""
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from asyncinotify import Inotify, Mask
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
+from services.common.config.run import Config
 from services.common.errors import NotFound, Overloaded
+from services.coordinator.observe.log_files import log_file
 
 _CHUNK_BYTES = 256 << 10
 
@@ -79,3 +83,42 @@ def _find(directory: Path, service: str) -> Path:
         there = ", ".join(sorted(logs)) or "none yet"
         raise NotFound(f"service: this run has no log of {service}; it has {there}", field="service")
     return logs[service]
+
+
+_log: ContextVar[logging.Handler | None] = ContextVar("log of the run", default=None)
+
+
+class ToRunLog(logging.Handler):
+    """Passes a record to the log of the run whose task emitted it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        handler = _log.get()
+        if handler is not None:
+            handler.handle(record)
+
+
+def _is_for_daemon(record: logging.LogRecord) -> bool:
+    return _log.get() is None or record.levelno >= logging.WARNING
+
+
+def split_by_run() -> None:
+    """Routes each run's records to its log; the process's own log keeps only their warnings and errors.
+
+    Call it once, after logging is configured.
+    """
+    root = logging.getLogger()
+    for handler in root.handlers:
+        handler.addFilter(_is_for_daemon)
+    root.addHandler(ToRunLog())
+
+
+@contextmanager
+def logging_to(config: Config) -> Iterator[None]:
+    """Sends the records of this task, and of the tasks that it starts in the block, to the log of this run."""
+    handler = log_file(config)
+    token = _log.set(handler)
+    try:
+        yield
+    finally:
+        _log.reset(token)
+        handler.close()

@@ -9,19 +9,18 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
-from services.common.config.reading.load import parse_json
+from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.rpc.address import require_secure
-from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.rpc.server import NO_RUN, Context, service_info
-from services.coordinator.checks.plan import check_model
-from services.coordinator.checks.weights import check_weights
+from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.daemon.history import is_news, read_events
-from services.coordinator.daemon.hosted import with_state
 from services.coordinator.daemon.logs import read_log
-from services.coordinator.daemon.runs import Runs
+from services.coordinator.daemon.runs import Runs, with_state
+from services.coordinator.doctor.inputs import check_weights
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.planning.plan import check_model
 from services.coordinator.runs.replicas import ListedReplica, change_replicas, listed_replicas
-from services.coordinator.services.launch import Addresses
 
 NAME = "lockstep.coordinator.v1.CoordinatorService"
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.coordinator.data.conversation import Conversation, Part
+from services.coordinator.data.groups import Conversation, Part
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter
 

@@ -7,9 +7,9 @@ import sys
 from rich.console import Console
 from rich.logging import RichHandler
 
-from services.common.config.reading.load import AnyConfig
+from services.common.config.load import AnyConfig
 from services.common.files.storage import writing
-from services.common.telemetry.logs import formatter
+from services.common.telemetry.context import formatter
 
 
 class RunLog(logging.FileHandler):

@@ -1,15 +1,129 @@
 """Creates the reporters that follow a run from start to end, according to the config section `observability`."""
 
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
-from services.common.config.reading.load import AnyConfig
-from services.common.telemetry.metrics_server import Metrics, Page
-from services.coordinator.observe.prometheus import Prometheus
-from services.coordinator.observe.trace import RunTrace
+from prometheus_client import Counter, Gauge, Histogram, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from services.common.config.load import AnyConfig
+from services.common.rpc.metrics_server import Metrics, Page
+from services.common.rpc.server import INCARNATION, SECONDS
+from services.common.telemetry.trace import Otel, Trace, join
 from services.coordinator.observe.trackers import open_tracker
-from services.coordinator.runs.reporter import Reporter
+from services.coordinator.runs.reporter import ReplicaCounts, Reporter
 from services.coordinator.runs.run import Run
+
+
+class Prometheus(Reporter):
+    """Serves `metrics` for the duration of the run."""
+
+    def __init__(self, metrics: Metrics, run_id: str):
+        self._metrics, registry = metrics, metrics.registry
+        self._rollout: ReplicaCounts | None = None
+        Info("lockstep_coordinator_run", "Id of the run.", registry=registry).info({"run_id": run_id})
+        self._step = Gauge("lockstep_coordinator_step", "Finished steps.", registry=registry)
+        self._step_seconds = Gauge(
+            "lockstep_coordinator_step_seconds", "Duration of the last finished step.", registry=registry
+        )
+        self._phase_seconds = Histogram(
+            "lockstep_coordinator_phase_seconds",
+            "Duration of each phase of the loop: generating, training, publishing, ...",
+            ["phase"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._reward = Gauge("lockstep_coordinator_reward_mean", "Mean reward of the last batch.", registry=registry)
+        self._tokens = Counter(
+            "lockstep_coordinator_batch_tokens_total", "Tokens of all batches trained on.", registry=registry
+        )
+        self._numbers = Gauge(
+            "lockstep_coordinator_number",
+            "Every metric of the last step and evaluation, by its name in metrics.jsonl.",
+            ["name"],
+            registry=registry,
+        )
+        registry.register(self)
+        metrics.serve()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the current state of the replicas."""
+        rollout = self._rollout
+        num_dead, redispatched = (rollout.num_dead, rollout.num_redispatched) if rollout else (0, 0)
+        dead = ("lockstep_coordinator_dead_replicas", "Replicas that were lost and have not come back.")
+        yield GaugeMetricFamily(*dead, num_dead)
+        again = (
+            "lockstep_coordinator_redispatched_groups_total",
+            "Prompt groups sent to another replica after one did not finish them.",
+        )
+        yield CounterMetricFamily(*again, redispatched)
+
+    def watch(self, rollout: ReplicaCounts) -> None:
+        self._rollout = rollout
+
+    @contextmanager
+    def phase(self, name: str, version: int) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phase_seconds.labels(name).observe(time.perf_counter() - begin)
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self._step.set(version)
+        self._step_seconds.set(metrics["time/step_s"])
+        self._tokens.inc(metrics["batch/tokens"])
+        if "reward/mean" in metrics:  # an SFT run has none
+            self._reward.set(metrics["reward/mean"])
+        self.evaluation(version, metrics)
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._numbers.labels(name).set(value)
+
+    def close(self) -> None:
+        self._metrics.close()
+
+
+def trace_path(run_dir: Path, name: str) -> Path:
+    """Returns the file for the spans of the process `name`, and creates its directory."""
+    directory = run_dir / "trace"
+    directory.mkdir(parents=True, exist_ok=True)
+    return (directory / f"{name}.json").absolute()
+
+
+class RunTrace(Reporter):
+    """Records a span per step with the loop's phases in it. At the end, joins all spans of the run in trace.json."""
+
+    def __init__(self, config: AnyConfig):
+        self._run_dir = config.run_dir if config.trace else None
+        path = trace_path(self._run_dir, "coordinator") if self._run_dir else ""
+        endpoint, field = config.observability.otel_endpoint, "observability.otel_endpoint"
+        otel = Otel(endpoint, "lockstep-coordinator", INCARNATION, field=field) if endpoint else None
+        self._trace = Trace(path, "coordinator", otel)
+        self._step, self._is_in_step = ExitStack(), False
+
+    @contextmanager
+    def phase(self, name: str, version: int) -> Iterator[None]:
+        if (
+            not self._is_in_step
+        ):  # a step begins with the checkpoint and the evaluation of its version, if there are any
+            self._step.enter_context(self._trace.span("step", version=version))
+            self._is_in_step = True
+        with self._trace.span(name, version=version):
+            yield
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self._step.close()
+        self._is_in_step = False
+
+    def close(self) -> None:
+        self._step.close()
+        self._trace.close()
+        if self._run_dir:
+            join(sorted((self._run_dir / "trace").glob("*.json")), self._run_dir / "trace.json")
 
 
 def watchers(run: Run[AnyConfig]) -> list[Reporter]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from services.common.config.reading.load import parse_json
+from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.runs.ledger import Kind

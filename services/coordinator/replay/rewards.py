@@ -9,15 +9,14 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError, NotFound, Reason
 from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
+from services.coordinator.clients.environment import Environments
+from services.coordinator.clients.reward import Rewards
 from services.coordinator.data.dialog import Dialog
-from services.coordinator.data.episodes import Episode
-from services.coordinator.data.groups import FINISH_REASONS, SampledGroup
+from services.coordinator.data.groups import FINISH_REASONS, Episode, SampledGroup
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt, PromptDataset
 from services.coordinator.data.reading.parquet import Record as Row
 from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
-from services.coordinator.services.clients.environment import Environments
-from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}

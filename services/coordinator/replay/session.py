@@ -11,22 +11,22 @@ from rich.console import Console
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.run import Config
-from services.common.config.trainer.section import ReferenceConfig
+from services.common.config.trainer import ReferenceConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
+from services.coordinator.clients.environment import Environments, open_environments
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.data.prompts import PromptDataset
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.opening import close_run
+from services.coordinator.fleet.running import recorded_run, running_services
 from services.coordinator.replay.record import Difference, Record, require_positive
 from services.coordinator.replay.rewards import replay_environment, replay_rewards
 from services.coordinator.replay.training import replay_critic, replay_training
 from services.coordinator.rl.sampling.episodes import make_dialog
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.environment import Environments, open_environments
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.trainer import Model, Trainer
-from services.coordinator.services.closing import close_run
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.running import recorded_run, running_services
 from services.coordinator.text.tokenizer import Tokenizer
 
 

@@ -14,23 +14,21 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.reading.load import is_override
+from services.common.config.load import is_override
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data.early import load_early, load_late
-from services.coordinator.data.prompts import Prompts, load_eval
+from services.coordinator.data.prompts import Prompts, load_early, load_eval, load_late
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.opening import Services, open_services
+from services.coordinator.fleet.running import recorded_run, running_services
+from services.coordinator.fleet.tools import Tools, known_tools
 from services.coordinator.observe.frontend import cancel_on_sigterm
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
 from services.coordinator.runs.run import Run
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.opening import Services, open_services
-from services.coordinator.services.running import recorded_run, running_services
-from services.coordinator.services.tools import Tools, known_tools
-from services.coordinator.text.bad_words import check_bad_words
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
 
 @dataclass(frozen=True)

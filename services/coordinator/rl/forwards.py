@@ -13,13 +13,13 @@ from itertools import takewhile
 import pyarrow as pa
 
 from services.common.batches.blocks import BlockCutter
+from services.common.config.layout import samples_at_once
 from services.common.config.run import Config
 from services.common.config.streaming import block_cutter, orders_by_length
-from services.common.megatron.layout import samples_at_once
 from services.common.tasks import gather, task_group
+from services.coordinator.clients.trainer import Model
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.services.clients.trainer import Model
 
 
 class ByPrompt:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.common.batches.kept import decode_kept
+from services.common.batches.batch import decode_kept
 from services.common.config.observability import WarningsConfig
 from services.common.rewards import all_equal, is_constant
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask

@@ -9,12 +9,16 @@ from rich.console import Console
 
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed
+from services.coordinator.clients.trainer import Model
 from services.coordinator.data.curriculum import require_enough
-from services.coordinator.data.early import load_early, load_late
-from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
+from services.coordinator.data.prompts import PromptDataset, Prompts, load_early, load_eval, load_late
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.membership import following_replicas
+from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
+from services.coordinator.fleet.running import Sessions, recorded_run, running_services
+from services.coordinator.fleet.tools import Tools, known_tools
 from services.coordinator.observe.episodes import LastSample
-from services.coordinator.observe.frontend import Frontend
-from services.coordinator.observe.outcome import Outcome, show
+from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.rl.advantages.estimators import require_importable
 from services.coordinator.rl.forwards import Forwards
@@ -24,19 +28,11 @@ from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
 from services.coordinator.runs.scorer_change import warn_of_other_versions
-from services.coordinator.services.clients.trainer import Model
-from services.coordinator.services.closing import finish, outcome_if_finished
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.membership import following_replicas
-from services.coordinator.services.opening import Services, open_services
-from services.coordinator.services.restarts import Restarts
-from services.coordinator.services.running import Sessions, recorded_run, running_services
-from services.coordinator.services.tools import Tools, known_tools
-from services.coordinator.text.bad_words import check_bad_words
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "metrics of every step",

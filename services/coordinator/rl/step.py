@@ -11,11 +11,12 @@ from services.common.batches.blocks import blocks_of
 from services.common.config.run import Config
 from services.common.config.streaming import block_cutter
 from services.common.tasks import task_group
+from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import rewards_by_column, to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
-from services.coordinator.rl.advantages.controller import coef_after, kl_record
+from services.coordinator.rl.advantages.samples import coef_after, kl_record
 from services.coordinator.rl.forwards import Forwards, TakeBlock
 from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.rl.sampling.collect import Collector, Draw
@@ -24,7 +25,6 @@ from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import CollectedBatch
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.trainer import Model, Trainer
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from services.common.batches.blocks import begins_of_groups
 from services.common.config.streaming import streams
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import task_group
+from services.coordinator.clients.trainer import BlockStream
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.step import LoopContext, kl_coef, with_advantages
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.blocks import BlockStream
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.storage import writing
-from services.common.rpc.history.calls import note_row
-from services.coordinator.runs.database import Database, damaged, is_shared
-from services.coordinator.runs.rows import checked_row
+from services.common.rpc.history import note_row
+from services.coordinator.runs.database import Database, checked_row, damaged, is_shared
 
 Decision = dict[str, Any]
 """A decision read from the ledger: its `version`, and the fields given to `Ledger.record`, as JSON values."""

@@ -7,10 +7,9 @@ from typing import Any
 from urllib.parse import quote
 
 from services.common.errors import DataLoss, LockstepError, NotFound
-from services.coordinator.runs.database import Database
+from services.coordinator.runs.database import Database, checked_row
 from services.coordinator.runs.ledger import Ledger
 from services.coordinator.runs.resume import LEDGER
-from services.coordinator.runs.rows import checked_row
 
 # How long a command waits for a process that keeps others from reading.
 _PATIENCE_S = 10.0

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from enum import StrEnum
 from typing import Protocol
 
-from services.coordinator.data.conversation import Conversation
+from services.coordinator.data.groups import Conversation
 
 log = logging.getLogger(__name__)
 

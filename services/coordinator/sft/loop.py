@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.config.layout import samples_at_once
 from services.common.config.sft import SftConfig
-from services.common.megatron.layout import samples_at_once
+from services.coordinator.clients.trainer import Trainer
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.trainer import Trainer
-from services.coordinator.sft.data import Example, SftDataset, digest_of, to_table
+from services.coordinator.sft.rows import Example, SftDataset, digest_of, to_table
 
 
 @dataclass(frozen=True)

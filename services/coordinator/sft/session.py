@@ -7,20 +7,18 @@ from functools import partial
 from rich.console import Console
 
 from services.common.config.sft import SftConfig
-from services.coordinator.data.early import load_early, load_late
-from services.coordinator.observe.frontend import cancel_on_sigterm, stop_on_signal
-from services.coordinator.observe.outcome import Outcome, show
+from services.coordinator.data.prompts import load_early, load_late
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.opening import close_run, finish, outcome_if_finished
+from services.coordinator.fleet.running import Sessions, recorded_run, running_services
+from services.coordinator.observe.frontend import Outcome, cancel_on_sigterm, show, stop_on_signal
 from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
+from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
-from services.coordinator.services.closing import close_run, finish, outcome_if_finished
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.restarts import Restarts
-from services.coordinator.services.running import Sessions, recorded_run, running_services
-from services.coordinator.sft.data import SftDataset
 from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
-from services.coordinator.sft.rows import SftFile
+from services.coordinator.sft.rows import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {

@@ -5,8 +5,7 @@ from itertools import cycle, islice, product
 from typing import NoReturn, Protocol
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.chat_template import Message, TemplateRefusal
-from services.coordinator.text.prefix_stable import show_difference
+from services.coordinator.text.chat_template import Message, TemplateRefusal, show_difference
 
 ANSWER = "LockstepAnswer"
 """Text that can be found in rendered conversations, because no template changes letters."""

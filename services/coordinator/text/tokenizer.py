@@ -11,6 +11,8 @@ from typing import Any
 
 import tokenizers
 
+from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
+from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText
@@ -301,3 +303,60 @@ def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_toke
         message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"
         raise InvalidInput(message, field="model")
     return tuple(sorted(found))
+
+
+def stop_tokens(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[int]:
+    """Returns the tokens that end a completion, each once."""
+    own = () if sampling.ignore_eos else tokenizer.eos_token_ids
+    return list(dict.fromkeys((*own, *sampling.stop_token_ids)))
+
+
+def token_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Returns the same token sequences as vLLM's SamplingParams.update_from_tokenizer.
+
+    Each word has one and, if it begins with another token after a space but is as long, one after a space too. That of
+    a word without tokens is empty; vLLM would refuse the word.
+
+    Raises:
+        InvalidInput: See Tokenizer.encode.
+    """
+    sequences: list[list[int]] = []
+    for word in dict.fromkeys(words):
+        alone, spaced = (tokenizer.encode(space + word.lstrip()) for space in ("", " "))
+        sequences.append(alone)
+        if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
+            sequences.append(spaced)
+    return sequences
+
+
+def check_bad_words(tokenizer: Tokenizer, config: Config) -> None:
+    """Checks the bad words of training and of all evaluation sets.
+
+    Raises:
+        InvalidInput: A word has no tokens, there are too many, or no stop token could be sampled.
+    """
+    stops = stop_tokens(tokenizer, config.rollout.sampling)
+    words_of = {f"evaluation.sets.{name}": settings.bad_words for name, settings in config.evaluation.sets.items()}
+    for section, words in {"rollout.sampling": config.rollout.sampling.bad_words, **words_of}.items():
+        try:
+            why = _why_not(tokenizer, words, stops)
+        except InvalidInput as error:
+            why = error.message
+        if why:
+            raise InvalidInput(f"{section}.bad_words: {why}", field=f"{section}.bad_words")
+
+
+def _why_not(tokenizer: Tokenizer, words: Sequence[str], stops: Sequence[int]) -> str:
+    """Returns why a completion cannot be sampled without `words`; "" if it can."""
+    sequences = token_sequences(tokenizer, words)
+    if not all(sequences):
+        empty = next(word for word in words if not all(token_sequences(tokenizer, [word])))
+        return f"{empty!r} has no tokens that could be forbidden; leave it out"
+    if len(sequences) > MAX_BAD_WORDS or sum(map(len, sequences)) > MAX_BAD_WORD_TOKENS:
+        return (
+            f"they are {len(sequences)} token sequences, with and without a space before, of "
+            f"{sum(map(len, sequences))} tokens; vLLM takes at most {MAX_BAD_WORDS} with {MAX_BAD_WORD_TOKENS} tokens"
+        )
+    if stops and set(stops) <= {tokens[0] for tokens in sequences if len(tokens) == 1}:
+        return f"they are all stop tokens ({stops}), so every completion would reach max_tokens; leave one of them out"
+    return ""

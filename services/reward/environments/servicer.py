@@ -7,7 +7,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2
 
 from services.common.config.environment import EnvironmentConfig, EnvironmentSection
-from services.common.config.reading.load import parse_json
+from services.common.config.load import parse_json
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context

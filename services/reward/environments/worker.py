@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TextIO
 
-from services.common.signature import require_takes
+from services.common.import_path import require_takes
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.processes import child_setup
 

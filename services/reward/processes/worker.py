@@ -24,7 +24,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TextIO, TypeVar
 
-from services.common.signature import require_takes
+from services.common.import_path import require_takes
 from services.reward.processes import child_setup
 from services.reward.scorers.base import FailureReason, ScoringError
 

@@ -5,8 +5,8 @@ import contextlib
 import platform
 from collections.abc import AsyncIterator, Sequence
 
-from services.common.config.reward.code import CodeConfig
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
+from services.common.config.scorers import CodeConfig
 from services.reward.graders.code import Tests, find_program, read_tests
 from services.reward.graders.completion import unindent
 from services.reward.sandbox import Limits, Sandbox

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.common.config.reward.model import ModelConfig
-from services.common.config.reward.remote import HttpConfig, JudgeConfig, parse_template
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
+from services.common.config.scorers import HttpConfig, JudgeConfig, ModelConfig, parse_template
 from services.common.extras import missing_modules
 from services.reward.processes.pool import Target, WorkerPool
 from services.reward.remote import MayPassError, Remote

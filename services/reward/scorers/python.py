@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.common.config.reward.section import PythonConfig, RewardConfig
+from services.common.config.reward import PythonConfig, RewardConfig
 from services.reward.scorers.base import Item, ScoringError
 from services.reward.scorers.worker import WorkerScorer, columns
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from decimal import Decimal
 from importlib.metadata import version
 
-from services.common.config.reward.section import (
+from services.common.config.reward import (
     AnswerConfig,
     ExactConfig,
     FormatConfig,

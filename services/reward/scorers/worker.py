@@ -4,8 +4,8 @@ processes."""
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from services.common.config.reward.scorer import ITEM_FIELDS
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
+from services.common.config.scorers import ITEM_FIELDS
 from services.reward.processes.pool import Target, WorkerPool
 from services.reward.scorers.base import Item, Scorer
 

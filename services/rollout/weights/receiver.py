@@ -11,12 +11,11 @@ from typing import TypedDict
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import InternalError, LockstepError
-from services.common.weights.buckets import unpack
-from services.common.weights.cost import Cost
+from services.common.weights.buckets import Cost, unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
-from services.common.weights.pairs.members import BACKEND as PAIRS
-from services.common.weights.pairs.receiver import PairReceiver
+from services.common.weights.pairs.ends import PairReceiver
+from services.common.weights.pairs.link import BACKEND as PAIRS
 from services.common.weights.plan import Plan
 from services.rollout.compat.vllm.kept import record_kept
 from services.rollout.compat.vllm.routes import record_routes

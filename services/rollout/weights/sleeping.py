@@ -9,9 +9,9 @@ from typing import TypedDict
 
 import torch
 
-from services.common.memory.device import DeviceState, device_state
+from services.common.device_memory import DeviceState, device_state
 from services.common.weights.group import WeightGroup
-from services.common.weights.pairs.receiver import PairReceiver
+from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.plan import Plan
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS, asleep_bytes, wake_bytes
 from services.rollout.compat.vllm.reload import reload_weights

@@ -12,7 +12,7 @@ from lockstep.types.v1.types_pb2 import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from services.common.config.trainer.section import LoraConfig
+from services.common.config.trainer import LoraConfig
 from services.common.files.model_card import write_model_card
 from services.common.weights.plan import NamedTensors
 

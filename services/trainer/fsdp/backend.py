@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.common.batches.routes import RouteShape, route_shape
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.supported import require_supported as require_config_supported
 from services.trainer.checkpoint.agreement import same_on_all_ranks

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from services.common.config.trainer.loss import LossConfig
+from services.common.config.loss import LossConfig
 from services.common.errors import InvalidInput
 from services.common.import_path import load_function, require_function
 from services.trainer.losses.terms import Tokens, clipped_surrogate

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from services.common.config.trainer.loss import CorrectionConfig, LossConfig
+from services.common.config.loss import CorrectionConfig, LossConfig
 from services.common.errors import InvalidInput
 from services.trainer.losses.kinds import cispo, clip_cov, dppo, grpo, gspo, kl_cov, python, reinforce, sapo, sft
 from services.trainer.losses.terms import Tokens, Totals, token_weights

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.config.trainer.loss import MeanConfig
+from services.common.config.loss import MeanConfig
 
 # As in verl: e^20 is about 5e8, which no loss needs to tell from more, while e^89 overflows float32.
 _MAX_LOG_RATIO = 20.0

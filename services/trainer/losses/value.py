@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from services.common.config.trainer.loss import ValueLossConfig
+from services.common.config.loss import ValueLossConfig
 from services.trainer.losses.terms import Totals, token_weights
 
 

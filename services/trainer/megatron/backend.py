@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.layout import check_layout
+from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import Architecture
-from services.common.megatron.layout import check_layout
 from services.common.weights.span import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (

@@ -25,9 +25,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import PretrainedConfig
 
-from services.common.config.trainer.megatron import MegatronConfig
-from services.common.config.trainer.section import TrainerConfig
-from services.common.megatron.layout import gathers_tokens
+from services.common.config.layout import gathers_tokens
+from services.common.config.megatron import MegatronConfig
+from services.common.config.trainer import TrainerConfig
 from services.trainer.compat.megatron.dispatcher import use_faster_dispatchers
 from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place

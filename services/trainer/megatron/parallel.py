@@ -3,7 +3,7 @@
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from services.common.config.trainer.megatron import MegatronConfig
+from services.common.config.megatron import MegatronConfig
 from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, group_of, set_groups
 
 

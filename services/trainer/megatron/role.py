@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from services.common.megatron.layout import Layout, gathers_tokens
+from services.common.config.layout import Layout, gathers_tokens
 from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import take_apart
 from services.trainer.compat.megatron.router import set_choice

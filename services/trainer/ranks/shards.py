@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import packed_lengths, trained_tokens
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.layout import packs_multiple
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
-from services.common.megatron.layout import packs_multiple
 from services.trainer.backend import Role
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Message

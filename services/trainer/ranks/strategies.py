@@ -2,7 +2,7 @@
 
 import torch
 
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Backend, Role
 
 

@@ -18,8 +18,8 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.batches import batch as batches
 from services.common.batches.routes import RouteShape, route_shape
-from services.common.config.reading.load import parse_json
-from services.common.config.trainer.section import CriticSettings, TrainerConfig
+from services.common.config.load import parse_json
+from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.files.model_card import read_model_card, write_model_card
 from services.common.files.storage import storage_error, writing

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import AddsBlocks, Backend
 from services.trainer.losses import Totals
 from services.trainer.updates.gap import Gaps, Replayed, require_agreement

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from services.common.config.trainer.section import CriticSettings
+from services.common.config.trainer import CriticSettings
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, explained_variance, value_loss
 from services.trainer.updates.packing import Pack

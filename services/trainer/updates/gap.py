@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed, Reason
 from services.trainer.backend import Backend, ReplaysRoutes
 from services.trainer.updates.packing import Pack

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from services.common.config.trainer.section import OptimConfig
+from services.common.config.trainer import OptimConfig
 
 # Each maps the share of the decay that is done, 0 to 1, to (lr - last lr) / (peak lr - last lr), 1 to 0.
 _SHAPES: dict[str, Callable[[float], float]] = {

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common.batches.kept import decode_kept
+from services.common.batches.batch import decode_kept
 from services.common.batches.routes import RouteShape
 from services.common.errors import InvalidInput
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from services.common.config.trainer.loss import LossConfig
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.loss import LossConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, policy_loss

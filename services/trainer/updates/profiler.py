@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from services.common.config.trainer.section import ProfilerConfig
+from services.common.config.trainer import ProfilerConfig
 from services.trainer.compat.torch import allocations, record_allocations, stop_recording
 
 _MAX_EVENTS = 100_000  # the newest allocations and frees: a few updates, at several KB of host memory per event

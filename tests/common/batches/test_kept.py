@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.common.batches.kept import decode_kept, encode_kept, join_kept
+from services.common.batches.batch import decode_kept, encode_kept, join_kept
 
 SETS = [[3, 9], [], [70000]]
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from lockstep.rollout.v1.rollout_pb2 import Routes
 
-from services.common.batches.route_parts import from_parts, to_parts
-from services.common.batches.routes import RouteShape, route_shape
+from services.common.batches.routes import RouteShape, from_parts, route_shape, to_parts
 from services.common.errors import InternalError
 
 QWEN3_30B = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-import services.common.config.reading.load  # noqa: F401  imports all models
+import services.common.config.load  # noqa: F401  imports all models
 from services.common.config.base import Strict
-from services.common.config.reading.load import load, parse_json
+from services.common.config.load import load, parse_json
 from services.common.config.run import Config
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from tests.common.config.smallest import refused
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.config.streaming import streams, tokens_per_block
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from tests.common.config.test_streaming import config
 
 ENGINE = {"old_logprobs": "engine"}

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from services.common.config.reading.load import parse_json
-from services.common.config.reward.section import RewardConfig
+from services.common.config.load import parse_json
+from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config.reading.load import keys, load
+from services.common.config.load import keys, load
 from services.common.config.sft import SftConfig
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from tests.support import ROOT
 

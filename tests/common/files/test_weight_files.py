@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidInput
-from services.common.files.weight_files import INDEX, WHOLE, require_whole_weights
+from services.common.files.model_card import INDEX, WHOLE, require_whole_weights
 
 
 def write(file: Path, header: object, num_bytes: int) -> None:

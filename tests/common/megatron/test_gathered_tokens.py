@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.common.config.trainer.megatron import MegatronConfig
+from services.common.config.layout import check_layout, gathers_tokens
+from services.common.config.megatron import MegatronConfig
 from services.common.errors import InvalidInput
-from services.common.megatron.layout import check_layout, gathers_tokens
 from tests.common.megatron.test_layout import EP, ETP, MOE, TP
 
 GATHERED = {"token_dispatcher_type": "allgather"}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.common.config.trainer.megatron import MegatronConfig
+from services.common.config.layout import check_layout
+from services.common.config.megatron import MegatronConfig
 from services.common.errors import InvalidInput, Reason
-from services.common.megatron.layout import check_layout
 
 KEY = "trainer.megatron.optimizer_config_kwargs.main_grads_dtype"
 

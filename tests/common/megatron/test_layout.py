@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.common.config import layout as layout_module
+from services.common.config.layout import Layout, check_layout, data_parallel_size, rank_map
+from services.common.config.megatron import MegatronConfig
 from services.common.config.run import Config
-from services.common.config.trainer.megatron import MegatronConfig
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
-from services.common.megatron import layout as layout_module
-from services.common.megatron.layout import Layout, check_layout, data_parallel_size, rank_map
 
 DENSE = Architecture(
     model_type="qwen3",

@@ -6,8 +6,7 @@ import pytest
 
 from services.common.errors import Unauthenticated, Unavailable
 from services.common.rpc.health import main, require_serving
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import LOCAL
+from services.common.rpc.tls import LOCAL, Role
 from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.fake_services import replicas
 from tests.support import PATIENCE_S

@@ -14,9 +14,8 @@ from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardSe
 
 from services.common.rpc import channel as options
 from services.common.rpc.client import Client
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import Credentials, Transport
 from services.common.rpc.server import Server
+from services.common.rpc.tls import Credentials, Role, Transport
 from tests.common.rpc.tls_harness import Certificates
 from tests.common.telemetry.watched import Service, reward_service
 from tests.support import PATIENCE_S

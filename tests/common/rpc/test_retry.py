@@ -10,10 +10,10 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
-from services.common.rpc import retry
-from services.common.rpc.retry import repeated
+from services.common.rpc import client as retry
+from services.common.rpc.client import repeated
 from services.common.rpc.server import Server
-from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.clients.trainer import Trainer
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, make_batch
 

@@ -15,10 +15,9 @@ from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as Rollo
 
 from services.common.errors import InvalidInput, Unauthenticated
 from services.common.rpc.client import Client
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
 from services.common.rpc.server import Server
-from services.coordinator.certs.authority import renew
+from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Role, Transport
+from services.coordinator.cli.certs import renew
 from tests.common.rpc.tls_harness import HOST, Certificates
 from tests.support import PATIENCE_S, free_port, until
 

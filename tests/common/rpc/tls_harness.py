@@ -19,10 +19,9 @@ from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2
 
 from services.common.compat.grpc import keep_early_status
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Credentials
 from services.common.rpc.server import Server
-from services.coordinator.certs.authority import init, issue
+from services.common.rpc.tls import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Credentials, Role
+from services.coordinator.cli.certs import init, issue
 from tests.support import PATIENCE_S
 
 keep_early_status()

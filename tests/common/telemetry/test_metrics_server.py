@@ -19,10 +19,10 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.rpc import metrics_server as page_server
 from services.common.rpc.client import Client
-from services.common.rpc.metrics import RpcMetrics
-from services.common.telemetry import metrics_server as page_server
-from services.common.telemetry.metrics_server import Metrics, Page
+from services.common.rpc.metrics_server import Metrics, Page
+from services.common.rpc.server import RpcMetrics
 from tests.common.telemetry.watched import Service, reward_service, scrape, value
 from tests.support import PATIENCE_S
 

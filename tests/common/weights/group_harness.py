@@ -19,7 +19,7 @@ from services.common.errors import LockstepError
 from services.common.weights.buckets import pack, unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
-from services.common.weights.pairs.receiver import PairReceiver
+from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.plan import Plan
 from services.common.weights.store import StoreAddress
 

@@ -21,8 +21,7 @@ from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 
 from services.common.errors import Aborted, InvalidInput
 from services.common.weights.group import WeightGroup
-from services.common.weights.store import ServedStore, StoreAddress, StoreClient
-from services.common.weights.store_proxy import HELLO, NONCE_BYTES
+from services.common.weights.store import HELLO, NONCE_BYTES, ServedStore, StoreAddress, StoreClient
 from tests.support import PATIENCE_S
 
 HOST = "127.0.0.1"

@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 
 from services.common.errors import LockstepError
-from services.coordinator.checks.verify.session import verify
 from services.coordinator.cli.main import main
 from services.coordinator.observe.report.page import gather
 from services.coordinator.replay.record import Record
+from services.coordinator.verify.session import verify
 from tests.coordinator.runs.killing import make_run, surviving_services
 
 NUM_STEPS = 2

@@ -24,24 +24,25 @@ from services.common.config.sft import SftConfig
 from services.common.errors import Unavailable
 from services.common.files import sockets
 from services.common.rpc import address as ports
-from services.common.rpc.security.identities import Role
 from services.common.rpc.server import Server
-from services.coordinator.checks.doctor import broadcast, host, running, session
-from services.coordinator.checks.doctor.broadcast import check_broadcast
-from services.coordinator.checks.doctor.environment import check_environment, examine_environment
-from services.coordinator.checks.doctor.finding import Finding
-from services.coordinator.checks.doctor.inputs import examine_inputs
-from services.coordinator.checks.doctor.running import (
+from services.common.rpc.tls import Role
+from services.coordinator.cli.main import app, main
+from services.coordinator.clients import gpus as devices
+from services.coordinator.doctor import host, session
+from services.coordinator.doctor import services as broadcast
+from services.coordinator.doctor import services as running
+from services.coordinator.doctor.finding import Finding
+from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
+from services.coordinator.doctor.services import (
     Answer,
     check_agreement,
     check_answer,
+    check_broadcast,
     check_clock,
     examine_services,
 )
-from services.coordinator.cli.main import app, main
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.runs import ledger
-from services.coordinator.services import gpus as devices
-from services.coordinator.services.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.coordinator.checks.doctor.finding import Verdict
-from services.coordinator.checks.doctor.session import examine_colocated
-from services.coordinator.services.launch import Addresses
+from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor.session import examine_colocated
+from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import make_config
 
 COLOCATED = make_config(placement="colocated")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from services.common.config.run import Config
-from services.coordinator.checks.doctor import gpu as doctor
-from services.coordinator.checks.doctor.finding import Finding, Verdict
-from services.coordinator.checks.nvidia import Gpu
-from services.coordinator.services.launch import Addresses
+from services.coordinator.clients.gpus import Gpu
+from services.coordinator.doctor import host as doctor
+from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import make_config
 
 GIB = 1 << 30

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.checks.doctor.finding import Verdict
-from services.coordinator.checks.doctor.session import examine_replicas
-from services.coordinator.services.launch import Addresses
+from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor.session import examine_replicas
+from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import make_config
 
 GIVEN = Addresses(trainer="127.0.0.1:1")

@@ -9,10 +9,10 @@ import pytest
 
 from services.common import extras
 from services.common.import_path import load_function
-from services.coordinator.checks.doctor import settings
-from services.coordinator.checks.doctor.finding import Finding
-from services.coordinator.checks.doctor.inputs import shown
-from services.coordinator.services.launch import Addresses
+from services.coordinator.doctor import settings
+from services.coordinator.doctor.finding import Finding
+from services.coordinator.doctor.inputs import shown
+from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
 from tests.support import ROOT

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.checks.init import starting_config
+from services.coordinator.cli.init import starting_config
 from services.coordinator.cli.main import app
 from tests.support import ROOT
 

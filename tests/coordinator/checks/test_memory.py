@@ -9,8 +9,8 @@ import pytest
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
-from services.coordinator.checks import activations
-from services.coordinator.checks.memory import Memory, fsdp_memory, publication, rank_memory, stage_memory
+from services.coordinator.planning import activations
+from services.coordinator.planning.memory import Memory, fsdp_memory, publication, rank_memory, stage_memory
 from services.trainer.updates import logprobs
 from tests.coordinator.checks.small_models import DENSE, MOE, make, sizes, write
 from tests.support import ROOT

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.checks.plan import check_model, show_plan
 from services.coordinator.cli.main import app, main
+from services.coordinator.planning.plan import check_model, show_plan
 from tests.coordinator.checks.small_models import DENSE, MOE, make, sizes, write
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from services.common.config.run import Config
-from services.coordinator.checks.plan import environment_plan
+from services.coordinator.planning.plan import environment_plan
 
 
 def test_an_environment_is_part_of_the_plan() -> None:

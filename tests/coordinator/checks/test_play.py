@@ -10,14 +10,13 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.checks.doctor.environment import check_environment, examine_environment
-from services.coordinator.checks.doctor.finding import Verdict
-from services.coordinator.checks.doctor.inputs import examine_inputs
 from services.coordinator.cli import environment as command
 from services.coordinator.cli.main import app
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import literal_console
-from services.coordinator.services.launch import Addresses
 from tests.coordinator.checks.findings import FAIL, OK, WARN, config_with
 
 USER = "tests.reward.environments.user_environments"
@@ -58,7 +57,7 @@ def write_config(tmp_path: Path, environment: dict[str, Any]) -> Path:
 
 
 def test_a_dry_run_plays_the_first_row_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.common.config.reading.load import load
+    from services.common.config.load import load
     from services.common.config.run import Config
 
     config = load(Config, [str(write_config(tmp_path, {"kind": "python", "path": f"{USER}:Journal"}))])

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from services.common.config.placement import BUCKET_BYTES
 from services.common.errors import InvalidInput, NotFound, Unavailable
-from services.coordinator.checks.nvidia import Gpu, read_gpus
-from services.coordinator.checks.suggest import parse_gpus, proposals
 from services.coordinator.cli.main import app
+from services.coordinator.clients.gpus import Gpu, read_gpus
+from services.coordinator.planning.suggest import parse_gpus, proposals
 
 GIB = 1 << 30
 # Qwen3-8B.
@@ -147,19 +147,19 @@ def test_wrong_gpus_and_wrong_configs_are_named(args: list[str]):
 
 
 def test_a_host_without_gpus_is_told_to_name_others(args: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("services.coordinator.services.gpus.visible_gpus", list)
+    monkeypatch.setattr("services.coordinator.clients.gpus.visible_gpus", list)
     with pytest.raises(InvalidInput, match="there is no GPU here; name those of another host, such as --gpus 8x79"):
         CliRunner().invoke(app, ["plan", *args, "--suggest"], catch_exceptions=False)
 
 
 def test_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = "0, GPU-aaaa-1, 81559, 81000\n1, GPU-bbbb-2, 81559, 500\n"
-    monkeypatch.setattr("services.coordinator.checks.nvidia.visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("services.coordinator.clients.gpus.visible_gpus", lambda: ["0", "1"])
     assert read_gpus(["printf", lines]) == [
         Gpu("0", "GPU-aaaa-1", 81559 << 20, 81000 << 20),
         Gpu("1", "GPU-bbbb-2", 81559 << 20, 500 << 20),
     ]
-    monkeypatch.setattr("services.coordinator.checks.nvidia.visible_gpus", lambda: ["GPU-bbbb"])
+    monkeypatch.setattr("services.coordinator.clients.gpus.visible_gpus", lambda: ["GPU-bbbb"])
     assert [gpu.index for gpu in read_gpus(["printf", lines])] == ["1"]
     with pytest.raises(NotFound, match="no-such-program not found"):
         read_gpus(["no-such-program"])

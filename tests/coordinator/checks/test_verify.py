@@ -16,9 +16,9 @@ import pytest_asyncio
 from typer.testing import CliRunner
 
 from services.common.errors import DataLoss, NotFound
-from services.coordinator.checks.verify.session import verify
 from services.coordinator.cli.main import app
 from services.coordinator.data.order import seed_of
+from services.coordinator.verify.session import verify
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
 
 __all__ = ["deadline"]

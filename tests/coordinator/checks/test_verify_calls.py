@@ -11,8 +11,8 @@ import pytest_asyncio
 from lockstep.reward.v1 import environment_pb2 as pb
 from typer.testing import CliRunner
 
-from services.coordinator.checks.verify.session import verify
 from services.coordinator.cli.main import app
+from services.coordinator.verify.session import verify
 from tests.coordinator.fake_environment import FakeEnvironment
 from tests.coordinator.runs.killing import make_run, surviving_services
 

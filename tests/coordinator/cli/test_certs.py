@@ -11,9 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import read_identity
-from services.coordinator.certs.authority import init
+from services.common.rpc.tls import Role, read_identity
+from services.coordinator.cli.certs import init
 from services.coordinator.cli.main import main
 
 Command = Callable[..., str]

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from services.common.config.reading.load import keys
+from services.common.config.load import keys
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.cli.config import config_page, keys_with_prefix, show_keys

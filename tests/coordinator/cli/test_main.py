@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.rpc.security.identities import Role
+from services.common.rpc.tls import Role
 from services.coordinator.cli import main
 from services.coordinator.cli.main import app
 from tests.common.rpc.tls_harness import Certificates, serve

@@ -24,10 +24,10 @@ from services.common.files.model_card import read_model_card
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.coordinator.daemon.client import Coordinator
-from services.coordinator.daemon.run_logs import ToRunLog
+from services.coordinator.daemon.logs import ToRunLog
 from services.coordinator.daemon.runs import Runs
 from services.coordinator.daemon.servicer import NAME, CoordinatorServicer
-from services.coordinator.services.launch import Addresses
+from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import FakeReplica, FakeReward
 from tests.support import PATIENCE_S, ROOT, free_port, until
 

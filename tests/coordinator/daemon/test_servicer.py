@@ -18,7 +18,7 @@ from services.coordinator.daemon import runs as runs_module
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.daemon.following import follow
 from services.coordinator.daemon.runs import Runs
-from services.coordinator.services.launch import Addresses
+from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.daemon.harness import NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps
 from tests.support import PATIENCE_S, until
 

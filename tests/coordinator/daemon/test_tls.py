@@ -11,10 +11,9 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
 from services.common.config.run import Config
 from services.common.errors import PermissionDenied, Reason
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import Credentials, Transport
+from services.common.rpc.tls import Credentials, Role, Transport
 from services.coordinator.daemon.client import Coordinator
-from services.coordinator.services.launch import Addresses
+from services.coordinator.fleet.launch import Addresses
 from tests.common.rpc.tls_harness import HOST, Certificates, channel
 from tests.coordinator.daemon.harness import run_settings
 from tests.coordinator.daemon.test_command import Command

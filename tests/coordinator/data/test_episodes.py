@@ -2,8 +2,8 @@
 
 from lockstep.types.v1.types_pb2 import Completion
 
-from services.common.batches.kept import encode_kept, join_kept
-from services.coordinator.data.episodes import Stream
+from services.common.batches.batch import encode_kept, join_kept
+from services.coordinator.data.groups import Stream
 
 
 def test_tokens_keep_the_routes_that_they_were_sampled_with() -> None:

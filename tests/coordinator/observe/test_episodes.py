@@ -11,9 +11,9 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from rich.console import Console
 
 from services.common.batches.batch import SAMPLE_SCHEMA
-from services.coordinator.daemon.conversations import from_message, to_message
 from services.coordinator.daemon.following import _show
-from services.coordinator.data.conversation import Conversation, Part
+from services.coordinator.daemon.history import from_message, to_message
+from services.coordinator.data.groups import Conversation, Part
 from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.runs.record import batch_path

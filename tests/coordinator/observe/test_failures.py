@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from services.coordinator.observe.report.failures import Failure, failures
+from services.coordinator.observe.report.page import Failure, failures
 
 
 def test_failed_episodes_are_failures(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    where = "2026-01-01 00:00:0{} W services.coordinator.services.clients.failure_log: prompt p-1 sample {}"
+    where = "2026-01-01 00:00:0{} W services.coordinator.clients.reward: prompt p-1 sample {}"
     lines = [where.format(n, n) + ": environment: invalid_reply: done is 1" for n in (1, 2)]
     lines += [where.format(3, 3) + end for end in (": environment: set_aside: hangs again", ": else")]
     (tmp_path / "logs" / "coordinator.log").write_text("\n".join(lines))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.coordinator.checks.doctor.finding import Finding, show_findings
+from services.coordinator.doctor.finding import Finding, show_findings
 from services.coordinator.observe.console import literal_console
-from services.coordinator.observe.outcome import Outcome, show
+from services.coordinator.observe.frontend import Outcome, show
 from services.coordinator.rl.eval_session import Evaluation, show_evaluation
 
 

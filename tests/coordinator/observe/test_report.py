@@ -104,7 +104,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{begin} I trainer services.rpc: /lockstep.trainer.v1.TrainerService/Train: STALE_STAMP old <b>\n" * 2
     )
     (directory / "logs" / "coordinator.log").write_text(
-        f"{begin} W services.coordinator.services.clients.reward: prompt p1: scorer code: TIMEOUT: 5 s (zero)\n"
+        f"{begin} W services.coordinator.clients.reward: prompt p1: scorer code: TIMEOUT: 5 s (zero)\n"
         '{"time": "2026-11-21T15:56:18.408+00:00", "message": "lost replica 127.0.0.1:5: gone"}\n{"torn'
     )
     return directory

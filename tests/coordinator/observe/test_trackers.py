@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from services.common.errors import InvalidInput, PreconditionFailed
-from services.coordinator.daemon.hosted import HostedRun
-from services.coordinator.observe.prometheus import Prometheus
+from services.coordinator.daemon.runs import HostedRun
+from services.coordinator.fleet.running import recorded_run
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.observe.trackers import mlflow as mlflow_tracker
 from services.coordinator.observe.trackers import threaded
 from services.coordinator.observe.trackers import wandb as wandb_tracker
-from services.coordinator.observe.watchers import watchers
+from services.coordinator.observe.watchers import Prometheus, watchers
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.services.running import recorded_run
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S
 

@@ -12,19 +12,19 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
 from services.common.errors import InvalidInput, Unavailable
-from services.common.telemetry import otel as otel_module
-from services.common.telemetry.otel import Otel
+from services.common.telemetry import trace as otel_module
+from services.common.telemetry.trace import Otel
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.groups import to_table
+from services.coordinator.fleet import launch
+from services.coordinator.fleet.launch import TARGETS, ServiceFlags
 from services.coordinator.observe.watchers import watchers
 from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.services import launch
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.flags import TARGETS, ServiceFlags
 from tests.common.telemetry.watched import Span, otlp_collector, reward_service, scrape, value
 from tests.coordinator.fake_services import TOKENIZER, FakeReplica, make_config, make_prompt, replicas
 from tests.support import free_port

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from services.common.batches.batch import tokens_sha256
 from services.common.config.evaluation import EvalSetConfig
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason

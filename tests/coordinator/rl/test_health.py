@@ -7,10 +7,9 @@ import pytest
 from lockstep.reward.v1 import reward_pb2 as pb
 
 from services.common.config.observability import WarningsConfig
+from services.coordinator.clients.environment import EnvironmentFailure
+from services.coordinator.clients.reward import Rewards, reason_name
 from services.coordinator.rl.metrics import warning_metrics
-from services.coordinator.services.clients.environment import EnvironmentFailure
-from services.coordinator.services.clients.reward import reason_name
-from services.coordinator.services.clients.rewards import Rewards
 from tests.coordinator.fake_services import make_config
 
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.evaluation import EvalSetConfig
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.evaluation import set_metrics
 from services.coordinator.rl.metrics import _idle, batch_metrics

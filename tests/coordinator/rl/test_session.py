@@ -10,10 +10,10 @@ import pytest
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed
 from services.coordinator.data.prompts import PromptDataset, load_eval
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.rl import session
 from services.coordinator.rl.session import Dataset, run_session
 from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.services.launch import Addresses
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import make_config
 

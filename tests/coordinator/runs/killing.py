@@ -23,14 +23,14 @@ from services.common.config.run import Config
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore
-from services.coordinator.observe.outcome import Outcome
+from services.coordinator.clients.trainer import BlockStream
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.observe.frontend import Outcome
 from services.coordinator.observe.reporters import JsonLines
 from services.coordinator.rl.session import run_session
 from services.coordinator.runs.ledger import Ledger
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.blocks import BlockStream
-from services.coordinator.services.launch import Addresses
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, rank_command

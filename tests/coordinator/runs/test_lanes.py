@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from services.coordinator.runs.clock import Phase, StepClock
-from services.coordinator.runs.lanes import Busy, lane_metrics
+from services.coordinator.runs.clock import Busy, Phase, StepClock, lane_metrics
 
 
 class Clock:

@@ -8,13 +8,13 @@ from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput
 from services.common.rpc.server import Server
+from services.coordinator.clients.replica import ReplicaState
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.runs.replicas import REPLICAS, Note, read_notes, write_replicas
-from services.coordinator.services.clients.replica import ReplicaState
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.membership import following_replicas
-from services.coordinator.services.restarts import Restarts
+from services.coordinator.runs.restarts import Restarts
 from tests.coordinator.fake_services import FakeReplica, FakeReward, make_config, replicas
 from tests.coordinator.rl.publishing.test_publication import FakeRun, FakeTrainer
 from tests.support import free_port, until

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InternalError
+from services.coordinator.fleet.opening import open_services
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.services.opening import open_services
 from tests.coordinator.daemon.harness import MODEL, Fakes, fake_services
 from tests.coordinator.fake_services import make_config
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidInput
-from services.coordinator.services import gpus as devices
-from services.coordinator.services.gpus import split_gpus, visible_gpus
+from services.coordinator.clients import gpus as devices
+from services.coordinator.clients.gpus import split_gpus, visible_gpus
 from tests.coordinator.fake_services import make_config
 
 

@@ -12,7 +12,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
-from services.coordinator.services.clients.failure_log import Cause, FailureLog
+from services.coordinator.clients.reward import Cause, FailureLog
 from tests.coordinator.fake_environment import FakeEnvironment, episodes
 from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt, replicas
 from tests.coordinator.fake_steps import steps

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.common.errors import Unavailable
-from services.coordinator.services.gpus import OwnGpus, SharedGpus, Side, gpus_of
+from services.coordinator.clients.gpus import OwnGpus, SharedGpus, Side, gpus_of
 from tests.coordinator.fake_services import make_config
 
 TRAINER, ENGINES = Side.TRAINER, Side.ENGINES

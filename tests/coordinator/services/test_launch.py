@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Reason, Unavailable
-from services.coordinator.services import running
-from services.coordinator.services.launch import Addresses, Child, Fleet, launch
+from services.coordinator.fleet import running
+from services.coordinator.fleet.launch import Addresses, Child, Fleet, launch
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, until
 

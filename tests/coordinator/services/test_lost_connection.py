@@ -8,8 +8,8 @@ from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 
 from services.common.config.run import TimeoutsConfig
 from services.common.rpc.server import Server
-from services.coordinator.services.clients.replica import Replica
-from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.clients.replica import Replica
+from services.coordinator.clients.trainer import Trainer
 from tests.common.rpc.test_retry import _Proxy
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S

@@ -13,12 +13,12 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.config.rollout import DnsDiscoveryConfig
 from services.common.errors import InvalidInput, Reason, Unavailable
+from services.coordinator.clients.replica import Affinity, ReplicaState
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.membership import DnsSource, discovered, following_replicas
 from services.coordinator.runs.replicas import REPLICAS, parse_replicas, write_replicas
-from services.coordinator.services.clients.replica import Affinity, ReplicaState
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.membership import DnsSource, discovered, following_replicas
-from services.coordinator.services.restarts import Restarts
+from services.coordinator.runs.restarts import Restarts
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.support import PATIENCE_S, until
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.rpc.client import Client
-from services.coordinator.services.opening import _require_pairs
+from services.coordinator.fleet.opening import _require_pairs
 from services.trainer.ranks.calls import Message, rank_command
 from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
 

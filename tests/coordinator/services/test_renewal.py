@@ -13,9 +13,9 @@ from lockstep.types.v1.types_pb2 import ModelCard
 from services.common.config.run import Config
 from services.common.rpc.fence import HEADER, LEASE_HEADER, new_token
 from services.common.rpc.server import Server
-from services.coordinator.services.clients.replica import Replica
-from services.coordinator.services.clients.reward import Reward
-from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.clients.replica import Replica
+from services.coordinator.clients.reward import Reward
+from services.coordinator.clients.trainer import Trainer
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S
 

@@ -13,10 +13,10 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.errors import DeadlineExceeded, LockstepError, Reason, Unavailable
-from services.coordinator.checks.verify.session import verify
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.fleet.launch import Child
 from services.coordinator.runs.record import batch_path
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.launch import Child
+from services.coordinator.verify.session import verify
 from tests.coordinator.fake_services import make_config, make_prompt, replicas
 from tests.coordinator.runs.killing import CountingRank, make_run, metrics_lines, surviving_services
 

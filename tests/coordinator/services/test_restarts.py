@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.config.restart import RestartConfig
+from services.common.config.placement import RestartConfig
 from services.common.errors import InternalError, LockstepError, Reason, Unavailable
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.restarts import Restarts
-from services.coordinator.services.running import Sessions
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.running import Sessions
+from services.coordinator.runs.restarts import Restarts
 from tests.coordinator.fake_services import make_config
 
 STARTED_HERE = Addresses()

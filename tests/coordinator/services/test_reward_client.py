@@ -14,8 +14,8 @@ from services.common.errors import DataLoss, DeadlineExceeded, LockstepError, Pr
 from services.common.files.transfer import seal
 from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
+from services.coordinator.clients.reward import Reward
 from services.coordinator.data.groups import SampledGroup
-from services.coordinator.services.clients.reward import Reward
 from services.reward.scorers.text import ExactScorer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt

@@ -10,7 +10,7 @@ import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
-from services.common.batches.route_parts import to_parts
+from services.common.batches.routes import to_parts
 from services.common.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -24,10 +24,10 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.files.transfer import seal
+from services.coordinator.clients import rollout as fleet
+from services.coordinator.clients.replica import Affinity, ReplicaState
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.groups import SampledGroup
-from services.coordinator.services.clients import rollout as fleet
-from services.coordinator.services.clients.replica import Affinity, ReplicaState
-from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.support import PATIENCE_S, until
 

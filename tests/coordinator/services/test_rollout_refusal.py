@@ -4,7 +4,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput
-from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.clients.rollout import Rollout
 from tests.coordinator.fake_services import make_config, replicas
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.checks.doctor import inputs
 from services.coordinator.data.dialog import Dialog
+from services.coordinator.doctor import inputs
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.tools import known_tools
 from services.coordinator.rl.session import load_data
-from services.coordinator.services.launch import Addresses
-from services.coordinator.services.tools import known_tools
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import CHATML
 from tests.coordinator.fake_services import make_config

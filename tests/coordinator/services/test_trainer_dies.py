@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from services.common.config.run import Config
+from services.coordinator.fleet.launch import Child
 from services.coordinator.observe.frontend import TerminalFrontend
 from services.coordinator.rl.session import run_session
 from services.coordinator.runs.record import batch_path
-from services.coordinator.services.launch import Child
 from tests.coordinator.daemon.harness import fake_services, run_settings
 from tests.coordinator.runs.killing import metrics_lines
 

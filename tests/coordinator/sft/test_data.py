@@ -16,8 +16,7 @@ from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.sft.data import SftDataset
-from services.coordinator.sft.rows import SftFile
+from services.coordinator.sft.rows import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.support import _write_tokenizer
 

@@ -13,10 +13,9 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from services.common.errors import InvalidInput, NotFound
+from services.coordinator.fleet.launch import Addresses
 from services.coordinator.rl.session import load_data
-from services.coordinator.services.launch import Addresses
-from services.coordinator.text.bad_words import check_bad_words, token_sequences
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer, check_bad_words, token_sequences
 from tests.coordinator.fake_services import make_config
 
 WORDS = st.text(min_size=1, max_size=8) | st.sampled_from(["you", " you", "  clips", "<|im_end|>", "a\n", "12", "it's"])

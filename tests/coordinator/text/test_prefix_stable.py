@@ -3,8 +3,7 @@
 import pytest
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.chat_template import ChatTemplate, TemplateRefusal
-from services.coordinator.text.prefix_stable import check_prefix_stable
+from services.coordinator.text.chat_template import ChatTemplate, TemplateRefusal, check_prefix_stable
 from tests.coordinator.conftest import CHATML
 
 # Like Qwen3: thinking is part of the content; only turns after the last question keep it, and the last always has it.

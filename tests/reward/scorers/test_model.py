@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from services.common.config.reward.model import ModelConfig
+from services.common.config.scorers import ModelConfig
 from services.common.errors import InvalidInput
 from services.reward.graders.model import load
 from services.reward.scorers.base import FailureReason

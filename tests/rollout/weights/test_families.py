@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 
-from services.common.batches.route_parts import from_parts
+from services.common.batches.routes import from_parts
 from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.rollout.weights.test_publication import (
     LENGTH,

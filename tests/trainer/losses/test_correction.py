@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.trainer.loss import CorrectionConfig, LossConfig
+from services.common.config.loss import CorrectionConfig, LossConfig
 from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.policy import correction
 from services.trainer.losses.terms import Tokens

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.config.trainer.loss import LossConfig
+from services.common.config.loss import LossConfig
 from services.trainer.losses import LOSSES, Totals, policy_loss
 
 LOGPROB = -1.5

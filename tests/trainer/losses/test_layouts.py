@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.common.config.trainer.loss import Aggregation, LossConfig
+from services.common.config.loss import Aggregation, LossConfig
 from services.trainer.losses import LOSSES as KINDS
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, config, read

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.trainer.loss import LossConfig
+from services.common.config.loss import LossConfig
 from services.common.errors import InvalidInput
 from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.kinds import require_importable

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.trainer.loss import LossConfig
+from services.common.config.loss import LossConfig
 from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.kinds import covariance, covariance_sums
 from tests.trainer.plain_grpo import batch_loss

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.trainer.loss import Aggregation, LossConfig, LossKind
-from services.common.config.trainer.section import OptimConfig
+from services.common.config.loss import Aggregation, LossConfig, LossKind
+from services.common.config.trainer import OptimConfig
 from services.trainer.losses import LOSSES, Totals
 from services.trainer.losses.policy import KL_ESTIMATES, kl_k3
 from services.trainer.losses.terms import Tokens, clipped_surrogate, token_weights

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.trainer.loss import ValueLossConfig
+from services.common.config.loss import ValueLossConfig
 from services.trainer.losses import Totals, explained_variance, value_loss
 
 

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.batches import batch as batches
 from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import LockstepError, PreconditionFailed, Reason
-from services.coordinator.services.clients.blocks import BlockStream
+from services.coordinator.clients.trainer import BlockStream
 from tests.support import PATIENCE_S, make_batch
 from tests.trainer.deployment import messages
 from tests.trainer.ranks.crew import DIGEST, Service

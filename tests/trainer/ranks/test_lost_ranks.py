@@ -12,7 +12,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.blocks import BlockCutter, blocks_of
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, Reason
 from services.trainer.blocks import BlockTraining
 from services.trainer.ranks import calls as ranks_module

@@ -9,7 +9,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
-from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.clients.trainer import Trainer
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S
 from tests.trainer.ranks.crew import Service

@@ -19,7 +19,7 @@ from services.common.batches import batch as batches
 from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import DataLoss, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
-from services.coordinator.services.clients.blocks import BlockStream
+from services.coordinator.clients.trainer import BlockStream
 from tests.support import PATIENCE_S, make_batch
 from tests.trainer.ranks.crew import DIGEST, Crew, Service
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.common.config.trainer.section import CriticConfig, CriticSettings, TrainerConfig
+from services.common.config.trainer import CriticConfig, CriticSettings, TrainerConfig
 from services.trainer.backend import Role
 from tests.support import make_model
 from tests.trainer.critic_harness import (

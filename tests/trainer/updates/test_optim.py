@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.trainer.section import OptimConfig
+from services.common.config.trainer import OptimConfig
 from services.trainer.updates.optim import learning_rate, weight_decay
 from tests.trainer.fsdp_harness import OPTIM, Harness, samples
 

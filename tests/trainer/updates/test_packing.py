@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.common.batches import batch as batches
-from services.common.batches.kept import decode_kept, encode_kept
+from services.common.batches.batch import decode_kept, encode_kept
 from services.common.batches.routes import RouteShape
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
 from services.trainer.ranks.shards import forward_parts, train_parts

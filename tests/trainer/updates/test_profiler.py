@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from services.common.config.trainer.section import ProfilerConfig
+from services.common.config.trainer import ProfilerConfig
 from services.trainer.updates.profiler import Profiler
 
 SNAPSHOT = {

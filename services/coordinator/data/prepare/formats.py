@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from services.coordinator.data.reading.bad_rows import BadRow
-from services.coordinator.data.reading.record import Record
+from services.coordinator.data.reading.record import BadRow, Record
 
 Split = Literal["train", "test"]
 

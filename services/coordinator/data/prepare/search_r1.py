@@ -11,11 +11,10 @@ from typing import Literal
 import pyarrow as pa
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data.prepare.convert import ConversionReport
+from services.coordinator.data.prepare.convert import ConversionReport, read_records
 from services.coordinator.data.prepare.formats import Split, text
-from services.coordinator.data.prepare.sources import read_records
-from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.parquet import Record, write_tables
+from services.coordinator.data.reading.record import BadRow, BadRows
 
 INSTRUCTION = (
     "Answer the question below. Whenever you learn something new, think about it first, between <think> and </think>. "

@@ -5,8 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from services.coordinator.data.reading.bad_rows import BadRow
-from services.coordinator.data.reading.record import in_words
+from services.coordinator.data.reading.record import BadRow, in_words
 from services.coordinator.text.chat_template import Message
 
 _KINDS = {str: "text", list: "a list of messages", (str, list): "text or a list of messages"}

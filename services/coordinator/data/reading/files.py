@@ -15,9 +15,8 @@ import pyarrow as pa
 from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.columns import is_messages
-from services.coordinator.data.reading.record import MAX_DEPTH, Record, Unusable, depth_of
+from services.coordinator.data.reading.record import MAX_DEPTH, BadRow, BadRows, Record, Unusable, depth_of
 from services.coordinator.data.reading.sources import files_of, read_rows, warn_of_shared_files
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.common.config.reading.load import AnyConfig
+from services.common.config.load import AnyConfig
 from services.common.errors import InvalidInput, NotFound, Unavailable
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)

@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 
 from services.common.config.data import DataConfig
-from services.coordinator.data.reading.bad_rows import BadRow
 from services.coordinator.data.reading.columns import as_messages, is_json, is_prompt, is_text, require
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
-from services.coordinator.data.reading.record import Record, in_words
+from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message
 
 RowPrompt = str | Sequence[Message]

@@ -1,19 +1,215 @@
 """Reads the files of rows that a config names: Parquet or text, on this host or on the Hugging Face Hub."""
 
+import codecs
+import csv
 import glob
+import gzip
+import io
+import json
 import logging
+import math
+import sys
+import zlib
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.reading.hub import dataset_file, dataset_files
-from services.coordinator.data.reading.parquet import ParquetRows, read_table
-from services.coordinator.data.reading.record import Record
-from services.coordinator.data.reading.text_files import FORMS, read_text_rows
+from services.coordinator.data.reading.parquet import ParquetRows, read_table, row_place
+from services.coordinator.data.reading.record import MAX_DEPTH, Record, Unusable, depth_of, in_words
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+"""The type of a column of messages, whatever other keys they have."""
+
+_GZIP = b"\x1f\x8b"
+_Row = dict[str, Any]
+
+
+class TextRows:
+    """Holds the rows of a file as they were written: each has its own keys, in its own order.
+
+    JSON Lines are kept as text until they are read, because objects take several times the memory.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[_Row | bytes], lines: Sequence[int]):
+        """Finds the columns. `lines` are the rows' lines, counted from 1; empty for a JSON list, which has none."""
+        self._path, self._rows, self._lines = path, rows, lines
+        firsts: _Row = {}
+        for _, row in self:
+            for name, value in row.items():
+                if _says_nothing(firsts.get(name)):
+                    firsts[name] = value
+        self.types: Mapping[str, pa.DataType] = {name: _type_of(value) for name, value in firsts.items()}
+        """Column -> Arrow type of its first value that is not empty. Other rows may have values of other types."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[tuple[str, Record]]:
+        """Yields the place of each row, as messages name it, and the row."""
+        for index, row in enumerate(self._rows):
+            where = f"{self._path} line {self._lines[index]}" if self._lines else row_place(self._path, index)
+            yield where, _object(row, where) if isinstance(row, bytes) else row
+
+
+def read_text_rows(path: Path, form: str, *, field: str, max_rows: int | None) -> TextRows:
+    """Reads a file, or only its first `max_rows` rows.
+
+    Args:
+        path: The file. A byte order mark of UTF-8 or UTF-16 at its beginning is no part of its text.
+        form: A key of FORMS.
+        field: The config key that errors name.
+        max_rows: All rows if None.
+
+    Raises:
+        InvalidInput: The file cannot be read or is empty. The message names the first line that cannot be used.
+    """
+    name, read = FORMS[form]
+    try:
+        rows = read(_content(path), path, max_rows)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInput(f"{field}: {path} cannot be read: {error}", field=field) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{field}: {path} is not {name}: {error}", field=field) from error
+    if not len(rows):
+        raise InvalidInput(f"{field}: {path} is empty", field=field)
+    return rows
+
+
+def _content(path: Path) -> bytes:
+    """Returns the text of a file in UTF-8, without compression and byte order mark."""
+    content = path.read_bytes()
+    if content.startswith(_GZIP):
+        content = gzip.decompress(content)
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content.decode("utf-16").encode()
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _read_json_lines(content: bytes, path: Path, max_rows: int | None) -> TextRows:
+    rows: list[_Row | bytes] = []
+    lines = array("Q")
+    for number, line in enumerate(content.splitlines(), 1):
+        if len(rows) == max_rows:
+            break
+        if line.strip():
+            rows.append(line)
+            lines.append(number)
+    return TextRows(path, rows, lines)
+
+
+def _read_json(content: bytes, path: Path, max_rows: int | None) -> TextRows:
+    if not content.lstrip().startswith(b"["):
+        return _read_json_lines(content, path, max_rows)
+    rows = _DECODER.decode(_text(content, str(path), has_lines=True))[:max_rows]
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{row_place(path, index)} is {in_words(row)}, not an object")
+    return TextRows(path, rows, ())
+
+
+def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
+    csv.field_size_limit(sys.maxsize)  # by default 128 KiB
+    reader = csv.reader(io.StringIO(_text(content, str(path), has_lines=True), newline=""), strict=True)
+    rows: list[_Row | bytes] = []
+    lines, begin = array("Q"), 1
+    names: list[str] = []
+    try:
+        for cells in reader:
+            if cells and not names:
+                names = cells
+            elif cells and len(rows) != max_rows:
+                if len(cells) != len(names):
+                    raise ValueError(f"{path} line {begin} has {len(cells)} cells, the first line {len(names)}")
+                rows.append(dict(zip(names, cells, strict=True)))
+                lines.append(begin)
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path} line {begin}: {error}") from error
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"its first line names {twice[0]} twice")
+    return TextRows(path, rows, lines)
+
+
+FORMS: Mapping[str, tuple[str, Callable[[bytes, Path, int | None], TextRows]]] = {
+    ".jsonl": ("JSON Lines", _read_json_lines),
+    ".ndjson": ("JSON Lines", _read_json_lines),
+    ".json": ("a JSON list of objects, or one object a line", _read_json),
+    ".csv": ("CSV", _read_csv),
+}
+"""Ending of a file's name -> what the file must be, and the function that reads it."""
+
+
+def _text(content: bytes, where: str, *, has_lines: bool) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        place = f"{where} line {number}" if has_lines else where
+        raise ValueError(f"{place} has the byte 0x{content[error.start]:02x}: save the file as UTF-8") from error
+
+
+def _object(line: bytes, where: str) -> _Row:
+    text = _text(line, where, has_lines=False)
+    if depth_of(text) > MAX_DEPTH:
+        raise ValueError(f"{where} nests more than {MAX_DEPTH} levels deep")
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {in_words(value)}, not an object")
+    return cast(_Row, value)
+
+
+def _members(pairs: list[tuple[str, Any]]) -> _Row:
+    """Returns an object. Which value was meant by a key that it has twice is unknown."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        members |= {name: Unusable(f"the key {name!r} twice") for name in names if names.count(name) > 1}
+    return members
+
+
+def _integer(text: str) -> int | Unusable:
+    try:
+        return int(text)
+    except ValueError:  # Python converts no more digits, here and wherever the row is sent
+        return Unusable(f"an integer of {len(text)} digits")
+
+
+def _number(text: str) -> float | Unusable:
+    value = float(text)
+    return value if math.isfinite(value) else Unusable(f"{text:.20}, which is above the largest number")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_members,
+    parse_int=_integer,
+    parse_float=_number,
+    parse_constant=lambda text: Unusable(f"{text}, which is not JSON"),
+)
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value in ("", []) or isinstance(value, Unusable)
+
+
+def _type_of(value: object) -> pa.DataType:
+    if isinstance(value, Unusable):
+        return pa.null()
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
+        return MESSAGES
+    try:
+        return pa.infer_type([value])
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):  # its parts are of several types
+        return {list: pa.list_(pa.null()), dict: pa.struct([])}.get(type(value), pa.int64())
+
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from services.coordinator.data.conversation import Conversation
+from services.coordinator.data.groups import Conversation
 from services.coordinator.data.reading.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
 

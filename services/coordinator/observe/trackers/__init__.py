@@ -1,7 +1,7 @@
 """Opens experiment trackers. The library of each kind is an optional extra and is imported only when configured."""
 
+from services.common.config.load import AnyConfig
 from services.common.config.observability import TrackerConfig, WandbConfig
-from services.common.config.reading.load import AnyConfig
 from services.common.errors import InvalidInput, PreconditionFailed
 from services.coordinator.observe.trackers import mlflow, wandb
 from services.coordinator.observe.trackers.threaded import Threaded

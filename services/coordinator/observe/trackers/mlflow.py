@@ -5,8 +5,8 @@ import re
 import time
 from collections.abc import Iterator
 
+from services.common.config.load import AnyConfig
 from services.common.config.observability import MlflowConfig
-from services.common.config.reading.load import AnyConfig
 from services.coordinator.runs.reporter import Ending, Reporter
 from services.coordinator.runs.run import Run
 

@@ -2,8 +2,8 @@
 
 import json
 
+from services.common.config.load import AnyConfig
 from services.common.config.observability import WandbConfig
-from services.common.config.reading.load import AnyConfig
 from services.coordinator.runs.reporter import Ending, Reporter
 from services.coordinator.runs.run import Run
 

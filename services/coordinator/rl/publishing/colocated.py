@@ -25,11 +25,11 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp
 
 from services.common.errors import DeadlineExceeded, PreconditionFailed, Reason, Unavailable
 from services.common.tasks import backoff_s, gather
+from services.coordinator.clients.gpus import SharedGpus, Side
+from services.coordinator.clients.replica import Replica, ReplicaState
+from services.coordinator.fleet.opening import Services
 from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.replica import Replica, ReplicaState
-from services.coordinator.services.gpus import SharedGpus, Side
-from services.coordinator.services.opening import Services
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,12 @@ from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.text.bad_words import stop_tokens, token_sequences
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer, stop_tokens, token_sequences
 
 
 class DraftCounts:

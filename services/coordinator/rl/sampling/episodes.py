@@ -10,30 +10,28 @@ from lockstep.reward.v1.environment_pb2 import Message
 from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
-from services.common.batches.kept import join_kept
+from services.common.batches.batch import join_kept
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
-from services.coordinator.data.dialog import Dialog, OverlongPrompt
-from services.coordinator.data.episodes import Episode, Stream
-from services.coordinator.data.groups import SampledGroup, ScoredGroup
-from services.coordinator.data.order import environment_seed, seed_of
-from services.coordinator.data.prompts import Prompt
-from services.coordinator.rl.sampling.collect import Collector, Draw
-from services.coordinator.services.clients.environment import (
+from services.coordinator.clients.environment import (
     EnvironmentFailure,
     Environments,
     EpisodeClient,
     EpisodeFailed,
 )
-from services.coordinator.services.clients.failure_log import ENVIRONMENT, Cause
-from services.coordinator.services.clients.replica import Affinity
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.opening import Services
+from services.coordinator.clients.replica import Affinity
+from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.data.dialog import Dialog, OverlongPrompt
+from services.coordinator.data.groups import Episode, SampledGroup, ScoredGroup, Stream
+from services.coordinator.data.order import environment_seed, seed_of
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.fleet.opening import Services
+from services.coordinator.rl.sampling.collect import Collector, Draw
 from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

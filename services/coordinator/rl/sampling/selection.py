@@ -17,9 +17,9 @@ from typing import Protocol
 
 import numpy as np
 
+from services.common.config.layout import samples_at_once
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
-from services.common.megatron.layout import samples_at_once
 from services.common.rewards import all_equal, reaches
 from services.common.tasks import task_group
 from services.coordinator.data.groups import ScoredGroup

@@ -22,7 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from services.common.batches.kept import decode_kept, encode_kept, keeps_sampled
+from services.common.batches.batch import decode_kept, encode_kept, keeps_sampled
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
 from services.rollout.compat.vllm.last_output import attach, attached

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
 from services.common.files.storage import writing
 from services.trainer.backend import Role

@@ -29,9 +29,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from services.common.config.trainer.section import LoraConfig
+from services.common.config.trainer import LoraConfig
 from services.common.errors import InternalError, InvalidInput
-from services.common.megatron.lora import FUSED, PARTS
+from services.common.families.lora import FUSED, PARTS
 from services.common.weights.span import Computed
 from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
 from services.trainer.compat.megatron.random import rng_tracker

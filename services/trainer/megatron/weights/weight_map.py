@@ -15,7 +15,7 @@ import torch
 
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
-from services.common.families.record import Weight
+from services.common.families.registry import Weight
 
 EXPERT_BLOCKS = 16
 """Number of blocks of experts in a layer. A publication has each matrix of all experts of a block together. So with up

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from services.common.config.reading.load import keys, load, parse_json
-from services.common.config.reward.section import ExactConfig, FormatConfig
+from services.common.config.load import keys, load, parse_json
+from services.common.config.reward import ExactConfig, FormatConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.run import Config
-from services.common.config.trainer.section import TrainerConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from tests.common.config.smallest import SMALLEST, refused, write
 

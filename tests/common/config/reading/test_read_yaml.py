@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from services.common.config.reading.load import load
-from services.common.config.reading.read_yaml import parse_yaml
+from services.common.config.load import load
+from services.common.config.read_yaml import parse_yaml
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 

@@ -12,9 +12,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, WeightGroup
 from services.common.errors import PreconditionFailed, Reason
 from services.common.files.transfer import to_messages
 from services.common.rpc.client import Client
-from services.common.rpc.history.calls import keeping, note_row
-from services.common.rpc.history.files import line_files
-from services.common.rpc.history.ids import ids_of
+from services.common.rpc.history import ids_of, keeping, line_files, note_row
 from tests.coordinator.fake_services import replicas
 from tests.support import PATIENCE_S
 

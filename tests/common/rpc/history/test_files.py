@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.rpc.history import files
-from services.common.rpc.history.files import LineFiles, line_files
+from services.common.rpc import history as files
+from services.common.rpc.history import LineFiles, line_files
 
 
 def written(directory: Path) -> list[list[dict]]:

@@ -18,9 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from services.common.errors import PermissionDenied, Reason, from_rpc_error
-from services.common.rpc.security.identities import MAY_CALL, Role, roles_in
-from services.common.rpc.security.tls import CERTIFICATE_FILE, KEY_FILE
-from services.coordinator.certs.authority import CA_KEY_FILE
+from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, MAY_CALL, Role, roles_in
+from services.coordinator.cli.certs import CA_KEY_FILE
 from tests.common.rpc.tls_harness import FILES, METHODS, UNLISTED, Certificates, call, calls, channel, serve
 from tests.support import PATIENCE_S, ROOT
 

@@ -23,13 +23,12 @@ from services.common.rpc.address import require_secure
 from services.common.rpc.channel import require_mutual_trust
 from services.common.rpc.client import Client
 from services.common.rpc.command import serve_from_command_line
-from services.common.rpc.security.identities import Role
-from services.common.rpc.security.tls import Credentials, Transport
 from services.common.rpc.server import Server
+from services.common.rpc.tls import Credentials, Role, Transport
 from services.coordinator.cli.main import main
+from services.coordinator.clients.reward import Reward
 from services.coordinator.data.groups import SampledGroup
-from services.coordinator.services.clients.reward import Reward
-from services.coordinator.services.launch import Addresses, launch
+from services.coordinator.fleet.launch import Addresses, launch
 from tests.common.rpc.tls_harness import HOST, Certificates, serve
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.support import PATIENCE_S, free_port

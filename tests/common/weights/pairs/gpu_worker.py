@@ -14,7 +14,7 @@ import torch
 from lockstep.types.v1.types_pb2 import WeightGroup, WeightPlan
 
 from services.common.weights.digest import WeightDigest
-from services.common.weights.pairs.receiver import PairReceiver
+from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.plan import Plan
 
 GPU = torch.device("cuda", 0)

@@ -4,7 +4,7 @@ import pytest
 from lockstep.types.v1 import pairs_pb2 as pb
 
 from services.common.errors import InvalidInput
-from services.common.weights.pairs.members import device_name, partners
+from services.common.weights.pairs.link import device_name, partners
 from tests.common.weights.group_harness import CPU
 
 

@@ -15,9 +15,9 @@ from services.common.errors import Aborted
 from services.common.weights.buckets import pack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.pairs import buffers as buffers_module
-from services.common.weights.pairs import sender as sender_module
+from services.common.weights.pairs import ends as sender_module
 from services.common.weights.pairs.buffers import NUM_BUFFERS
-from services.common.weights.pairs.sender import PairSender
+from services.common.weights.pairs.ends import PairSender
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
 from services.trainer.ranks.publish import Publication, send

@@ -19,10 +19,10 @@ from services.common.config.data import DataConfig
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
 from services.common.rpc.server import Server
+from services.coordinator.clients.reward import Reward
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import PromptDataset, load_eval
-from services.coordinator.services.clients.reward import Reward
-from services.coordinator.sft.data import SftDataset
+from services.coordinator.sft.rows import SftDataset
 from services.coordinator.text.tokenizer import Tokenizer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config

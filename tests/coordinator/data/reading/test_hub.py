@@ -18,13 +18,13 @@ OTHERS = {"pytorch_model.bin": b"the same weights", "README.md": b"words"}
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.text.tokenizer import Tokenizer
 from services.common.files.model_card import read_model_card
-from services.coordinator.checks.init import starting_config
+from services.coordinator.cli.init import starting_config
 try:
     given = load(Config, sys.argv[2:])
     config = with_local_models(given, has_weights=json.loads(sys.argv[1]))

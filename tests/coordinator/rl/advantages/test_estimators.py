@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.reading.load import load
+from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.rl.advantages import compute_advantages

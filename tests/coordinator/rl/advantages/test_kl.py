@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.common.config.advantage import AdvantageConfig, KlConfig
 from services.coordinator.rl.advantages import compute_advantages
-from services.coordinator.rl.advantages.controller import coef_after, kl_record, next_coef
+from services.coordinator.rl.advantages.samples import coef_after, kl_record, next_coef
 from tests.coordinator.rl.advantages.harness import KINDS, Row, batches, computed, flat, penalties, row, table
 
 SUM_OVER_SAMPLES = [kind for kind in KINDS if AdvantageConfig(kind=kind).needs_group]

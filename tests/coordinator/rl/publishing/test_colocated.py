@@ -14,12 +14,12 @@ from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PAR
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.errors import Overloaded, Reason, Unavailable
-from services.common.rpc import retry
+from services.common.rpc import client as retry
+from services.coordinator.clients.gpus import OwnGpus, SharedGpus, Side
+from services.coordinator.clients.replica import ReplicaState
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.rl.publishing.colocated import ColocatedPublisher, make_publisher
 from services.coordinator.rl.publishing.publication import Publisher
-from services.coordinator.services.clients.replica import ReplicaState
-from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.gpus import OwnGpus, SharedGpus, Side
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
 
 OPTIMIZER, PARAMETERS = MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS

@@ -11,9 +11,9 @@ from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
+from services.coordinator.clients.replica import ReplicaState
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.rl.publishing.publication import Publisher
-from services.coordinator.services.clients.replica import ReplicaState
-from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
 from tests.support import LIMITS_S, PATIENCE_S, until
 

@@ -15,11 +15,10 @@ from services.common.config.rollout import SamplingConfig
 from services.common.errors import InvalidInput, LockstepError, Reason
 from services.common.files.transfer import seal
 from services.common.tasks import gather
-from services.coordinator.data.episodes import Episode
-from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.clients.environment import EpisodeFailed
+from services.coordinator.data.groups import Episode, ScoredGroup, to_table
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.sampling.collect import Collector, Draw
-from services.coordinator.services.clients.environment import EpisodeFailed
 from tests.coordinator.fake_environment import FakeEnvironment, Script, episodes
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.coordinator.text.bridge_families import make_tokenizer

@@ -15,11 +15,11 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
 from services.common.rpc.server import Server
 from services.common.tasks import gather
+from services.coordinator.clients.environment import Environments
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
 from services.coordinator.rl.sampling.collect import Draw
 from services.coordinator.rl.sampling.episodes import EpisodeCollector
-from services.coordinator.services.clients.environment import Environments
-from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
 from services.reward.metrics import RewardMetrics
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_environment import FakeEnvironment

@@ -18,13 +18,13 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion
 from pydantic import ValidationError
 
-from services.common.config.reward.section import RewardConfig
+from services.common.config.reward import RewardConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, Reason
+from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.data.groups import ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.selection import Drop, Selected, select
-from services.coordinator.services.clients.replica import ReplicaState
 from services.reward.scorers.base import Item
 from services.reward.scorers.text import LengthScorer
 from tests.coordinator.fake_services import make_config, make_prompt

@@ -1,0 +1,387 @@
+"""Defines Megatron's parallel layouts: the coordinates of each rank, and the rules for parallel sizes.
+
+It does not import torch, so that rules are checked before anything starts: those about sizes alone with the config, and
+those about the model's shape when its config.json is available. Every error names the rule and the nearest legal
+values.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import lcm
+
+from services.common.config.megatron import MegatronConfig
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput, Reason
+from services.common.families.architecture import Architecture
+
+_MEGATRON, _MOE, _OPTIM = "trainer.megatron", "trainer.megatron.moe", "trainer.optim"
+_ITSELF = "nothing: Lockstep sets it itself"
+_MODEL = "the model's config.json"
+
+# Megatron options that Lockstep sets from its own keys, by pass-through table, with the key to use instead.
+_RESERVED = {
+    "transformer_config_kwargs": {
+        **{
+            key: f"{_MEGATRON}.{key}"
+            for key in MegatronConfig.model_fields
+            if key.endswith("_parallel_size") or key.startswith("recompute_") or key == "sequence_parallel"
+        },
+        "moe_grouped_gemm": f"{_MOE}.grouped_gemm",
+        "moe_token_dispatcher_type": f"{_MOE}.token_dispatcher_type",
+        "moe_router_load_balancing_type": f"{_MOE}.load_balancing_type",
+        "moe_aux_loss_coeff": f"{_MOE}.aux_loss_coeff",
+        "moe_router_dtype": f"{_MOE}.router_dtype",
+        "moe_router_score_function": f"{_MOE}.router_score_function",
+        "moe_router_enable_expert_bias": f"{_MOE}.router_enable_expert_bias",
+        **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "trainer.compute_dtype"),
+        **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels"), _MODEL),
+        **dict.fromkeys(("num_attention_heads", "num_query_groups", "num_moe_experts", "moe_ffn_hidden_size"), _MODEL),
+        **dict.fromkeys(("layernorm_epsilon", "normalization", "activation_func", "gated_linear_unit"), _MODEL),
+        **dict.fromkeys(("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_dropout"), _MODEL),
+        **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
+        **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
+        **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), _ITSELF),
+        **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), _ITSELF),
+        **dict.fromkeys(("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _ITSELF),
+    },
+    "optimizer_config_kwargs": {
+        "lr": f"{_OPTIM}.lr",
+        "min_lr": f"{_OPTIM}.min_lr_ratio",
+        "weight_decay": f"{_OPTIM}.weight_decay",
+        "adam_beta1": f"{_OPTIM}.betas",
+        "adam_beta2": f"{_OPTIM}.betas",
+        "adam_eps": f"{_OPTIM}.eps",
+        "clip_grad": f"{_OPTIM}.max_grad_norm",
+        "use_distributed_optimizer": f"{_MEGATRON}.use_distributed_optimizer",
+        "overlap_param_gather": f"{_MEGATRON}.ddp_config.overlap_param_gather",
+        "store_param_remainders": f"{_MEGATRON}.fully_reshardable",
+        "optimizer": _ITSELF,
+        **dict.fromkeys(("bf16", "fp16", "params_dtype"), "trainer.compute_dtype"),
+    },
+    "ddp_config": {"use_distributed_optimizer": f"{_MEGATRON}.use_distributed_optimizer"},
+}
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Holds the coordinates of one rank: (tp, cp, dp, pp) for dense weights, (etp, ep, edp, pp) for experts."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Holds parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers."""
+
+    world: int
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+    etp: int
+    dp: int
+
+    @classmethod
+    def of(cls, megatron: MegatronConfig, num_ranks: int) -> "Layout":
+        """Returns the layout of `megatron` on `num_ranks` ranks, which `check_layout` must accept."""
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        cp, vpp = megatron.context_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+        dp = num_ranks // (tp * pp * cp)
+        return cls(num_ranks, tp, pp, vpp, cp, megatron.expert_model_parallel_size, megatron.etp, dp)
+
+    @property
+    def edp(self) -> int:
+        """Returns the number of copies of each expert."""
+        return self.world // (self.pp * self.ep * self.etp)
+
+    @property
+    def align(self) -> int:
+        """Returns the number that padded sequence lengths are a multiple of.
+
+        Sequence parallelism splits a sequence into TP parts; CP splits it into 2 * CP parts for equal work.
+        """
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+    def layers(self, num_layers: int, pp: int) -> tuple[range, ...]:
+        """Returns the layers of stage `pp`, one range per chunk (interleaved as in arXiv 2104.04473)."""
+        size = num_layers // (self.pp * self.vpp)
+        starts = ((chunk * self.pp + pp) * size for chunk in range(self.vpp))
+        return tuple(range(start, start + size) for start in starts)
+
+    def experts(self, num_experts: int, ep: int) -> range:
+        """Returns the experts of every layer that the ranks at `ep` hold."""
+        size = num_experts // self.ep
+        return range(ep * size, (ep + 1) * size)
+
+
+def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
+    """Returns the coordinates of each rank, in Megatron's order "tp-cp-ep-dp-pp", where the first varies fastest."""
+    ranks: list[Coordinates] = []
+    for rank in range(layout.world):
+        rest, tp = divmod(rank, layout.tp)
+        rest, cp = divmod(rest, layout.cp)
+        pp, dp = divmod(rest, layout.dp)
+        rest, etp = divmod(rank, layout.etp)
+        rest, ep = divmod(rest, layout.ep)
+        ranks.append(Coordinates(rank, tp, cp, dp, pp, etp, ep, rest % layout.edp))
+    return tuple(ranks)
+
+
+def data_parallel_size(trainer: TrainerConfig) -> int:
+    """Returns the number of ranks, or groups of ranks, that compute different samples."""
+    if trainer.strategy != "megatron":
+        return trainer.num_ranks
+    return Layout.of(trainer.megatron, trainer.num_ranks).dp
+
+
+def packs_multiple(trainer: TrainerConfig) -> int:
+    """Returns the number that a data-parallel rank's micro-batch count must be a multiple of: PP with VPP, else 1.
+
+    An interleaved schedule runs micro-batches in rounds of PP (megatron.core.pipeline_parallel.schedules).
+    """
+    is_interleaved = trainer.strategy == "megatron" and trainer.megatron.virtual_pipeline_model_parallel_size
+    return trainer.megatron.pipeline_model_parallel_size if is_interleaved else 1
+
+
+def samples_at_once(trainer: TrainerConfig) -> int:
+    """Returns the minimum number of samples: one per required micro-batch of each data-parallel rank."""
+    return data_parallel_size(trainer) * packs_multiple(trainer)
+
+
+def check_layout(
+    megatron: MegatronConfig,
+    num_ranks: int,
+    *,
+    architecture: Architecture | None = None,
+    max_tokens: int | None = None,
+    key: str = _MEGATRON,
+    section: str = "trainer",
+) -> None:
+    """Checks the rules for `num_ranks` and, if given, for the model's shape and for the token budget of micro-batches.
+
+    Raises:
+        InvalidInput: A rule is broken. The message has the rule, the key (below `key`, or below `section` if the rule
+            is about the ranks), and the nearest legal values.
+    """
+    broken = next(_broken_rules(megatron, num_ranks, architecture, max_tokens), None)
+    if broken:
+        name, problem = broken
+        field = name.replace("trainer", section, 1) if name.startswith("trainer.") else f"{key}.{name}"
+        raise InvalidInput(f"{field} {problem}", reason=Reason.INVALID_CONFIG, field=field)
+
+
+# Pairs of a key and its problem, in the order of the rules. A rule may assume that all earlier ones hold.
+_Problems = Iterator[tuple[str, str]]
+
+
+def _broken_rules(
+    megatron: MegatronConfig, num_ranks: int, architecture: Architecture | None, max_tokens: int | None
+) -> _Problems:
+    yield from _sizes(megatron, num_ranks)
+    layout = Layout.of(megatron, num_ranks)
+    if architecture is not None:
+        yield from _tensor_parallel(layout, architecture)
+    if max_tokens is not None:
+        yield from _tokens(layout, max_tokens)
+    yield from _pass_through(megatron)
+    yield from _gradient_dtype(megatron)
+    yield from _optimizer(megatron)
+    if architecture is not None:
+        yield from _pipeline(layout, architecture)
+        yield from (_experts if architecture.num_experts else _no_experts)(megatron, architecture)
+
+
+def _sizes(megatron: MegatronConfig, num_ranks: int) -> _Problems:
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    cp, ep, etp = megatron.context_parallel_size, megatron.expert_model_parallel_size, megatron.etp
+    dense, expert = tp * pp * cp, pp * ep * etp
+    if num_ranks % dense:
+        yield (
+            "trainer.num_ranks",
+            f"{num_ranks} must be TP x PP x CP x DP, a multiple of {tp} x {pp} x {cp} = {dense}; nearest legal: "
+            f"{_nearest(num_ranks, lambda n: n % dense == 0, num_ranks + dense)}",
+        )
+    if num_ranks % expert:
+        both = lcm(dense, expert)
+        yield (
+            "expert_model_parallel_size",
+            f"{ep}: trainer.num_ranks {num_ranks} must be a multiple of PP x EP x ETP = {pp} x {ep} x {etp} = {expert}"
+            f"; nearest legal EP: {_nearest(ep, lambda n: num_ranks % (pp * n * etp) == 0, num_ranks) or 'none'}, "
+            f"nearest legal num_ranks: {_nearest(num_ranks, lambda n: n % both == 0, num_ranks + both)}",
+        )
+    if megatron.virtual_pipeline_model_parallel_size and pp == 1:
+        yield (
+            "virtual_pipeline_model_parallel_size",
+            f"{megatron.virtual_pipeline_model_parallel_size}: interleaving needs pipeline_model_parallel_size (PP) of "
+            "at least 2; nearest legal: PP 2, or VPP null",
+        )
+    if ep == 1 and etp != tp:
+        yield (
+            "expert_tensor_parallel_size",
+            f"{etp}: with expert_model_parallel_size (EP) 1, ETP must be TP = {tp}, or Megatron-Core before 0.19 does "
+            f"not sum the experts' gradients over TP; nearest legal: ETP {tp} or null, or EP of at least 2",
+        )
+    if ep > 1:
+        yield from _sequence_parallel(megatron)
+
+
+def _sequence_parallel(megatron: MegatronConfig) -> _Problems:
+    if megatron.tensor_model_parallel_size > 1 and not megatron.has_sequence_parallel:
+        yield (
+            "sequence_parallel",
+            f"false: experts with TP {megatron.tensor_model_parallel_size} need it; nearest legal: true, null, or TP 1",
+        )
+
+
+def _tokens(layout: Layout, max_tokens: int) -> _Problems:
+    if max_tokens % layout.align:
+        parts = f"TP x 2 x CP = {layout.tp} x 2 x {layout.cp}" if layout.cp > 1 else "TP"
+        yield (
+            "trainer.max_tokens_per_microbatch",
+            f"{max_tokens} must be a multiple of {parts} = {layout.align}, to which sequences are padded; nearest "
+            f"legal: {_nearest(max_tokens, lambda n: n % layout.align == 0, max_tokens + layout.align)}"
+            + ("; TP must also divide the model's attention heads" if layout.tp > 1 else ""),
+        )
+
+
+def _pass_through(megatron: MegatronConfig) -> _Problems:
+    for table, reserved in _RESERVED.items():
+        for key in getattr(megatron, table):
+            if key in reserved:
+                yield f"{table}.{key}", f"is not for this table; use {reserved[key]}"
+
+
+def _gradient_dtype(megatron: MegatronConfig) -> _Problems:
+    dtype = str(megatron.optimizer_config_kwargs.get("main_grads_dtype", "fp32"))
+    if dtype.lower() != "fp32" and megatron.ddp_config.get("grad_reduce_in_fp32", True):
+        yield (
+            "optimizer_config_kwargs.main_grads_dtype",
+            f"{dtype} alone changes nothing, because Megatron-Core 0.16 keeps gradients in float32 unless "
+            "ddp_config.grad_reduce_in_fp32 is false; set that too, or remove main_grads_dtype",
+        )
+
+
+def _optimizer(megatron: MegatronConfig) -> _Problems:
+    given = megatron.optimizer_config_kwargs
+    if not given.get("optimizer_cpu_offload"):
+        return
+    key = "optimizer_config_kwargs.optimizer_cpu_offload"
+    if not given.get("optimizer_offload_fraction"):
+        yield key, "true: set optimizer_offload_fraction too, the share of the weights that is updated in host memory"
+    if not given.get("use_precision_aware_optimizer"):
+        yield key, "true: Megatron has it in its precision-aware optimizer; set use_precision_aware_optimizer too"
+    for other in ("use_distributed_optimizer", "fully_reshardable"):
+        if not getattr(megatron, other):
+            yield other, "False: optimizer_cpu_offload needs True"
+    if "optimizer" in megatron.offloads:
+        which = "auto_offload" if megatron.auto_offload else "optimizer_offload"
+        yield which, "True: optimizer_cpu_offload has the state in host memory already; set one of the two"
+
+
+def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
+    counts = {
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        **{size: model.size(size) for size in _cut_sizes(model)},
+        # q, k and v are one matrix, which is split evenly.
+        "rows of q, k and v": model.query_size + 2 * model.key_value_size,
+    }
+    groups = model.num_key_value_heads
+
+    def is_legal(tp: int) -> bool:
+        return all(count % tp == 0 for count in counts.values()) and (groups % tp == 0 or tp % groups == 0)
+
+    if is_legal(layout.tp):
+        return
+    legal = f"nearest legal: {_nearest(layout.tp, is_legal, model.num_attention_heads)}"
+    for name, count in counts.items():
+        if count % layout.tp:
+            yield "tensor_model_parallel_size", f"{layout.tp}: the model's {name} {count} must divide by TP; {legal}"
+    yield (
+        "tensor_model_parallel_size",
+        f"{layout.tp}: the model's num_key_value_heads {groups} must be a multiple or a divisor of TP; {legal}",
+    )
+
+
+def _cut_sizes(model: Architecture) -> Iterator[str]:
+    """Returns the names of the sizes of a layer that TP cuts, except those of heads, which have rules of their own."""
+    for weight in model.layer:
+        if not weight.is_expert and weight.cut == "rows":
+            yield from (rows for rows in weight.rows if isinstance(rows, str))
+
+
+def _pipeline(layout: Layout, model: Architecture) -> _Problems:
+    if model.num_layers % (layout.pp * layout.vpp):
+        fits_pp = _nearest(layout.pp, lambda n: model.num_layers % (n * layout.vpp) == 0, model.num_layers)
+        yield (
+            "pipeline_model_parallel_size",
+            f"{layout.pp}: the model's num_hidden_layers {model.num_layers} must divide by PP x VPP = "
+            f"{layout.pp} x {layout.vpp}; nearest legal PP with this VPP: {fits_pp or 'none'}",
+        )
+
+
+def _experts(megatron: MegatronConfig, model: Architecture) -> _Problems:
+    ep, etp = megatron.expert_model_parallel_size, megatron.etp
+    yield from _divides("expert_model_parallel_size", ep, "num_experts", model.num_experts)
+    yield from _divides("expert_tensor_parallel_size", etp, "moe_intermediate_size", model.moe_intermediate_size)
+    yield from _sequence_parallel(megatron)
+    if megatron.moe.token_dispatcher_type == "flex" and ep * etp == 1:
+        yield "moe.token_dispatcher_type", "flex needs EP x ETP of at least 2; nearest legal: alltoall, or EP 2"
+    if megatron.moe.token_dispatcher_type == "allgather" and (why := _why_not_gathered(megatron)):
+        yield "moe.token_dispatcher_type", f"allgather {why}; nearest legal: alltoall"
+
+
+def gathers_tokens(megatron: MegatronConfig, num_experts_per_tok: int) -> bool:
+    """Returns whether the ranks of experts gather all tokens; auto chooses that where it sends less than all-to-all.
+
+    A rank receives each token of the EP - 1 others once, and with all-to-all one copy for each of its experts, on
+    average num_experts_per_tok / EP.
+    """
+    ep, kind = megatron.expert_model_parallel_size, megatron.moe.token_dispatcher_type
+    if kind == "auto":
+        return 1 < ep < num_experts_per_tok and not _why_not_gathered(megatron)
+    return kind == "allgather" and ep > 1
+
+
+def _why_not_gathered(megatron: MegatronConfig) -> str:
+    """Returns why the ranks of experts cannot gather all tokens, or "" if they can."""
+    given = megatron.transformer_config_kwargs
+    if not megatron.moe.grouped_gemm:
+        return "needs moe.grouped_gemm"
+    if megatron.etp > 1:
+        return f"does not cut experts, and expert_tensor_parallel_size is {megatron.etp}"
+    if megatron.moe.aux_loss_coeff or given.get("moe_z_loss_coeff"):
+        return "pads micro-batches to one size on all ranks, and the losses of the router would count the padding"
+    others = ("moe_expert_capacity_factor", "moe_router_padding_for_quantization", "moe_shared_expert_overlap")
+    return next((f"does not work with transformer_config_kwargs.{name}" for name in others if given.get(name)), "")
+
+
+def _divides(key: str, size: int, name: str, count: int) -> _Problems:
+    if count % size:
+        fits = _nearest(size, lambda n: count % n == 0, count)
+        yield key, f"{size}: the model's {name} {count} must divide by it; nearest legal: {fits}"
+
+
+def _no_experts(megatron: MegatronConfig, model: Architecture) -> _Problems:
+    if megatron.expert_model_parallel_size > 1:
+        yield (
+            "expert_model_parallel_size",
+            f"{megatron.expert_model_parallel_size}: model_type {model.model_type} has no experts; nearest legal: EP 1 "
+            f"with ETP {megatron.tensor_model_parallel_size} or null",
+        )
+
+
+def _nearest(value: int, is_legal: Callable[[int], bool], limit: int) -> str:
+    """Returns the nearest legal numbers below and above `value`, up to `limit`, as text; empty if there are none."""
+    below = next((n for n in range(value - 1, 0, -1) if is_legal(n)), None)
+    above = next((n for n in range(value + 1, limit + 1) if is_legal(n)), None)
+    return " or ".join(str(n) for n in (below, above) if n is not None)

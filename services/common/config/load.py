@@ -1,0 +1,323 @@
+"""Builds a validated config from YAML files and dotted overrides, with errors that a person can act on."""
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_yaml, suggest
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.config.trainer import RoleConfig
+from services.common.errors import InvalidInput, Reason
+
+
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the config classes that a type names, in their order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in models_of(arg)]
+
+
+def open_tables(model: type[BaseModel], at: str = "") -> Iterator[str]:
+    """Yields the dotted paths of tables whose keys are not fixed: entries with free names, or one of several kinds."""
+    for name, field in model.model_fields.items():
+        path, origin, nested = at + name, get_origin(field.annotation), models_of(field.annotation)
+        if origin is dict or len(nested) > 1:
+            yield path
+        if origin not in (dict, tuple):
+            for option in nested:
+                yield from open_tables(option, f"{path}.")
+
+
+def is_replaced(path: str, before: Mapping[Any, Any], value: object, open_paths: Collection[str]) -> bool:
+    """Returns whether `value` replaces the table `before` at `path`: it is no table, or an empty one or one of another
+    kind among `open_paths`.
+    """
+    if not isinstance(value, dict):
+        return True
+    if path not in open_paths:
+        return False
+    table = cast(dict[str, Any], value)
+    return not table or ("kind" in before and table.get("kind", before["kind"]) != before["kind"])
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_MAX_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Key:
+    """Describes one config key: its dotted path such as `trainer.optim.lr`, type, default and help."""
+
+    path: str
+    type: str
+    default: str
+    help: str
+
+
+def load(model: type[Model], args: Sequence[str]) -> Model:
+    """Builds `model` from `args`, which are paths of YAML files and `a.b.c=value` overrides; later ones win.
+
+    Raises:
+        InvalidInput: A file is missing or not YAML, a key is unknown, or a value is invalid. The message names the key
+            and where it was set.
+    """
+    tree, origin = read(model, args)
+    return validate(model, tree, origin)
+
+
+def read(model: type[BaseModel], args: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Merges `args` as `load` does, without validation. Returns the tree of values and the source of each.
+
+    Tables are merged key by key. One of several kinds is replaced by one of another kind, and a table of entries with
+    free names by an empty one.
+
+    Raises:
+        InvalidInput: A file is missing or not YAML.
+    """
+    merged = _Merged(frozenset(open_tables(model)), {}, {})
+    for arg in args:
+        if is_override(arg):
+            merged.add(merged.tree, _parse_override(arg), source="command line")
+            continue
+        if arg.partition(".")[0] in model.model_fields and not os.path.exists(arg):
+            raise InvalidInput(f"{arg} is no file; to set this key, write {arg}=VALUE", reason=Reason.INVALID_CONFIG)
+        merged.add(merged.tree, _read_yaml(Path(arg)), source=arg)
+    return merged.tree, merged.origin
+
+
+def is_override(arg: str) -> bool:
+    """Returns whether an argument is `key=value`, and not the path of a file."""
+    return "=" in arg and not os.path.exists(arg)  # Path.exists raises if arg is too long for a path
+
+
+def parse_json(model: type[Model], text: str, *, field: str = "config_json") -> Model:
+    """Builds `model` from a config section that was received as JSON. `field` names the section in errors.
+
+    Raises:
+        InvalidInput: The JSON does not fit this service's schema.
+    """
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if not first["loc"] and first["type"] != "value_error":  # about the section as a whole
+            empty = "is empty; send the section as JSON, {} if it has only defaults"
+            message = f"{field}: {in_words(first) if text.strip() else empty}"
+            raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field=field) from error
+        raise _explain(model, error, {}) from error
+
+
+def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel], str] | None = None) -> Iterator[Key]:
+    """Yields all keys of `model`, depth first and in field order. An optional table is expanded only the first time.
+
+    For a table that is one of several kinds, the keys that all kinds have come first: `a.b`, and then `a[kind].c` of
+    each.
+    """
+    listed = {} if listed is None else listed
+    for name, field in model.model_fields.items():
+        nested = models_of(field.annotation)
+        if len(nested) == 1 and isinstance(field.annotation, type):
+            listed[nested[0]] = prefix + name
+            yield from keys(nested[0], f"{prefix}{name}.", listed)
+            continue
+        default = field.get_default(call_default_factory=True)
+        again = f" as {listed[nested[0]]}" if nested and nested[0] in listed else ""
+        yield Key(
+            path=prefix + name,
+            type=_type_name(field.annotation) + again,
+            default="required" if default is PydanticUndefined else _shown(default),
+            help=" ".join((field.description or "").split()),
+        )
+        shared = _shared(nested) if get_origin(field.annotation) not in (tuple, dict) else frozenset[str]()
+        common = [(nested[0], True)] if shared else []
+        for option, is_shared in [*common, *((option, False) for option in nested)]:
+            if option not in listed:
+                into = f"{prefix}{name}." if is_shared else prefix + _path_into(name, field.annotation, option)
+                options_keys = keys(option, into, {**listed} if is_shared else listed)
+                yield from (key for key in options_keys if (_first_name(key.path, into) in shared) is is_shared)
+
+
+def _shared(options: Sequence[type[BaseModel]]) -> frozenset[str]:
+    """Returns the names of the fields that are the same in all of several models; none if there is only one."""
+    if len(options) < 2:
+        return frozenset()
+    described = [
+        {name: (field.annotation, str(field.default), field.description) for name, field in option.model_fields.items()}
+        for option in options
+    ]
+    return frozenset(name for name, one in described[0].items() if all(other.get(name) == one for other in described))
+
+
+def _first_name(path: str, prefix: str) -> str:
+    return path.removeprefix(prefix).partition(".")[0].partition("[")[0]
+
+
+def _shown(default: object) -> str:
+    """Returns a default as Python source, with a path as a string."""
+    return repr(str(default) if isinstance(default, Path) else default)
+
+
+def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
+    origin = get_origin(annotation)
+    if origin is dict:
+        return f"{name}.<name>."
+    is_one_of_several = origin is tuple or len(models_of(annotation)) > 1
+    return f"{name}[{_kind_of(option)}]." if is_one_of_several else f"{name}."
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InvalidInput(f"config file {path} does not exist", reason=Reason.INVALID_CONFIG) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"config file {path} cannot be read: {error}", reason=Reason.INVALID_CONFIG) from error
+    except KeySetTwiceError as error:
+        raise InvalidInput(f"{path}: {error}", reason=Reason.INVALID_CONFIG) from error
+    except yaml.YAMLError as error:
+        raise InvalidInput(
+            f"{path} is not YAML: {' '.join(str(error).split())}", reason=Reason.INVALID_CONFIG
+        ) from error
+    if content is not None and not isinstance(content, dict):
+        raise InvalidInput(f"{path} must contain a table of keys, not a {type(content).__name__}")
+    return cast(dict[str, Any], content or {})
+
+
+def _parse_override(arg: str) -> Mapping[str, Any]:
+    path, _, text = arg.partition("=")
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+        raise InvalidInput(f"{path}: {shown!r} is not a YAML value: {' '.join(str(error).split())}") from error
+    names = path.split(".")
+    if len(names) > MAX_DEPTH:
+        raise InvalidInput(f"{path[:_MAX_SHOWN]}...: no key has {len(names)} parts")
+    for name in reversed(names):
+        value = {name: value}
+    return value
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """Merges values; `origin` has the source of each that is not a table. See `tables` for `open_paths`."""
+
+    open_paths: frozenset[str]
+    tree: dict[str, Any]
+    origin: dict[str, str]
+
+    def add(self, tree: dict[str, Any], part: Mapping[str, Any], *, source: str, at: str = "") -> None:
+        """Merges `part` into `tree`, the table at `at`."""
+        for name, value in part.items():
+            path, before = f"{at}{name}", tree.get(name)
+            is_kept = isinstance(before, dict) and not is_replaced(path, cast(Any, before), value, self.open_paths)
+            if isinstance(value, dict) and isinstance(before, list):
+                raise InvalidInput(f"{path} is a list, which can only be set as a whole: {path}=[...]", field=path)
+            if not is_kept:
+                for replaced in [key for key in self.origin if key == path or key.startswith(f"{path}.")]:
+                    del self.origin[replaced]
+                tree[name] = {} if isinstance(value, dict) else value
+            if isinstance(value, dict) and value:
+                self.add(tree[name], cast(dict[str, Any], value), source=source, at=path + ".")
+            else:
+                self.origin[path] = source
+
+
+def validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, str]) -> Model:
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(model, error, origin) from error
+
+
+def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str]) -> InvalidInput:
+    found = error.errors(include_url=False)
+    # Pydantic also reports a list whose elements are invalid as too short; keep the errors of the elements only.
+    details = [one for one in found if not any(_is_below(other["loc"], one["loc"]) for other in found)]
+    lines = [_explain_one(model, detail, origin) for detail in details]
+    first = ".".join(str(part) for part in details[0]["loc"])
+    text = lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines])
+    return InvalidInput(text, reason=Reason.INVALID_CONFIG, field=first)
+
+
+def _is_below(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
+    return len(path) > len(parent) and path[: len(parent)] == parent
+
+
+def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[str, str]) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    message = detail["msg"].removeprefix("Value error, ")
+    sources = _sources(path, message, origin)
+    where = f" (from {' and '.join(sources)})" if sources else ""
+    if detail["type"] == "extra_forbidden":
+        return f"{path}: unknown key{where}{_suggest(model, path, detail['input'])}"
+    if detail["type"] == "missing":
+        return f"{path}: required and not set"
+    if detail["type"] == "value_error":
+        return f"{path}: {message}{where}" if path else f"{message}{where}"
+    return f"{path}: {in_words(detail)}{where}"
+
+
+def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:
+    """Returns where the value at `path` was set. For a table: where the keys that `message` names were, else all."""
+    for whole in _prefixes(path):
+        if whole in origin:
+            return [origin[whole]]
+    prefix = f"{path}." if path else ""
+    below = {key.removeprefix(prefix): source for key, source in origin.items() if key.startswith(prefix)}
+    named = [source for key, source in below.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", message)]
+    return list(dict.fromkeys(named or (below.values() if path else ())))
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+def _suggest(model: type[BaseModel], path: str, value: object) -> str:
+    meant = suggest([key.path for key in keys(model)], path, value)
+    return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
+
+
+def _kind_of(model: type[BaseModel]) -> str:
+    field = model.model_fields.get("kind")
+    return str(get_args(field.annotation)[0]) if field else model.__name__
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    if models_of(annotation):
+        return "list" if get_origin(annotation) is tuple else "table"
+    return str(annotation).replace("typing.", "").replace("pathlib.", "")
+
+
+AnyConfig = Config | SftConfig
+
+
+def role_section(config: AnyConfig, name: str) -> RoleConfig | None:
+    """Returns the section of the reference or the critic; None for `trainer`, and where there is no such model."""
+    sections = {"reference": config.reference, "critic": config.critic} if isinstance(config, Config) else {}
+    return sections.get(name)
+
+
+def load_any(args: Sequence[str]) -> AnyConfig:
+    """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`.
+
+    Raises:
+        InvalidInput: See `services.common.config.load.load`.
+    """
+    # Tables that both kinds of runs have are of the same classes.
+    tree, origin = read(Config, args)
+    data = tree.get("data")
+    is_supervised = "reward" not in tree and isinstance(data, dict) and "samples_per_step" in data
+    return validate(SftConfig if is_supervised else Config, tree, origin)

@@ -1,0 +1,357 @@
+"""Defines the config section `trainer`: strategy, loss, optimizer, adapters, router replay and other roles."""
+
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from services.common.config.base import Seconds, Strict
+from services.common.config.loss import LagConfig, LossConfig, ValueLossConfig, check_lag
+from services.common.config.megatron import MegatronConfig
+
+
+class RoutingConfig(Strict):
+    """Configures how a policy with mixture-of-experts layers is trained; has no effect on a dense model."""
+
+    replay_routes: Literal["auto", "on", "off"] = "auto"
+    """Routing replay (R3, arXiv 2510.11370): compute each token with the experts that the engine chose for it, in the
+    forward pass, in recomputation and so in the backward pass. Their weights still come from the trainer's router,
+    which gets gradients. auto: replay if all layers of the model have experts, the engine can return its choices, and
+    the config allows it (no stop strings, and with Megatron no moe_router_fusion, sinkhorn or CUDA graphs); on: fail
+    if it is not possible; off: use the experts that the trainer's router chooses."""
+
+    @field_validator("replay_routes", mode="before")
+    @classmethod
+    def _on_and_off_are_words(cls, value: object) -> object:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads them as booleans
+
+
+def ignores_routes(megatron: MegatronConfig) -> str:
+    """Returns the setting with which Megatron would ignore routes; an empty string if there is none."""
+    given = megatron.transformer_config_kwargs
+    if given.get("moe_router_fusion"):
+        return "megatron.transformer_config_kwargs.moe_router_fusion"
+    if given.get("cuda_graph_impl", "none") != "none":
+        return "megatron.transformer_config_kwargs.cuda_graph_impl"
+    if "sinkhorn" in (megatron.moe.load_balancing_type, given.get("moe_router_load_balancing_type")):
+        return "megatron.moe.load_balancing_type sinkhorn"
+    return ""
+
+
+def check_routing(routing: RoutingConfig, loss: LossConfig, strategy: str, megatron: MegatronConfig) -> None:
+    """Raises ValueError if routes must be replayed and this config makes it impossible."""
+    if routing.replay_routes != "on":
+        return
+    if not loss.is_sampled:
+        raise ValueError(f"moe.replay_routes on needs sampled tokens, and loss.kind {loss.kind} has none: leave it out")
+    if strategy == "megatron" and (setting := ignores_routes(megatron)):
+        raise ValueError(
+            f"moe.replay_routes on: with {setting} Megatron's router ignores routes; leave that out, or set "
+            "moe.replay_routes to off"
+        )
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Strict):
+    """Configures AdamW (arXiv 1711.05101) and its learning-rate schedule."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Decay rates of the first and second moments, each at least 0 and below 1."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Constant added to the square root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay. It is not applied to norms and biases."""
+    weight_decay_end: float | None = Field(default=None, ge=0)
+    """Final weight decay, reached after weight_decay_steps. Required by the schedules linear and cosine."""
+    weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the change from weight_decay to weight_decay_end; constant keeps weight_decay."""
+    weight_decay_steps: int | None = Field(default=None, ge=1)
+    """Number of optimizer updates until weight_decay_end. Required by the schedules linear and cosine."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradient clipping: gradients are scaled down if their global 2-norm is above this."""
+    on_nonfinite: Literal["skip", "fail"] = "skip"
+    """What to do with an update whose gradient is not finite (infinity or NaN). skip: apply nothing of it, count it in
+    the metric `skipped` and warn; the schedule and the version go on. The run ends once 5 batches in a row were skipped
+    as a whole. fail: end the run at the first one."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "constant"
+    """Learning-rate schedule after the warmup; wsd is warmup-stable-decay (arXiv 2404.06395)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of optimizer updates of linear warmup; the last of them uses the peak learning rate. 0 is no warmup."""
+    warmup_init_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate that the warmup rises from, as a fraction of lr. With 0 the first update uses lr / warmup_steps."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Number of optimizer updates, including the warmup, after which the learning rate is lr * min_lr_ratio. Required
+    by every schedule except constant. inverse_square_root does not decay to that value gradually, but drops to it."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Final learning rate as a fraction of lr."""
+    wsd_decay_steps: int | None = Field(default=None, ge=1)
+    """Number of optimizer updates of the decay phase of schedule wsd, at the end of decay_steps. Required by wsd."""
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of the decay phase of schedule wsd."""
+
+    @model_validator(mode="after")
+    def _decay_needs_steps(self) -> Self:
+        if self.schedule != "constant" and self.decay_steps is None:
+            raise ValueError(f"schedule {self.schedule} needs decay_steps, the updates until the final learning rate")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps {self.decay_steps} must be above warmup_steps {self.warmup_steps}")
+        if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
+            raise ValueError("wsd_decay_steps and schedule wsd need each other: set both or neither")
+        if self.wsd_decay_steps and self.decay_steps and self.wsd_decay_steps > self.decay_steps - self.warmup_steps:
+            raise ValueError(
+                f"wsd_decay_steps {self.wsd_decay_steps} must be at most decay_steps {self.decay_steps} "
+                f"- warmup_steps {self.warmup_steps}: the decay cannot start before the warmup has ended"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weight_decay_is_whole(self) -> Self:
+        changes = self.weight_decay_schedule != "constant"
+        if changes != (self.weight_decay_end is not None) or changes != (self.weight_decay_steps is not None):
+            raise ValueError(
+                "weight_decay_schedule linear and cosine need weight_decay_end and weight_decay_steps; constant allows "
+                "neither"
+            )
+        return self
+
+
+class FsdpConfig(Strict):
+    """Configures torch FSDP2 (fully_shard)."""
+
+    cpu_offload: bool = False
+    """Offload parameters, gradients and optimizer state to host memory while they are not in use."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass; false uses more memory to save all-gathers."""
+    reduce_each_microbatch: bool = False
+    """Reduce-scatter gradients after every micro-batch. false reduces them once, after the last micro-batch, and until
+    then keeps unsharded gradients on each rank."""
+    torch_compile: bool = True
+    """Compile the layers with torch.compile, on GPU only. This launches fewer kernels and uses less memory; the first
+    update takes about a minute longer."""
+
+
+MAX_PUBLISHED_RANK = 512
+
+
+class LoraConfig(Strict):
+    """Configures low-rank adapters (arXiv 2106.09685): the base is frozen; only adapters are trained and saved."""
+
+    rank: int = Field(default=0, ge=0)
+    """LoRA rank; 0 turns LoRA off and trains the whole model."""
+    alpha: float = Field(default=16.0, gt=0)
+    """LoRA alpha: the adapter's output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability of the adapter's input during training, with strategy megatron."""
+    kind: Literal["lora", "canonical_lora"] = "lora"
+    """lora: one adapter per fused matrix, so that q, k and v share their A matrix, as do gate and up; canonical_lora:
+    separate adapters for q, k, v, gate and up."""
+    target_modules: tuple[str, ...] = ()
+    """Modules that get an adapter; empty is all. The choices for lora are linear_qkv, linear_proj, linear_fc1 and
+    linear_fc2; for canonical_lora they are linear_q, linear_k, linear_v, linear_proj, linear_fc1_gate, linear_fc1_up
+    and linear_fc2."""
+    exclude_modules: tuple[str, ...] = ()
+    """Shell patterns for the names of modules that get no adapter, such as decoder.layers.0.*."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What to publish to the engines. merged: all weights, with the adapters merged in; adapter: only the adapters,
+    which the engine applies to its own copy of the base."""
+
+    @property
+    def published_rank(self) -> int:
+        """Returns the rank of the adapters that are published to engines; 0 if merged weights are published."""
+        return self.rank if self.publish == "adapter" else 0
+
+    @model_validator(mode="after")
+    def _adapter_can_be_published(self) -> Self:
+        if self.publish == "adapter" and not 0 < self.rank <= MAX_PUBLISHED_RANK:
+            raise ValueError(
+                f"lora.publish adapter needs lora.rank from 1 to {MAX_PUBLISHED_RANK} (the largest that vLLM serves), "
+                f"not {self.rank}; set lora.rank, or lora.publish merged"
+            )
+        return self
+
+
+class ProfilerConfig(Strict):
+    """Runs torch.profiler over some training steps of some ranks."""
+
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Ranks to profile; empty profiles none."""
+    first_step: int = Field(default=1, ge=0)
+    """First training step to profile, counted from 0 since the run was opened. Step 0 is not representative, because it
+    also compiles and allocates."""
+    num_steps: int = Field(default=1, ge=1)
+    """Number of training steps to profile; each rank writes them to one Chrome trace."""
+    record_shapes: bool = False
+    """Record the shapes of operator inputs."""
+    profile_memory: bool = False
+    """Record memory allocations."""
+    with_stack: bool = False
+    """Record Python stacks; slow."""
+    directory: str = "profile"
+    """Directory on the ranks' own hosts where traces are written."""
+    memory_snapshot: bool = False
+    """Record GPU memory allocations on all ranks, and write a memory snapshot to `directory` if a rank runs out of
+    memory."""
+
+
+class TrainerConfig(Strict):
+    """Configures the training of the policy."""
+
+    strategy: Literal["fsdp", "megatron"] = "fsdp"
+    """Training backend: fsdp (torch FSDP2) or megatron (Megatron-Core)."""
+    num_ranks: int = Field(default=1, ge=1)
+    """Number of trainer ranks, normally one per GPU. `lockstep run` starts them on this host if no --trainer address is
+    given. A trainer given by address must have been started with this number."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the forward and backward passes; auto is bfloat16 on GPU and float32 on CPU. Master weights are
+    always float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass instead of storing them."""
+    max_tokens_per_microbatch: int = Field(default=16384, ge=1)
+    """Maximum number of tokens in one micro-batch of packed sequences on one rank. It must be at least the length of
+    the longest possible sequence."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Number of mini-batches per batch. Each is an equal share of the prompt groups and one optimizer update."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Number of passes over the mini-batches of a batch (verl ppo_epochs, TRL num_iterations, SkyRL
+    update_epochs_per_batch). The comparison with the engine's log-probabilities comes before the first update."""
+    streaming: Literal["auto", "off"] = "auto"
+    """auto: send prompt groups to the trainer in blocks while others are still generated, wherever the result is the
+    same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same with both, to the
+    bit on CPU."""
+    lag: LagConfig = LagConfig()
+    """Training on samples of earlier weights."""
+    max_logprob_gap: float = Field(default=1.0, gt=0)
+    """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
+    trainer's log-probabilities over a batch is above this."""
+    collective_timeout_s: Seconds = 600.0
+    """Seconds after which a collective operation that has not finished fails all ranks of the trainer."""
+    loss: LossConfig = LossConfig()
+    """Policy loss."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule."""
+    moe: RoutingConfig = RoutingConfig()
+    """Mixture-of-experts layers, with any strategy."""
+    lora: LoraConfig = LoraConfig()
+    """LoRA adapters, which both strategies train in the same way."""
+    fsdp: FsdpConfig = FsdpConfig()
+    """FSDP2 settings, used by strategy fsdp."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Megatron settings of the policy, used by strategy megatron."""
+    profiler: ProfilerConfig = ProfilerConfig()
+    """Profiler traces of time and memory."""
+
+    @property
+    def adds_blocks(self) -> bool:
+        """Returns whether a batch can be trained on in blocks whose gradients are added up and applied once."""
+        is_sum = self.loss.is_sampled and not self.loss.needs_covariance
+        # Auxiliary losses are divided by other counts than the loss. With dropout, a lost stream would use up random
+        # numbers.
+        is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
+        return self.num_epochs == 1 and is_sum and is_alone
+
+    @property
+    def replays_routes(self) -> bool:
+        """Returns whether the policy computes with the engine's routes, if the samples have them."""
+        is_possible = self.loss.is_sampled and not (self.strategy == "megatron" and ignores_routes(self.megatron))
+        return self.moe.replay_routes != "off" and is_possible
+
+    @field_validator("streaming", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads off without quotes as false
+
+    @model_validator(mode="after")
+    def _lag_is_bounded(self) -> Self:
+        check_lag(self.lag, self.loss, self.num_minibatches)
+        return self
+
+    @model_validator(mode="after")
+    def _routes_are_replayed(self) -> Self:
+        check_routing(self.moe, self.loss, self.strategy, self.megatron)
+        return self
+
+    @model_validator(mode="after")
+    def _dropout_needs_megatron(self) -> Self:
+        if self.lora.dropout and self.strategy != "megatron":
+            raise ValueError("lora.dropout is above 0: it needs strategy megatron")
+        return self
+
+
+def require_used(section: Strict, strategy: str, *, key: str) -> None:
+    """Raises ValueError if the model's section at `key` sets a key that its `strategy` does not read."""
+    other = "fsdp" if strategy == "megatron" else "megatron"
+    value: Any = section.model_dump(include={other}, exclude_defaults=True).get(other)
+    path = f"{key}.{other}"
+    while isinstance(value, dict) and value:
+        name, value = next(iter(cast(dict[str, Any], value).items()))
+        path += f".{name}"
+    if path != f"{key}.{other}":
+        raise ValueError(f"{path} is not used by strategy {strategy}: set {key}.strategy={other}, or leave it out")
+
+
+class RoleConfig(Strict):
+    """Configures a model other than the policy. Keys that are null are taken from `trainer`."""
+
+    deployment: Literal["shared", "own"] = "shared"
+    """shared: run on the policy's ranks; own: run on a trainer service of its own."""
+    model: str | None = None
+    """Path of the model on its trainer's host, or a model on the Hugging Face Hub, as in `model`; null uses that of the
+    policy."""
+    strategy: Literal["fsdp", "megatron"] | None = None
+    """Training backend; null uses trainer.strategy."""
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Number of ranks, with deployment: own only; null uses trainer.num_ranks."""
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Token budget of one packed forward pass on one rank; null uses trainer.max_tokens_per_microbatch."""
+    fsdp: FsdpConfig | None = None
+    """FSDP2 settings, used by strategy fsdp; null uses trainer.fsdp."""
+    megatron: MegatronConfig | None = None
+    """Megatron settings such as parallel sizes, used by strategy megatron; null uses trainer.megatron."""
+
+    @model_validator(mode="after")
+    def _shared_ranks_are_the_policys(self) -> Self:
+        if self.deployment == "shared" and self.num_ranks is not None:
+            raise ValueError("num_ranks is only for deployment: own; set that, or leave num_ranks out")
+        return self
+
+    def settings(self, trainer: TrainerConfig) -> TrainerConfig:
+        """Returns the settings for the ranks of this model."""
+        names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **given})
+
+
+class ReferenceConfig(RoleConfig):
+    """Configures the frozen reference model of the KL penalties in the loss and in the reward."""
+
+
+class CriticSettings(TrainerConfig):
+    """Holds the settings for the ranks of a critic."""
+
+    value_loss: ValueLossConfig = ValueLossConfig()
+    """Loss of the critic."""
+
+
+class CriticConfig(RoleConfig):
+    """Configures the value model for advantage.kind gae: the model's body with a scalar head, trained on returns."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of batches that only the critic is trained on, before the first step."""
+    num_minibatches: int | None = Field(default=None, ge=1)
+    """Mini-batches per batch, each an optimizer update; null uses trainer.num_minibatches."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the mini-batches of a batch; null uses trainer.num_epochs."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule of the critic."""
+    loss: ValueLossConfig = ValueLossConfig()
+    """Loss of the critic."""
+
+    def settings(self, trainer: TrainerConfig) -> CriticSettings:
+        """Returns the settings for the ranks of the critic."""
+        counts = {"num_minibatches": self.num_minibatches, "num_epochs": self.num_epochs}
+        given = {name: count for name, count in counts.items() if count is not None}
+        common = super().settings(trainer).model_copy(update={"optim": self.optim, **given})
+        return CriticSettings(**dict(common), value_loss=self.loss)

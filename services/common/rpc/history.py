@@ -1,0 +1,296 @@
+"""Notes every call of a coordinator, and the rows of its ledger, in the order in which they happened.
+
+Lines are JSON objects. `t` is the monotonic clock of the host in seconds, `n` the number of a call in its session. A
+call has a line when it is sent ("call", "peer", "sent"), one for each part of a streamed request that has ids or hashes
+("sent"), and one when it ends ("end": OK, the reason of an error, or CANCELLED; "got": what its answers said).
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from services.common.errors import described
+from services.common.telemetry.context import scoped
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES = 16 << 20
+NUM_FILES = 16
+# Maximum number of lines that wait for a slow disk, some tens of megabytes. Further lines are dropped, and a line says
+# how many.
+_MAX_WAITING = 1 << 16
+_CLOSE_S = 10.0
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_NAME = re.compile(r"calls-(\d+)\.jsonl")
+
+Line = Mapping[str, Any]
+
+
+class LineFiles:
+    """Appends lines to calls-<number>.jsonl in `directory`. A new file begins with each session and after FILE_BYTES.
+
+    A disk that fails is logged once and ends the history of this session, never the run. What was written survives a
+    kill of the process; lines of its last moments may be lost.
+
+    Args:
+        directory: Where the files are. It is created.
+        first_line: The first line of the session. A file that continues another begins with the same line plus
+            "continues"; its "t" is then the time of the last line before it, and its "rows" the last ledger row before
+            it.
+    """
+
+    def __init__(self, directory: Path, first_line: Line):
+        self._directory, self._first_line = directory, dict(first_line)
+        self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._num_lost = 0
+        self._file: BinaryIO | None = None
+        self._num_bytes = 0
+        self._thread = threading.Thread(target=self._write_all, name="call-history", daemon=True)
+        self._thread.start()
+
+    def put(self, line: Line) -> None:
+        """Adds a line, which is soon on disk. Never waits and never fails."""
+        if self._waiting.qsize() >= _MAX_WAITING:
+            self._num_lost += 1
+            return
+        if self._num_lost:
+            self._waiting.put({"lost": self._num_lost})
+            self._num_lost = 0
+        self._waiting.put(line)
+
+    def close(self) -> None:
+        """Waits until all lines are written, at most 10 s."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _write_all(self) -> None:
+        try:
+            self._open()
+            while lines := self._next():
+                self._write(lines)
+                if self._num_bytes >= FILE_BYTES:
+                    self._first_line["continues"] = True
+                    self._open()
+        except OSError as error:
+            log.warning("%s gets no more lines: %s; the run goes on", self._directory, error)
+            while self._waiting.get() is not None:
+                pass
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def _next(self) -> list[Line]:
+        """Waits for a line, and returns it with all that have come since; an empty list is the end."""
+        lines: list[Line] = []
+        while not lines or not self._waiting.empty():
+            line = self._waiting.get()
+            if line is None:
+                self._waiting.put(None)  # the next call returns it as the end
+                return lines
+            lines.append(line)
+        return lines
+
+    def _write(self, lines: list[Line]) -> None:
+        assert self._file is not None
+        content = "".join(f"{_encode(line)}\n" for line in lines).encode()
+        self._file.write(content)
+        self._num_bytes += len(content)
+        self._first_line["t"] = lines[-1].get("t", self._first_line["t"])
+        rows = [line["row"] for line in lines if "row" in line]
+        self._first_line["rows"] = rows[-1] if rows else self._first_line["rows"]
+
+    def _open(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._directory.mkdir(exist_ok=True)
+        files = line_files(self._directory)
+        number = int(_NAME.fullmatch(files[-1].name)[1]) + 1 if files else 1  # type: ignore[index]
+        for old in files[: max(0, len(files) + 1 - NUM_FILES)]:
+            old.unlink(missing_ok=True)
+        path = self._directory / f"calls-{number:06d}.jsonl"
+        self._file, self._num_bytes = path.open("xb", buffering=0), 0
+        self._write([self._first_line])
+
+
+def line_files(directory: Path) -> list[Path]:
+    """Returns the files in `directory`, oldest first."""
+    found = [path for path in directory.glob("calls-*.jsonl") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+_TEXTS = {"run_id", "batch_id", "last_batch_id", "prompt_id", "episode_id", "path", "checkpoint_path"}
+_HASHES = {"digest", "plan_digest", "manifest_digest", "sha256", "samples_sha256"}
+_NUMBERS = {"version", "critic_version", "epoch", "world_size", "turn", "num_workers", "role", "part"}
+_FLAGS = {"replayed", "done"}
+_STAMPS = {"expected_stamp", "drawn_stamp", "stamp"}
+_PARTS = {"header", "block", "commit", "group"}
+_KEPT = _TEXTS | _HASHES | _NUMBERS | _FLAGS | _STAMPS | _PARTS | {"prompts", "metrics", "scores"}
+# Hexadecimal digits of a hash: 128 bits, as many as those of the weights have.
+_DIGITS = 32
+
+
+def ids_of(message: Message) -> dict[str, Any]:
+    """Returns the kept fields of `message`, as JSON values: a stamp is [version, digest], metrics and scores are
+    their hashes."""
+    found: dict[str, Any] = {}
+    for name, has_presence, read in _readers(message.DESCRIPTOR):
+        if has_presence and not message.HasField(name):
+            continue
+        value = read(getattr(message, name))
+        if value != "" and value is not False:
+            found[name] = value
+    return found
+
+
+@functools.cache
+def _readers(kind: Descriptor) -> list[tuple[str, bool, Callable[[Any], Any]]]:
+    """Returns, for each field of `kind` that is kept, its name, whether it can be absent, and what reads its value."""
+    return [(field.name, field.has_presence, _reader(field)) for field in kind.fields if field.name in _KEPT]
+
+
+def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
+    name = field.name
+    if name in _STAMPS:
+        return lambda stamp: [stamp.version, stamp.digest]
+    if name in _PARTS:
+        return ids_of
+    if name == "prompts":
+        return lambda prompts: [prompt.prompt_id for prompt in prompts]
+    if name == "metrics":
+        return _metrics_hash
+    if name == "scores":
+        return lambda scores: scores_hashes((score.reward, score.components) for score in scores)
+    return _short if name in _HASHES else lambda value: value
+
+
+def _short(value: str | bytes) -> str:
+    return (value if isinstance(value, str) else value.hex())[:_DIGITS]
+
+
+def scores_hashes(scores: Iterable[tuple[float, Mapping[str, float]]]) -> list[str]:
+    """Returns the hash of the components, by name, and that of the rewards, of the samples of a group in order."""
+    rewards, components = zip(*scores, strict=True) if (scores := list(scores)) else ((), ())
+    return [_hash([sorted(one.items()) for one in components]), _hash(list(rewards))]
+
+
+def _metrics_hash(metrics: Any) -> str:
+    return _hash(sorted(metrics.items()))
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:_DIGITS]
+
+
+_current: ContextVar["CallHistory | None"] = ContextVar("lockstep_call_history", default=None)
+
+
+class CallHistory:
+    """Writes the history of one session of a run to files in `directory`; the ledger had `num_rows` rows before it."""
+
+    def __init__(self, directory: Path, run_id: str, num_rows: int):
+        self._numbers = itertools.count(1)
+        began = {"time": time.time(), "session": run_id, "rows": num_rows, "continues": False}
+        self._files = LineFiles(directory, {"t": _now_s(), **began})
+
+    def row(self, number: int, kind: str, version: int | None) -> None:
+        """Notes a row of the ledger, which is on disk."""
+        self._put({"row": number, "kind": kind, "version": version})
+
+    @contextmanager
+    def call(self, method: str, peer: str, request: object) -> Generator["NotedCall"]:
+        """Notes the block as a call."""
+        number = next(self._numbers)
+        sent = ids_of(request) if isinstance(request, Message) else {}
+        self._put({"n": number, "call": method, "peer": peer, "sent": sent})
+        noted, end = NotedCall(self, number), "CANCELLED"
+        try:
+            yield noted
+            end = "OK"
+        except Exception as error:
+            end = described(error)[0]
+            raise
+        finally:
+            self._put({"n": number, "end": end, "got": noted.answers})
+
+    def sent(self, number: int, message: Message) -> None:
+        """Notes a part of a call's request, if it has ids or hashes."""
+        if ids := ids_of(message):
+            self._put({"n": number, "sent": ids})
+
+    def close(self) -> None:
+        """Waits until all lines are written, at most 10 s."""
+        self._files.close()
+
+    def _put(self, line: dict[str, Any]) -> None:
+        self._files.put({"t": _now_s(), **line})
+
+
+def _now_s() -> float:
+    return round(time.monotonic(), 6)
+
+
+class NotedCall:
+    """Notes one call in a history."""
+
+    def __init__(self, history: CallHistory | None, number: int):
+        self._history, self._number = history, number
+        self.answers: list[dict[str, Any]] = []
+
+    def sending(self, request: Any) -> Any:
+        """Returns `request`, whose parts are noted as they are sent, if it is a stream."""
+        if self._history is None or isinstance(request, Message):
+            return request
+        return self._parts(self._history, request)
+
+    async def _parts(self, history: CallHistory, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for message in messages:
+            history.sent(self._number, message)
+            yield message
+
+    def got(self, answer: Any) -> None:
+        """Notes an answer."""
+        if self._history is not None and (ids := ids_of(answer)):
+            self.answers.append(ids)
+
+
+@contextmanager
+def keeping(directory: Path, run_id: str, num_rows: int) -> Generator[None]:
+    """Keeps a history of the calls and rows of the block, and of tasks created in it, in `directory`."""
+    history = CallHistory(directory, run_id, num_rows)
+    try:
+        with scoped(_current, history):
+            yield
+    finally:
+        history.close()
+
+
+@contextmanager
+def noting(method: str, peer: str, request: object) -> Generator[NotedCall]:
+    """Notes the block as a call in the current history; does nothing if there is none."""
+    history = _current.get()
+    if history is None:
+        yield NotedCall(None, 0)
+        return
+    with history.call(method, peer, request) as noted:
+        yield noted
+
+
+def note_row(number: int, kind: str, version: int | None) -> None:
+    """Notes a row of the ledger in the current history; does nothing if there is none."""
+    history = _current.get()
+    if history is not None:
+        history.row(number, kind, version)

@@ -1,0 +1,261 @@
+"""Reads the credentials of a process from ca.pem, cert.pem and key.pem in a directory, and follows their renewal."""
+
+import datetime
+import ipaddress
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
+from lockstep.coordinator.v1 import coordinator_pb2
+from lockstep.reward.v1 import environment_pb2, reward_pb2
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.trainer.v1 import trainer_pb2
+
+from services.common.errors import InvalidInput, PermissionDenied
+
+log = logging.getLogger(__name__)
+
+_URI_PREFIX = "lockstep://role/"
+
+
+class Role(StrEnum):
+    """Identifies what the holder of a certificate is."""
+
+    COORDINATOR = "coordinator"
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+    REWARD = "reward"
+    OPERATOR = "operator"
+
+    @property
+    def uri(self) -> str:
+        """Returns the URI that names this identity in a certificate."""
+        return f"{_URI_PREFIX}{self.value}"
+
+
+_ANYONE = frozenset(Role)
+_COORDINATOR = frozenset({Role.COORDINATOR})
+_OPERATORS = frozenset({Role.OPERATOR, Role.COORDINATOR})
+
+
+def _table() -> Iterator[tuple[str, frozenset[Role]]]:
+    for file in (rollout_pb2, trainer_pb2, reward_pb2, environment_pb2):
+        for name in _methods(file.DESCRIPTOR):
+            yield name, _ANYONE if name.endswith("/GetInfo") else _COORDINATOR
+    for name in _methods(coordinator_pb2.DESCRIPTOR):
+        yield name, _OPERATORS
+
+
+def _methods(file: FileDescriptor) -> Iterator[str]:
+    services: Mapping[str, ServiceDescriptor] = file.services_by_name
+    for service in services.values():
+        yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
+
+
+MAY_CALL: Mapping[str, frozenset[Role]] = dict(_table())
+"""Maps the gRPC path of each method to the identities that may call it. Nobody may call a method that is not listed."""
+
+
+def roles_in(uris: Iterable[str]) -> frozenset[Role]:
+    """Returns the identities among the URIs of a certificate; other URIs are ignored."""
+    names = {uri.removeprefix(_URI_PREFIX) for uri in uris if uri.startswith(_URI_PREFIX)}
+    return frozenset(role for role in Role if role.value in names)
+
+
+def require_role(method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
+    """Checks that a caller may call `method`.
+
+    Args:
+        method: gRPC path of the method.
+        peer: `ServicerContext.auth_context()`, which gRPC fills from a verified certificate.
+
+    Raises:
+        PermissionDenied: WRONG_ROLE, with the caller's identities and those that may call the method.
+    """
+    allowed = MAY_CALL.get(method, frozenset())
+    roles = roles_in(uri.decode(errors="replace") for uri in peer.get("peer_uri", ()))
+    if roles & allowed:
+        return
+    has, needs = " and ".join(sorted(roles)) or "no role", " or ".join(sorted(allowed)) or "nobody"
+    # An operator may do less, so it is what to issue where either will do.
+    role = Role.OPERATOR if Role.OPERATOR in allowed else min(allowed, default="")
+    advice = f"; issue one with `lockstep certs issue {role}`" if role else ""
+    raise PermissionDenied(
+        f"the caller's certificate is for {has}, but {method} may only be called by {needs}{advice}",
+        role=has,
+        method=method,
+        allowed=needs,
+    )
+
+
+CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Holds the contents of the three files, as PEM, and the fields of the certificate."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+    roles: frozenset[Role]
+    hosts: frozenset[str]
+    """DNS names and IP addresses that the certificate is valid for."""
+    expires: datetime.datetime
+
+
+def read_identity(directory: Path) -> Identity:
+    """Reads and checks the files in `directory`.
+
+    Raises:
+        InvalidInput: A file is missing or not PEM, the key does not belong to the certificate, or the certificate has
+            no identity. The message says what to do.
+    """
+    ca, certificate, key = (_read(directory / name) for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE))
+    try:
+        x509.load_pem_x509_certificates(ca)
+        leaf = x509.load_pem_x509_certificate(certificate)
+        private = serialization.load_pem_private_key(key, password=None)
+        names = _names(leaf)
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
+        raise InvalidInput(
+            f"{directory}: the files must be PEM, and the key must have no password: {error}", field="tls"
+        ) from error
+    ends = [
+        public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        for public in (leaf.public_key(), private.public_key())
+    ]
+    if ends[0] != ends[1]:
+        raise InvalidInput(f"{directory}: {KEY_FILE} is not the key of {CERTIFICATE_FILE}", field="tls")
+    roles = roles_in(names.get_values_for_type(x509.UniformResourceIdentifier))
+    if not roles:
+        wanted = ", ".join(role.uri for role in Role)
+        raise InvalidInput(
+            f"{directory / CERTIFICATE_FILE} names no role: it needs one of the URIs {wanted}", field="tls"
+        )
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    return Identity(ca, certificate, key, roles, frozenset(hosts), leaf.not_valid_after_utc)
+
+
+class Credentials:
+    """Provides the identity in a directory. A renewed certificate is used from the next connection on."""
+
+    def __init__(self, directory: Path):
+        """Reads the directory.
+
+        Raises:
+            InvalidInput: As in `read_identity`; or the certificate has expired.
+        """
+        self.directory = directory
+        self._signature = self._sign()
+        self._identity = read_identity(directory)
+        if self._identity.expires <= datetime.datetime.now(datetime.UTC):
+            raise InvalidInput(
+                f"{directory / CERTIFICATE_FILE} expired on {self._identity.expires:%Y-%m-%d %H:%M} UTC; "
+                f"renew it with `lockstep certs renew {directory}`",
+                field="tls",
+            )
+
+    def current(self) -> Identity:
+        """Returns the newest identity. While the files are being replaced, it returns the previous one."""
+        if (signature := self._sign()) == self._signature:
+            return self._identity
+        self._signature = signature  # taken before reading, so that a later write is noticed next time
+        try:
+            self._identity = read_identity(self.directory)
+        except InvalidInput as error:
+            log.warning("keeping the previous certificate: %s", error.message)
+        else:
+            log.info("now using %s, valid until %s", self.directory / CERTIFICATE_FILE, self._identity.expires)
+        return self._identity
+
+    def require_role(self, *roles: Role) -> None:
+        """Checks that the certificate has one of `roles`, so that a wrong one fails early.
+
+        Raises:
+            InvalidInput: The certificate has none of `roles`.
+        """
+        if self._identity.roles.isdisjoint(roles):
+            has, needs = " and ".join(sorted(self._identity.roles)), " or ".join(roles)
+            raise InvalidInput(
+                f"--tls {self.directory}: its certificate is for the role {has}, but must be for {needs} here; "
+                f"issue one with `lockstep certs issue {roles[0]}`",
+                field="tls",
+            )
+
+    def for_server(self) -> grpc.ServerCredentials:
+        """Returns credentials that require a certificate of every client; every handshake uses the newest files."""
+        served = self._identity
+
+        def fetch() -> Any:  # None if there is no other, which grpc's types leave out
+            nonlocal served
+            if (newest := self.current()) is served:
+                return None
+            served = newest
+            return _configuration(served)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(served), fetch, require_client_authentication=True)
+
+    def _sign(self) -> Sequence[tuple[int, int, int]]:
+        signature: list[tuple[int, int, int]] = []
+        for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
+            try:
+                stat = (self.directory / name).stat()
+            except OSError:
+                signature.append((0, 0, 0))
+            else:
+                signature.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+        return signature
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Says how connections are secured: by mTLS, or not at all; plaintext leaves the host only if `insecure`."""
+
+    tls: Credentials | None = None
+    insecure: bool = False
+    name: str = ""
+    """Name that the service's certificate must be valid for; by default the host of its address."""
+
+
+LOCAL = Transport()
+
+
+def is_address(host: str) -> bool:
+    """Returns whether `host` is an IP address instead of a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _names(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return x509.SubjectAlternativeName([])
+
+
+def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.certificate)], identity.ca)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(
+            f"{path}: {error.strerror}; a directory of credentials has {CA_FILE}, {CERTIFICATE_FILE} and {KEY_FILE}; "
+            "create it with `lockstep certs issue`",
+            field="tls",
+        ) from error

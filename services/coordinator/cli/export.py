@@ -1,0 +1,136 @@
+"""Implements `lockstep push`, which uploads an exported model to the Hugging Face Hub."""
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.common.config.load import AnyConfig, load_any
+from services.common.config.loss import LossConfig
+from services.common.config.megatron import MegatronConfig
+from services.common.config.trainer import FsdpConfig, ProfilerConfig, TrainerConfig
+from services.common.errors import InvalidInput, NotFound, Unavailable
+from services.common.families.architecture import read_content
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.fleet.launch import Addresses, launch
+from services.coordinator.fleet.running import unless_one_dies
+from services.coordinator.runs.resume import CHECKPOINTS
+
+_LAYOUT = Path("state") / "layout.json"  # only strategy megatron writes it
+_DTYPES = ("float32", "bfloat16")
+
+
+def export_config(checkpoint: Path, given: Sequence[str], dtype: str) -> AnyConfig:
+    """Returns the config under which one process on CPU can load `checkpoint`.
+
+    Args:
+        checkpoint: A checkpoint of a run.
+        given: Configs and overrides that come after the config in the run's directory, if it is there.
+        dtype: float32, bfloat16, or auto for the dtype that the starting model's config.json names.
+
+    Raises:
+        NotFound: There is no checkpoint, or no config of its run.
+        InvalidInput: The config is invalid, or the dtype is none of these.
+    """
+    if not (checkpoint / "manifest.json").is_file():
+        has = sorted(str(saved) for saved in (checkpoint / CHECKPOINTS).glob("step-*"))
+        hint = f"; give one of its checkpoints: {', '.join(has)}" if has else "; give a checkpoint of a run"
+        raise NotFound(f"{checkpoint} has no manifest.json{hint}", field="checkpoint")
+    of_run = checkpoint.resolve().parent.parent / "config.json"
+    files = [str(of_run)] if of_run.is_file() else []
+    if not files and not given:
+        raise NotFound(f"{of_run} does not exist: give the config of the run as well", field="checkpoint")
+    config = load_any([*files, *given])
+    trainer = _on_one_process(config.trainer, checkpoint)
+    trainer = trainer.model_copy(update={"compute_dtype": _dtype(config.model, dtype)})
+    models: dict[str, Any] = {"critic": None} if config.critic else {}
+    return config.model_copy(update={"trainer": trainer, "trace": False, **models})
+
+
+async def export(checkpoint: Path, config: AnyConfig, out: Path) -> None:
+    """Starts a trainer on CPU, which loads `checkpoint` and writes the model to `out`.
+
+    Raises:
+        LockstepError: The first failure; the checkpoint's files are verified first.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-export-") as directory:
+        here = config.model_copy(update={"runs_dir": Path(directory), "name": "export", "resume": "never"})
+        async with (
+            launch(here, Addresses(), services=["trainer"], on_cpu=True) as fleet,
+            unless_one_dies(fleet),
+        ):
+            trainer = Trainer(fleet.addresses.trainer, here)
+            try:
+                await trainer.open("export", str(checkpoint.absolute()))
+                await trainer.export(str(out.absolute()))
+            finally:
+                await trainer.close()
+
+
+def _on_one_process(trainer: TrainerConfig, checkpoint: Path) -> TrainerConfig:
+    """Returns the settings that affect neither the weights nor the layout that the checkpoint needs, at their defaults.
+
+    Checkpoints are loaded in any layout, except those of Megatron that were saved by bucket: they need that layout.
+    """
+    given, num_ranks = trainer.megatron, 1
+    megatron = MegatronConfig(moe=given.moe, packed_sequences=given.packed_sequences)
+    layout = checkpoint / _LAYOUT
+    if layout.is_file() and json.loads(layout.read_text())["layout"]["resharding"] != "fully_reshardable":
+        dense = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
+        expert = given.pipeline_model_parallel_size * given.expert_model_parallel_size * given.etp
+        num_ranks, megatron = math.lcm(dense, expert), given
+    alone = {"num_ranks": num_ranks, "megatron": megatron, "fsdp": FsdpConfig(), "loss": LossConfig()}
+    return trainer.model_copy(update={**alone, "profiler": ProfilerConfig()})
+
+
+def _dtype(model: str, dtype: str) -> str:
+    if dtype != "auto":
+        if dtype not in _DTYPES:
+            raise InvalidInput(f"--dtype {dtype}: must be auto, {' or '.join(_DTYPES)}", field="dtype")
+        return dtype
+    content = read_content(model)
+    named = content.get("dtype", content.get("torch_dtype"))
+    return named if named in _DTYPES else "float32"
+
+
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def push(directory: Path, repository: str, *, is_public: bool) -> str:
+    """Uploads all files of `directory` in one commit, and returns its URL. Makes the repository if there is none.
+
+    Args:
+        directory: A model that a run or `lockstep export` has written.
+        repository: OWNER/NAME.
+        is_public: Whether a new repository is public. One that is there stays as it is.
+
+    Raises:
+        NotFound: There is no exported model in `directory`.
+        InvalidInput: `repository` is not an id, or you may not write there.
+        Unavailable: The Hub is unreachable.
+    """
+    if not _ID.fullmatch(repository):
+        raise InvalidInput(f"repository {repository} is not OWNER/NAME", field="repository")
+    if not (directory / "config.json").is_file():
+        raise NotFound(f"{directory} has no config.json: give runs/NAME/model or an export", field="directory")
+    import huggingface_hub  # slow, and few commands need it
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hub = huggingface_hub.HfApi()
+    try:
+        hub.create_repo(repository, private=not is_public, exist_ok=True)
+        commit = hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="A model of Lockstep")
+    except HfHubHTTPError as error:
+        message = f"you cannot write {repository} on the Hugging Face Hub ({_first_line(error)})"
+        advice = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
+        raise InvalidInput(f"{message}: {advice}", field="repository") from error
+    except Exception as error:  # of the HTTP library, which differs between versions of the Hub's client
+        raise Unavailable(f"the Hugging Face Hub is unreachable ({_first_line(error)})", field="repository") from error
+    return commit.commit_url
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,207 @@
+"""Calls the environments. Spreads episodes over the reward services and gives failures one type."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
+
+from lockstep.reward.v1 import environment_pb2 as pb
+from lockstep.reward.v1 import environment_pb2_grpc
+from lockstep.reward.v1.environment_pb2_grpc import EnvironmentServiceServicer as EnvironmentService
+from lockstep.types.v1.types_pb2 import FinishReason
+
+from services.common.config.environment import EnvironmentConfig
+from services.common.config.run import Config
+from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
+from services.common.rpc.client import Answer, Client, Method, Request
+from services.common.rpc.tls import LOCAL, Transport
+from services.common.tasks import gather
+from services.coordinator.clients.reward import Reward, Rewards
+from services.coordinator.data.prompts import Prompt
+
+log = logging.getLogger(__name__)
+
+# The service limits each reply itself. The call may take this much longer.
+_MARGIN_S = 30.0
+# A worker that was lost may have to start before a reset, which does not count toward the reply's limit.
+_START_S = 60.0
+
+
+class EnvironmentFailure(StrEnum):
+    """Says why an episode failed, which was not the policy's fault. Metrics count it under this word."""
+
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    REFUSED = "refused"
+    INVALID_REPLY = "invalid_reply"
+    NEIGHBOR = "neighbor"
+    """Its worker process ended, and another episode may have ended it."""
+    SET_ASIDE = "set_aside"
+    """It hung again, in a worker process of its own. It is not played again in this step or evaluation."""
+    LOST = "lost"
+    """The reward service was lost or restarted, and its episodes with it."""
+    OVERLONG = "overlong"
+    """The first messages make the prompt longer than data.max_prompt_tokens; it is not played again."""
+    UNSPECIFIED = "unspecified"
+    """The reward service named no reason, or one that this coordinator does not know."""
+
+
+_PREFIX = "ENVIRONMENT_FAILURE_REASON_"
+_FAILURES = {
+    number: EnvironmentFailure(name.removeprefix(_PREFIX).lower())
+    for name, number in pb.EnvironmentFailureReason.items()
+}
+
+
+class EpisodeFailed(LockstepError):
+    """The environment failed. The episode can be played again, with the same seeds.
+
+    `alone` says that it hung in a worker process that others shared, or ended it.
+    """
+
+    default_reason = Reason.ENVIRONMENT_FAILED
+
+    def __init__(self, failure: EnvironmentFailure, message: str, *, alone: bool = False):
+        super().__init__(f"environment: {failure.value}: {message}")
+        self.failure, self.detail, self.alone = failure, message, alone
+
+
+def row_of(prompt: Prompt) -> dict[str, object]:
+    """Returns the row of a prompt as an environment gets it."""
+    answer = {} if prompt.answer is None else {"answer": prompt.answer}
+    return {"prompt": prompt.row_prompt, **answer, **prompt.extra}
+
+
+class EpisodeClient:
+    """Calls the environment of one reward service about one episode."""
+
+    def __init__(self, service: "_Service", episode_id: str, settings: EnvironmentConfig):
+        self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
+        self._episode_s = settings.episode_s
+        self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
+        self._num_turns = 0
+        self.environment = service.reward.opened.environment
+        """Name and version of the environment."""
+
+    async def reset(self, seed: int, prompt: Prompt, *, alone: bool = False) -> Sequence[pb.Message]:
+        """Begins the episode, `alone` in a worker process of its own. Returns the messages that follow the prompt.
+
+        Raises:
+            EpisodeFailed: The environment failed.
+        """
+        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row_of(prompt)), alone=alone)
+        limit_s = self._episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
+        answer = await self._service.call(EnvironmentService.Reset, request, limit_s)
+        _require_success(answer)
+        return answer.messages
+
+    async def step(
+        self, text: str, num_tokens: int, finish_reason: FinishReason, *, is_reasoning: bool = False
+    ) -> pb.StepResponse:
+        """Sends the policy's next turn to the environment. Returns its reply.
+
+        `is_reasoning`: whether the turn's prompt ended within reasoning.
+
+        Raises:
+            EpisodeFailed: The environment failed.
+        """
+        request = pb.StepRequest(
+            **self._ids,
+            turn=self._num_turns,
+            text=text,
+            num_tokens=num_tokens,
+            finish_reason=finish_reason,
+            is_reasoning=is_reasoning,
+        )
+        answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
+        _require_success(answer)
+        self._num_turns += 1
+        return answer
+
+    async def close(self) -> None:
+        """Ends the episode. If that fails, its lease ends it, or it was lost with its service."""
+        try:
+            await self._service.end(pb.CloseRequest(**self._ids), self._end_s)
+        except LockstepError as error:
+            log.info("episode %s is left to its lease: %s", self._ids["episode_id"], error.message)
+
+
+class Environments:
+    """Plays each episode on the reward service that has the fewest open episodes."""
+
+    def __init__(self, rewards: Rewards, settings: EnvironmentConfig, transport: Transport = LOCAL):
+        """Creates the clients. The reward services must be open."""
+        self._services = [_Service(reward, transport) for reward in rewards.services]
+        self._settings = settings
+        self._ends: set[asyncio.Task[None]] = set()
+        opened = rewards.services[0].opened
+        self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
+        """JSON schemas of the tools, as chat templates take them."""
+        self.roles = tuple(opened.roles)
+        """Roles of the messages that the environment may send."""
+
+    @asynccontextmanager
+    async def episode(self, episode_id: str) -> AsyncIterator[EpisodeClient]:
+        """Yields the client of a new episode, which ends afterwards; nobody waits for its end."""
+        service = min(self._services, key=lambda service: service.num_episodes)
+        client = EpisodeClient(service, episode_id, self._settings)
+        service.num_episodes += 1
+        try:
+            yield client
+        finally:
+            service.num_episodes -= 1
+            end = asyncio.create_task(client.close())
+            self._ends.add(end)
+            end.add_done_callback(self._ends.discard)
+
+    async def close(self) -> None:
+        """Waits until all episodes have ended, and closes the channels."""
+        await asyncio.gather(*self._ends)
+        await gather(service.close() for service in self._services)
+
+
+@asynccontextmanager
+async def open_environments(
+    rewards: Rewards, config: Config, transport: Transport = LOCAL
+) -> AsyncIterator[Environments | None]:
+    """Yields the environments of the reward services, which are open; None if the run has no environment."""
+    if config.environment is None:
+        yield None
+        return
+    environments = Environments(rewards, config.environment, transport)
+    try:
+        yield environments
+    finally:
+        await environments.close()
+
+
+class _Service:
+    def __init__(self, reward: Reward, transport: Transport):
+        self.reward = reward
+        self._client = Client(reward.address, environment_pb2_grpc.EnvironmentServiceStub, transport)
+        self.num_episodes = 0
+
+    async def call(self, method: Method[Request, Answer], request: Request, reply_s: float) -> Answer:
+        num_opens = self.reward.num_opens
+        try:
+            return await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
+        except (Unavailable, DeadlineExceeded, PreconditionFailed) as error:
+            if error.reason not in (Reason.UNREACHABLE, Reason.DEADLINE, Reason.RUN_NOT_OPEN, Reason.EPISODE_NOT_OPEN):
+                raise
+            if error.reason is Reason.RUN_NOT_OPEN or isinstance(error, Unavailable):
+                await self.reward.reopen(num_opens, why=error.message)
+            raise EpisodeFailed(EnvironmentFailure.LOST, error.message) from error
+
+    async def end(self, request: pb.CloseRequest, end_s: float) -> None:
+        await self._client.call(EnvironmentService.Close, request, timeout_s=end_s + _MARGIN_S)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+def _require_success(answer: pb.ResetResponse | pb.StepResponse) -> None:
+    if answer.HasField("failure"):
+        reason = _FAILURES.get(answer.failure.reason, EnvironmentFailure.UNSPECIFIED)
+        raise EpisodeFailed(reason, answer.failure.message, alone=answer.failure.alone)

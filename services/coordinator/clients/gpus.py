@@ -1,0 +1,211 @@
+"""Reads the properties of this host's GPUs from the NVIDIA driver's command, without loading the driver."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from services.common.config.load import AnyConfig
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, NotFound, Unavailable
+
+Switch = Callable[[], Awaitable[None]]
+
+
+class Side(StrEnum):
+    """Names the sides that can hold the GPUs."""
+
+    TRAINER = "trainer"
+    ENGINES = "engines"
+
+
+class OwnGpus:
+    """Manages the GPUs of a run in which each service has its own."""
+
+    @asynccontextmanager
+    async def held_by(self, side: Side) -> AsyncIterator[None]:
+        """Holds the GPUs for one side inside the block, which any number of callers of that side may enter."""
+        yield
+
+    @asynccontextmanager
+    async def opening_engine(self) -> AsyncIterator[None]:
+        """Holds the GPUs for an engine that starts, which has no weights yet."""
+        yield
+
+
+class SharedGpus(OwnGpus):
+    """Manages the GPUs of a colocated run. The engines hold them first."""
+
+    def __init__(self) -> None:
+        self._side, self._num_holders = Side.ENGINES, 0
+        self._changed = asyncio.Condition()
+        self._switches: Mapping[Side, Switch] = {}
+        self._notifying: set[asyncio.Task[None]] = set()
+
+    def on_switch(self, switches: Mapping[Side, Switch]) -> None:
+        """Sets the function that is awaited when the GPUs go from one side to the other. Nobody holds them
+        meanwhile."""
+        self._switches = switches
+
+    @asynccontextmanager
+    async def held_by(self, side: Side) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._side is side or not self._num_holders)
+            if self._side is not side:
+                await self._switches[side]()
+                self._side = side
+            self._num_holders += 1
+        try:
+            yield
+        finally:
+            self._release()
+
+    @asynccontextmanager
+    async def opening_engine(self) -> AsyncIterator[None]:
+        """Waits until the engines hold the GPUs, without a switch."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._side is Side.ENGINES)
+            self._num_holders += 1
+        try:
+            yield
+        finally:
+            self._release()
+
+    @asynccontextmanager
+    async def passing_to_engines(self) -> AsyncIterator[Side]:
+        """Waits until nobody holds the GPUs and yields who had them last. After the block the engines have them."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._num_holders)
+            yield self._side
+            self._side = Side.ENGINES
+            self._changed.notify_all()
+
+    def _release(self) -> None:
+        self._num_holders -= 1
+        task = asyncio.create_task(self._notify())  # a canceled caller must not wait for the lock
+        self._notifying.add(task)
+        task.add_done_callback(self._notifying.discard)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def gpus_of(config: Config) -> OwnGpus:
+    """Returns the GPUs of a run's placement."""
+    return SharedGpus() if config.placement == "colocated" else OwnGpus()
+
+
+_DEVICES = Path("/dev")
+
+
+def visible_gpus() -> list[str]:
+    """Returns the GPUs named in CUDA_VISIBLE_DEVICES or, if it is unset, all NVIDIA GPUs of this host.
+
+    Loads no driver library.
+
+    Raises:
+        InvalidInput: It names a GPU that does not exist, or one twice. CUDA would silently use fewer GPUs, or none.
+    """
+    found = sum(path.name.removeprefix("nvidia").isdecimal() for path in _DEVICES.glob("nvidia*"))
+    every = [str(index) for index in range(found)]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).replace(" ", "")
+    names = [] if named in ("", "-1") or not found else named.split(",")
+    wrong = [name for name in names if not (name in every or name.startswith(("GPU-", "MIG-")))]
+    if wrong or len(set(names)) < len(names):
+        raise InvalidInput(
+            f"CUDA_VISIBLE_DEVICES={named}: this host has {found} GPUs, numbered from 0; name each once, or unset it",
+            field="CUDA_VISIBLE_DEVICES",
+        )
+    return names
+
+
+def split_gpus(
+    ranks: dict[str, int], config: AnyConfig, *, available: Sequence[str], start_rollout: bool
+) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES by service name; empty if the host has no GPU.
+
+    Args:
+        ranks: Number of ranks of each trainer that is started here.
+        config: The run's config.
+        available: This host's GPUs, as `visible_gpus` returns them.
+        start_rollout: Whether the rollout replicas are started here.
+
+    Raises:
+        InvalidInput: The host has GPUs, but fewer than the services need.
+    """
+    if not available:
+        return {}
+    if isinstance(config, Config) and config.placement == "colocated" and start_rollout:
+        return _shared_gpus(config, available)
+    wanted = dict(ranks)
+    if start_rollout and isinstance(config, Config):
+        replica = config.rollout.tensor_parallel_size
+        wanted |= {f"rollout-{index}": replica for index in range(config.rollout.num_replicas)}
+    total = sum(wanted.values())
+    if total > len(available):
+        raise InvalidInput(
+            f"this host has {len(available)} usable GPUs, but the trainers' num_ranks and rollout.num_replicas x "
+            f"tensor_parallel_size need {total}; lower them, or give the addresses of services on other hosts",
+            field="trainer.num_ranks",
+        )
+    devices = iter(available)
+    return {name: ",".join(next(devices) for _ in range(count)) for name, count in wanted.items()}
+
+
+def _shared_gpus(config: Config, available: Sequence[str]) -> dict[str, str]:
+    """Returns the same GPUs for the trainer's ranks and, in their order, for the workers of the replicas."""
+    num_ranks, num_replicas = config.trainer.num_ranks, config.rollout.num_replicas
+    if num_ranks > len(available):
+        raise InvalidInput(
+            f"this host has {len(available)} usable GPUs, but trainer.num_ranks, which colocated engines share, is "
+            f"{num_ranks}; lower it",
+            field="trainer.num_ranks",
+        )
+    size = num_ranks // num_replicas
+    shares = {f"rollout-{index}": available[index * size : (index + 1) * size] for index in range(num_replicas)}
+    return {name: ",".join(gpus) for name, gpus in {"trainer": available[:num_ranks], **shares}.items()}
+
+
+_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Describes a GPU of this host."""
+
+    index: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+
+
+def read_gpus(command: Sequence[str] = _COMMAND) -> list[Gpu]:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names or, if it is unset, all.
+
+    Raises:
+        NotFound: This host has no nvidia-smi.
+        Unavailable: It fails, for example because the driver is not loaded.
+    """
+    if shutil.which(command[0]) is None:
+        raise NotFound(f"{command[0]} not found: this host has no NVIDIA driver, or the container does not have it")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{command[0]} has not answered within {_TIMEOUT_S:g} s; is a GPU lost?") from error
+    if done.returncode:
+        raise Unavailable(f"{command[0]} failed: {' '.join((done.stdout + done.stderr).split())}")
+    gpus = [_gpu(line) for line in done.stdout.splitlines() if line.strip()]
+    names = visible_gpus()
+    return [gpu for gpu in gpus if gpu.index in names or any(gpu.uuid.startswith(name) for name in names)]
+
+
+def _gpu(line: str) -> Gpu:
+    index, uuid, total_mib, free_mib = (part.strip() for part in line.split(","))
+    return Gpu(index, uuid, int(total_mib) << 20, int(free_mib) << 20)

@@ -1,0 +1,271 @@
+"""Calls one rollout replica, checks its samples, and names why replicas do not serve."""
+
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from enum import StrEnum
+
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
+from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
+
+from services.common.batches.batch import tokens_sha256
+from services.common.batches.routes import from_parts
+from services.common.config.run import Config, TimeoutsConfig
+from services.common.errors import InternalError, InvalidInput, LockstepError, PermissionDenied, Reason, Unauthenticated
+from services.common.rpc.client import MAX_RETRY_S, Client, Renewal
+from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.data.groups import SampledGroup
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.runs.replicas import Note
+
+log = logging.getLogger(__name__)
+
+# Long enough for a connection that was reset. Other replicas wait while a replica that is gone is retried.
+_MAX_RETRY_S = 2.0
+# Errors that a retry cannot fix.
+PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
+
+
+class ReplicaState(StrEnum):
+    """Names the states of a replica. A DEAD one becomes STALE first: it has no weights until a publication."""
+
+    DEAD = "dead"
+    STALE = "stale"
+    SERVING = "serving"
+
+
+class Replica:
+    """Calls one replica. `Rollout` decides which groups it gets."""
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig, transport: Transport = LOCAL):
+        self.address = address
+        self.state = ReplicaState.DEAD
+        self.is_leaving = False
+        """Whether it is to be dropped as soon as the run can do without it."""
+        self.num_workers = self.max_samples = 0
+        self.num_opens = 0
+        self.incarnation = ""
+        """Id of the service's process when it was opened last; empty if it has sent none."""
+        self.has_served = False
+        """Whether it has ever had committed weights of the run."""
+        self.samples_in_flight = self.tokens_in_flight = 0
+        self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub, transport)
+        self._timeouts, self._renewal = timeouts, Renewal()
+
+    async def open(self, run_id: str, config: Config, card: ModelCard) -> None:
+        """Waits for the service, starts its engine and sets the state to STALE."""
+        request = pb.OpenRunRequest(
+            run_id=run_id,
+            config_json=config.rollout.model_dump_json(),
+            model_card=card,
+            seed=config.seed,
+            adapter_rank=config.trainer.lora.published_rank,
+            can_sleep=config.placement == "colocated",
+            return_routes=config.wants_routes,
+        )
+        self._renewal.begin(self._client, RolloutService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
+        answer = await self._client.call(
+            RolloutService.OpenRun,
+            request,
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
+        )
+        if config.trainer.moe.replay_routes == "on" and not answer.returns_routes:
+            raise InvalidInput(
+                f"trainer.moe.replay_routes on: the engine at {self.address} returns no routes, because the model has "
+                "no layers of experts or its vLLM cannot return them; set trainer.moe.replay_routes to auto",
+                field="trainer.moe.replay_routes",
+            )
+        self.incarnation = await self.identify(MAX_RETRY_S)
+        self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
+        self.num_opens += 1
+        self.state = ReplicaState.STALE
+
+    async def identify(self, max_retry_s: float = 0.0) -> str:
+        """Returns the id of the service's process, which is the same at all addresses of the service.
+
+        Raises:
+            InvalidInput: The service is no rollout service.
+            Unavailable: Nothing answers.
+        """
+        answer = await self._client.call(
+            RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=max_retry_s
+        )
+        return answer.info.incarnation
+
+    async def end_engine(self, run_id: str) -> None:
+        """Closes the run, so that the next `open` starts another engine."""
+        request = pb.CloseRunRequest(run_id=run_id)
+        await self._client.call(RolloutService.CloseRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+
+    async def leave(self, run_id: str) -> None:
+        """Closes the run on a replica that is not used any more."""
+        request = pb.CloseRunRequest(run_id=run_id)
+        await self._client.call(RolloutService.CloseRun, request, timeout_s=self._timeouts.info_s)
+
+    async def is_alive(self) -> bool:
+        """Returns whether the service answers and still has its engine."""
+        try:
+            info = await self._client.call(
+                RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=_MAX_RETRY_S
+            )
+        except LockstepError as error:
+            log.warning("replica %s does not answer: %s", self.address, error.message)
+            return False
+        return info.num_workers > 0
+
+    def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """Yields the sampled group of each prompt, as it is finished.
+
+        Raises:
+            Unavailable: The replica is unreachable; the group can go to another replica.
+            PreconditionFailed: The replica serves other weights.
+        """
+        return self._client.stream(RolloutService.Generate, request, timeout_s=self._timeouts.generate_s)
+
+    async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> str:
+        """Joins the weight group with all workers. Returns the digest of the plan that they built."""
+        request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
+        answer = await self._client.call(RolloutService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
+        return answer.plan_digest
+
+    async def receive(self, epoch: int, version: int) -> PolicyStamp:
+        """Receives one publication and returns its stamp. The replica is STALE until the weights are committed."""
+        self.state = ReplicaState.STALE
+        request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
+        answer = await self._client.call(RolloutService.ReceiveWeights, request, timeout_s=self._timeouts.publish_s)
+        return PolicyStamp(version=version, digest=answer.digest)
+
+    async def sleep(self) -> Sequence[DeviceMemory]:
+        """Frees the engine's memory and returns the memory of each worker. The replica is STALE, without weights."""
+        self.state = ReplicaState.STALE
+        answer = await self._client.call(
+            RolloutService.Sleep, pb.SleepRequest(), timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.workers
+
+    async def wake(self, part: pb.EnginePart) -> Sequence[DeviceMemory]:
+        """Takes memory for one part of the engine and returns the memory of each worker.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken.
+        """
+        request = pb.WakeRequest(part=part)
+        answer = await self._client.call(
+            RolloutService.Wake, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.workers
+
+    async def commit(self, stamp: PolicyStamp) -> None:
+        """Makes the replica serve the received weights."""
+        request = pb.CommitWeightsRequest(stamp=stamp)
+        await self._client.call(RolloutService.CommitWeights, request, timeout_s=self._timeouts.publish_s)
+        self.state, self.has_served = ReplicaState.SERVING, True
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._renewal.end()
+        await self._client.close()
+
+
+async def open_named(replica: Replica, run_id: str, config: Config, card: ModelCard) -> None:
+    """Opens a replica. If it refuses its config, the error names the replica."""
+    try:
+        await replica.open(run_id, config, card)
+    except InvalidInput as error:
+        message = f"replica {replica.address}: {error.message}"
+        raise InvalidInput(message, reason=error.reason, **error.metadata) from error
+
+
+class Affinity:
+    """Remembers the replica of an episode, which has the earlier turns in its prefix cache."""
+
+    def __init__(self):
+        self.replica: Replica | None = None
+
+
+class Notes:
+    """Has a note for each address whose replica does not serve, and says when they change."""
+
+    def __init__(self) -> None:
+        self.all: Mapping[str, Note] = {}
+        """The notes by address."""
+        self.changed: Callable[[], None] = lambda: None
+        """Is called after every change."""
+
+    def is_unused(self, address: str) -> bool:
+        """Returns whether the run does without the service at `address`."""
+        return address in self.all and self.all[address].is_unused
+
+    def used_names(self, addresses: Collection[str]) -> set[str]:
+        """Returns the addresses by which the run knows the services at `addresses`."""
+        return {(self.all[at].same_as if at in self.all else "") or at for at in addresses}
+
+    def put(self, address: str, note: Note | None) -> bool:
+        """Replaces the note of an address, or removes it. Returns whether that changes it."""
+        if self.all.get(address) == note:
+            return False
+        others = {at: other for at, other in self.all.items() if at != address}
+        self.all = {**others, address: note} if note else others
+        self.changed()
+        return True
+
+    def keep_only(self, addresses: Collection[str]) -> None:
+        """Forgets the notes of addresses that are not listed any more, so that they can be tried again."""
+        for address in set(self.all).difference(addresses):
+            self.put(address, None)
+
+
+def why_not_open(error: LockstepError) -> str:
+    """Returns why a replica is not open, in a few words."""
+    if error.reason is not Reason.UNREACHABLE:
+        return error.message
+    # gRPC: failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect ...: Connection refused
+    return f"unreachable: {error.message.rpartition(': ')[2].partition(' (')[0].lower()}"
+
+
+def same_services(replicas: Sequence[Replica]) -> dict[Replica, Replica]:
+    """Returns every replica that is another name of one that the run uses, with that one."""
+    living = [replica for replica in replicas if replica.state is not ReplicaState.DEAD and replica.incarnation]
+    used, found = dict[str, Replica](), dict[Replica, Replica]()
+    for replica in sorted(living, key=lambda one: one.state is not ReplicaState.SERVING):
+        first = used.setdefault(replica.incarnation, replica)
+        if first is not replica:
+            found[replica] = first
+    return found
+
+
+def require_kept(group: SampledGroup, sampling: SamplingParams, address: str) -> None:
+    """Raises InternalError if a replica has returned no kept sets although they were asked for."""
+    if sampling.return_kept and not group.kept:
+        raise InternalError(f"replica {address} returned no kept sets; update its service")
+
+
+def sampled_group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:
+    """Returns the group in the answers of one replica.
+
+    Raises:
+        InternalError: The group is incomplete; PROMPT_MISMATCH, the engine used other prompt tokens.
+    """
+    if not answers or len(answers[-1].completions) != num_samples or any(part.completions for part in answers[:-1]):
+        raise InternalError(f"a replica returned an incomplete group for prompt {prompt.prompt_id}")
+    answer = answers[-1]
+    sent, seen = tokens_sha256(prompt.tokens), answer.prompt_sha256
+    if (answer.prompt_num_tokens, seen) != (len(prompt.tokens), sent):
+        raise InternalError(
+            f"prompt {prompt.prompt_id} was sent as {len(prompt.tokens)} tokens (SHA-256 {sent[:8]}), but the engine "
+            f"used {answer.prompt_num_tokens} tokens ({seen[:8] or 'no SHA-256'})",
+            reason=Reason.PROMPT_MISMATCH,
+        )
+    return SampledGroup(
+        index,
+        prompt,
+        answer.completions,
+        answer.stamp,
+        drafts=answer.drafts,
+        num_cached_tokens=answer.num_cached_tokens,
+        routes=from_parts((part for message in answers for part in message.routes), num_samples),
+        kept=from_parts((part for message in answers for part in message.kept), num_samples),
+    )

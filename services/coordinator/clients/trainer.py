@@ -1,0 +1,336 @@
+"""Calls the trainers: the policy's, and those of the reference and the critic."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+import grpc
+import pyarrow as pa
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup
+
+from services.common.batches import batch as batches
+from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.config.load import AnyConfig, role_section
+from services.common.config.run import Config
+from services.common.config.streaming import block_growth, groups_per_minibatch, tokens_per_block
+from services.common.counted import counted
+from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
+from services.common.files.transfer import from_messages, to_messages
+from services.common.rpc.address import parse_address
+from services.common.rpc.client import MAX_RETRY_S, Client, Renewal, repeated
+from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.clients.gpus import OwnGpus, Side
+from services.coordinator.runs.clock import Busy
+from services.coordinator.text.served import served_files
+
+log = logging.getLogger(__name__)
+
+# A function that makes the call with these requests.
+Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]
+
+
+def warn_of_skipped(batch_id: str, metrics: Mapping[str, float]) -> None:
+    """Warns if updates of a batch were not applied because their gradient is not finite."""
+    for name in ("skipped", "critic_skipped"):
+        if num_skipped := metrics.get(name, 0):
+            log.warning(
+                "batch %s: skipped %g update%s whose gradient is not finite (train/%s); the weights stay as they were",
+                *(batch_id, num_skipped, "" if num_skipped == 1 else "s", name),
+            )
+
+
+class BlockStream:
+    """Makes one TrainBlocks call: `run` starts it, `send` gives it blocks, and `commit` ends it."""
+
+    def __init__(self, header: pb.TrainHeader, call: Call):
+        self._header, self._call = header, call
+        # Made before they are sent: gRPC takes an error in the iterator of requests for a canceled call.
+        self._parts: asyncio.Queue[Sequence[pb.TrainBlocksRequest]] = asyncio.Queue()
+
+    async def run(self) -> tuple[int, dict[str, float]]:
+        """Makes the call, which waits for blocks. Returns the new version and metrics, after the commit.
+
+        Raises:
+            LockstepError: The call failed. Nothing was applied, unless the commit was sent before.
+        """
+        answer = await self._call(self._requests())
+        warn_of_skipped(self._header.batch_id, answer.metrics)
+        return answer.version, dict(answer.metrics)
+
+    def send(self, block: pa.Table) -> None:
+        """Sends the next block."""
+        frames = [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block)]
+        end = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block)))
+        self._parts.put_nowait([*frames, end])
+
+    def commit(self, batch: pa.Table) -> None:
+        """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
+        header = self._header
+        cutter = BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
+        hashes = map(content_sha256, blocks_of(batch, cutter))
+        commit = pb.TrainCommit(
+            sha256=batch_sha256(self._header, hashes),
+            num_samples=batch.num_rows,
+            num_tokens=int(trained_tokens(batch).sum()),
+        )
+        self._parts.put_nowait([pb.TrainBlocksRequest(commit=commit)])
+        self._parts.put_nowait([])
+
+    async def _requests(self) -> AsyncGenerator[pb.TrainBlocksRequest, None]:
+        yield pb.TrainBlocksRequest(header=self._header)
+        while part := await self._parts.get():
+            for message in part:
+                yield message
+
+
+class TrainerClient(Client):
+    """Calls a trainer on which a run was opened. If no run is open there, the trainer has lost it."""
+
+    def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
+        failure = super()._failure(error, method)
+        if failure.reason is not Reason.RUN_NOT_OPEN:
+            return failure
+        message = (
+            f"{method}: the trainer at {self.address} has no run open: it was restarted or has lost the run; the same "
+            "command resumes the run"
+        )
+        return PreconditionFailed(message, reason=failure.reason, **failure.metadata)
+
+
+# Config section -> (role, column that Forward returns, name of that column in the batch).
+_ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
+    "trainer": (pb.ROLE_POLICY, "logprobs", "old_logprobs"),
+    "reference": (pb.ROLE_REFERENCE, "logprobs", "ref_logprobs"),
+    "critic": (pb.ROLE_CRITIC, "values", "values"),
+}
+
+
+class Model:
+    """Calls one model of a run, named like its config section. It may share its ranks with other models."""
+
+    def __init__(
+        self, name: str, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None
+    ):
+        """Creates a client. Calls that compute or save hold `gpus` for the trainer."""
+        self.name = name
+        self._gpus = gpus or OwnGpus()
+        self._client = TrainerClient(address, trainer_pb2_grpc.TrainerServiceStub, transport)
+        self._config, self._timeouts, self._renewal = config, config.timeouts, Renewal()
+        self._role, self._answer, self.column = _ROLES[name]
+        self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
+        self.busy = Busy()
+
+    async def open(self, run_id: str, checkpoint: str = "") -> int:
+        """Loads the model or, if given, the checkpoint at path `checkpoint`. Returns the version that was loaded.
+
+        Raises:
+            InvalidInput: The trainer has another number of ranks than the config. The same step would then have other
+                results, and the record of the run would not say why.
+        """
+        section = role_section(self._config, self.name)
+        request = pb.OpenRunRequest(
+            run_id=run_id,
+            config_json=self._config.models[self.name].model_dump_json(),
+            model_path=(section and section.model) or self._config.model,
+            checkpoint_path=checkpoint,
+            seed=self._config.seed,
+            bucket_bytes=self._config.bucket_bytes,
+            role=self._role,
+        )
+        await self._require_num_ranks()
+        self._renewal.begin(self._client, TrainerService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
+        self.opened = await self._client.call(
+            TrainerService.OpenRun,
+            request,
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
+        )
+        # A trainer that listens on all interfaces does not know which address reaches it; the one we called does.
+        self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
+        return self.opened.version
+
+    async def _require_num_ranks(self) -> None:
+        info = await self._client.call(
+            TrainerService.GetInfo,
+            pb.GetInfoRequest(),
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
+        )
+        num_ranks = self._config.models[self.name].num_ranks
+        if info.num_ranks != num_ranks:
+            role = role_section(self._config, self.name)
+            key = f"{self.name if role and role.num_ranks else 'trainer'}.num_ranks"
+            raise InvalidInput(
+                f"the trainer at {self._client.address} has {counted(info.num_ranks, 'rank')}, but {key} is "
+                f"{num_ranks}: start it with that number (--nproc-per-node), or set {key} to {info.num_ranks}",
+                field=key,
+            )
+
+    async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
+        """Returns the log-probability, or the critic's value, of every completion token of `batch`."""
+        header, batch = pb.ForwardHeader(role=self._role, temperature=self._temperature), self._needed(batch)
+
+        async def forward(timeout_s: float) -> list[bytes]:
+            requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)
+            answers = self._client.stream(TrainerService.Forward, requests, timeout_s=timeout_s)
+            return (await from_messages(answers, has_header=False))[1]
+
+        async with self._gpus.held_by(Side.TRAINER):
+            return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
+
+    async def train(
+        self,
+        batch: pa.Table,
+        batch_id: str,
+        stamp: PolicyStamp,
+        critic_version: int = 0,
+        drawn: PolicyStamp | None = None,
+    ) -> tuple[int, dict[str, float]]:
+        """Makes one update of `stamp` on `batch`, which must be sampled from `drawn`, or else from `stamp`.
+
+        Returns the new version and metrics. Safe to repeat: the trainer applies each batch id only once, and
+        answers it again with the same metrics.
+        """
+        header, batch = self._header(batch_id, stamp, critic_version, drawn), self._needed(batch)
+        async with self._gpus.held_by(Side.TRAINER):
+            with self.busy.working():
+                answer = await self._client.call(
+                    TrainerService.Train,
+                    lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+                    timeout_s=self._timeouts.train_s,
+                    max_retry_s=MAX_RETRY_S,
+                )
+        warn_of_skipped(batch_id, answer.metrics)
+        return answer.version, dict(answer.metrics)
+
+    async def save(self, path: str, version: int) -> str:
+        """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
+        request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
+        async with self._gpus.held_by(Side.TRAINER):
+            answer = await self._client.call(
+                TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
+            )
+        return answer.manifest_digest
+
+    async def release_memory(
+        self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = (), least_free_bytes: int = 0
+    ) -> Sequence[DeviceMemory]:
+        """Releases parts of models and returns the memory of each rank; no role is every role there.
+
+        They move to host memory, except from a device that already has at least `least_free_bytes` free; 0 moves all.
+        """
+        request = pb.ReleaseMemoryRequest(parts=parts, roles=roles, least_free_bytes=least_free_bytes)
+        answer = await self._client.call(
+            TrainerService.ReleaseMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.ranks
+
+    async def acquire_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
+        """Moves parts of models back to the devices and returns the memory of each rank; no role is every role there.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken on that device.
+        """
+        request = pb.AcquireMemoryRequest(parts=parts, roles=roles)
+        answer = await self._client.call(
+            TrainerService.AcquireMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.ranks
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._renewal.end()
+        await self._client.close()
+
+    def _header(
+        self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0, drawn: PolicyStamp | None = None
+    ) -> pb.TrainHeader:
+        config = self._config if self._role == pb.ROLE_POLICY and isinstance(self._config, Config) else None
+        return pb.TrainHeader(
+            expected_stamp=stamp,
+            drawn_stamp=drawn,
+            batch_id=batch_id,
+            temperature=self._temperature,
+            role=self._role,
+            critic_version=critic_version,
+            tokens_per_block=tokens_per_block(config) if config else 0,
+            block_growth=block_growth(config) if config else 0,
+        )
+
+    def _needed(self, batch: pa.Table) -> pa.Table:
+        """Returns the batch without what this model does not read. That can be most of its bytes.
+
+        Only the policy replays routes. A critic has no distribution that kept sets could cut.
+        """
+        unread = {pb.ROLE_POLICY: (), pb.ROLE_REFERENCE: ("routes",), pb.ROLE_CRITIC: ("routes", "kept")}
+        return batches.without(batch, *unread[self._role])
+
+    @property
+    def _temperature(self) -> float:
+        return self._config.rollout.sampling.temperature if isinstance(self._config, Config) else 1.0
+
+
+class Trainer(Model):
+    """Calls the policy's trainer, which also publishes and exports weights."""
+
+    def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None):
+        super().__init__("trainer", address, config, transport, gpus)
+        self._served = ModelCard()
+
+    async def open(self, run_id: str, checkpoint: str = "") -> int:
+        """Loads the model like Model.open, and reads what an export needs, because a file may be gone at the end.
+
+        Raises:
+            InvalidInput: See Model.open; or the tokenizer or chat template cannot be used.
+        """
+        version = await super().open(run_id, checkpoint)
+        self._served = served_files(self.opened.model_card, self._config.data)
+        return version
+
+    async def go_back(self, run_id: str, checkpoint: str) -> int:
+        """Closes the run and opens it again at `checkpoint`, or at the model it began with. Returns the version."""
+        request = pb.CloseRunRequest(run_id=run_id)
+        await self._client.call(TrainerService.CloseRun, request, timeout_s=self._timeouts.open_s)
+        return await self.open(run_id, checkpoint)
+
+    def stream(self, batch_id: str, stamp: PolicyStamp) -> BlockStream:
+        """Begins to send the blocks of a batch that is sampled from `stamp`. The result is that of `train`."""
+        # While blocks are sent, other groups are generated.
+        timeout_s = self._timeouts.generate_s + self._timeouts.train_s
+
+        async def call(requests: AsyncIterator[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
+            with self.busy.working():
+                return await self._client.call(TrainerService.TrainBlocks, requests, timeout_s=timeout_s)
+
+        header, config = self._header(batch_id, stamp), self._config
+        if isinstance(config, Config) and config.trainer.num_minibatches > 1:
+            header.groups_per_minibatch = groups_per_minibatch(config)
+        return BlockStream(header, call)
+
+    async def join(self, group: WeightGroup) -> str:
+        """Joins the weight group as its first members. Returns the digest of the plan that the trainer built."""
+        request = pb.JoinWeightGroupRequest(group=group)
+        answer = await self._client.call(TrainerService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
+        return answer.plan_digest
+
+    async def send(self, epoch: int, version: int) -> PolicyStamp:
+        """Broadcasts the policy's weights and returns their stamp."""
+        request = pb.SendWeightsRequest(epoch=epoch, version=version)
+        answer = await self._client.call(TrainerService.SendWeights, request, timeout_s=self._timeouts.publish_s)
+        return answer.stamp
+
+    async def export(self, path: str) -> None:
+        """Writes the policy as a Hugging Face model directory that serves what was trained."""
+        request = pb.ExportHuggingFaceRequest(path=path, model_card=self._served)
+        async with self._gpus.held_by(Side.TRAINER):
+            await self._client.call(
+                TrainerService.ExportHuggingFace,
+                request,
+                timeout_s=self._timeouts.checkpoint_s,
+                max_retry_s=MAX_RETRY_S,
+            )

@@ -1,0 +1,350 @@
+"""Checks that this host meets the needs of a run, before anything is started."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from importlib.metadata import distribution, distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from services.common.config.load import AnyConfig
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.errors import DataLoss, InvalidInput, LockstepError
+from services.common.families.architecture import read_architecture, read_content
+from services.common.families.registry import FAMILIES
+from services.common.files.sockets import socket_directory
+from services.common.rpc.address import PORTS, hold_free_port
+from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visible_gpus
+from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
+from services.coordinator.planning.memory import colocated_phases, rank_memory, utilization
+from services.coordinator.runs.database import is_shared
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.resume import LEDGER
+
+_GIB = 2**30
+# The oldest driver for each major version of CUDA (NVIDIA's table of minor-version compatibility).
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+
+
+def examine_gpus(config: Config | None, given: Addresses, driver: str, cuda: str | None) -> Iterator[Finding]:
+    """Runs the checks; yields nothing on a host without GPUs. `cuda` is the version that torch was built for."""
+    if not visible_gpus():
+        return
+    yield check_driver(driver, cuda)
+    yield check_compiler(Path(sysconfig.get_path("include")))
+    if config is None or given.trainer or given.rollout or not (Path(config.model) / "config.json").is_file():
+        return
+    try:
+        if read_content(config.model).get("model_type") in FAMILIES:
+            yield check_memory(config, read_gpus())
+        else:
+            fix = "watch nvidia-smi during the first steps"
+            yield Finding("GPU memory", "not estimated for this family of models", Verdict.WARN, fix)
+    except LockstepError as error:
+        yield Finding("GPU memory", "unknown", Verdict.FAIL, error.message)
+
+
+def check_driver(driver: str, cuda: str | None) -> Finding:
+    """Checks that the driver is new enough for the CUDA that torch was built for."""
+    if not driver:
+        fix = "install NVIDIA's driver, or start the container with its GPU runtime (docker run --gpus all)"
+        return Finding("driver", "not loaded", Verdict.FAIL, fix)
+    oldest = _OLDEST_DRIVER.get((cuda or "").partition(".")[0])
+    if oldest and int(driver.partition(".")[0]) < oldest:
+        fix = f"install driver {oldest} or newer, or a build of torch for an older CUDA"
+        return Finding("driver", f"{driver}, too old for CUDA {cuda}", Verdict.FAIL, fix)
+    return Finding("driver", f"{driver}, CUDA {cuda}" if cuda else driver)
+
+
+def check_compiler(headers: Path) -> Finding:
+    """Checks that Triton can compile the code that launches kernels; `headers` is the directory of Python's."""
+    named = os.environ.get("CC")
+    compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        found = f"CC={named} not found" if named else "neither gcc nor clang found"
+        return Finding("compiler", found, Verdict.FAIL, "install gcc; Triton needs it at a kernel's first use")
+    if not (headers / "Python.h").is_file():
+        fix = "install Python's headers (python3.12-dev), which Triton needs at a kernel's first use"
+        return Finding("compiler", f"{compiler}, but no {headers}/Python.h", Verdict.FAIL, fix)
+    return Finding("compiler", compiler)
+
+
+def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:
+    """Checks that the fullest GPU has room for each phase that `lockstep plan` computes, and for the engine's share."""
+    model = read_architecture(config.model)
+    phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
+    shown = phases if config.placement == "colocated" else [phase for phase in phases if phase.name == "train"]
+    least = min(gpus, key=lambda gpu: gpu.free_bytes)
+    share = int(utilization(config) * least.total_bytes)
+    needed = {f"to {phase.name}": phase.total for phase in shown} | {"for an engine": share}
+    what, most = max(needed.items(), key=lambda item: item[1])
+    found = f"GPU {least.index} has {_gib(least.free_bytes)} free of {_gib(least.total_bytes)}"
+    for name, size in needed.items():
+        if size > least.total_bytes:
+            fix = "`lockstep plan --suggest` lists what fits"
+            return Finding("GPU memory", f"{found}, and {_gib(size)} are needed {name}", Verdict.FAIL, fix)
+    if most > least.free_bytes:
+        fix = "end the other processes on it (nvidia-smi names them), or lower rollout.engine.gpu_memory_utilization"
+        return Finding("GPU memory", f"{found}, and {_gib(most)} are needed {what}", Verdict.FAIL, fix)
+    return Finding("GPU memory", f"{found}; {_gib(most)} are needed {what}, and a few GiB that no plan counts")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"
+
+
+_ROOT = Path(__file__).parents[4]
+# Bytes per parameter: master weights, two moments and the weights; for an export the weights alone, at most float32.
+_CHECKPOINT_BYTES, _EXPORT_BYTES = 14, 4
+_PROBE_TIMEOUT_S = 60.0
+_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)")
+_NAME = re.compile(r"^[A-Za-z0-9._-]+")
+
+
+def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding]:
+    """Runs all checks of this host."""
+    yield check_python()
+    try:
+        gpus = visible_gpus()
+    except LockstepError as error:
+        yield Finding("GPUs", "unknown", Verdict.FAIL, error.message)
+    else:
+        locks = sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt"))
+        yield check_packages(locks, "make setup-gpu" if gpus else "make setup")
+        yield check_torch(len(gpus))
+        yield check_gpus(config, given, gpus)
+        yield from examine_gpus(config if isinstance(config, Config) else None, given, _driver(), _cuda())
+    yield check_shared_memory(Path("/dev/shm"))
+    if not given.rollout and not isinstance(config, SftConfig):
+        yield check_sockets()
+    yield check_ports(16, _LOCAL_PORTS)
+    yield check_disk(config)
+    if config:
+        yield check_ledger(config.runs_dir)
+    if not given.reward and not isinstance(config, SftConfig):
+        yield check_sandbox(config)
+
+
+def check_python(version: Sequence[int] = sys.version_info[:3]) -> Finding:
+    """Checks that the Python version is supported."""
+    found = ".".join(map(str, version[:3]))
+    if tuple(version[:2]) < (3, 11):
+        return Finding("Python", found, Verdict.FAIL, "create the environment with Python 3.11 or newer")
+    return Finding("Python", found)
+
+
+def check_packages(locks: Sequence[Path], setup: str) -> Finding:
+    """Checks that no required package is missing and that installed versions are those of the lock files.
+
+    `setup` is the command that installs them.
+    """
+    installed = {_plain(one.name): one.version for one in distributions()}
+    required = [_plain(found[0]) for line in distribution("lockstep-rl").requires or () if (found := _needed(line))]
+    if missing := sorted(set(required) - installed.keys()):
+        return Finding("packages", f"missing: {', '.join(missing)}", Verdict.FAIL, f"run `{setup}`")
+    if not locks:
+        return Finding(
+            "packages", "no lock file to compare with", Verdict.WARN, "use the lock of this release's sources"
+        )
+    lines = [line for lock in locks for line in lock.read_text().splitlines()]
+    pinned: dict[str, list[str]] = defaultdict(list)  # the services' locks for GPUs may pin different versions
+    for found in filter(None, map(_PINNED.match, lines)):
+        pinned[_plain(found[1])].append(found[2])
+    other = [
+        f"{name} {installed[name]}, not {versions[0]}"
+        for name, versions in sorted(pinned.items())
+        if installed.get(name, versions[0]) not in versions
+    ]
+    names = " and ".join(lock.name for lock in locks)
+    if other:
+        shown = "; ".join(other[:4]) + (f"; and {len(other) - 4} more" if len(other) > 4 else "")
+        return Finding("packages", shown, Verdict.WARN, f"install the tested versions from {names}")
+    return Finding("packages", f"{len(pinned.keys() & installed.keys())} match {names}")
+
+
+def check_torch(gpus: int) -> Finding:
+    """Checks that torch can use this host's GPUs."""
+    if find_spec("torch") is None:
+        return Finding("torch", "not installed here; only trainer and rollout need it")
+    import torch
+
+    from services.common.compat.versions import accelerator_libraries
+
+    parts = [torch.__version__, *(f"{name} {version}" for name, version in accelerator_libraries().items())]
+    found = ", ".join([*parts, f"driver {driver}"] if (driver := _driver()) else parts)
+    if gpus and not torch.cuda.is_available():
+        fix = "install a CUDA build of torch (`make setup-gpu`), and a driver at least as new as its CUDA"
+        return Finding("torch", f"{found}: cannot use the {gpus} GPUs of this host", Verdict.FAIL, fix)
+    return Finding("torch", found)
+
+
+def check_gpus(config: AnyConfig | None, given: Addresses, gpus: Sequence[str]) -> Finding:
+    """Checks that there are enough GPUs for the services that a run would start here."""
+    if config is not None:
+        try:
+            split_gpus(
+                started_ranks(config, given), config, available=gpus, start_rollout=starts_replicas(config, given)
+            )
+        except LockstepError as error:
+            return Finding("GPUs", str(len(gpus)), Verdict.FAIL, error.message)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = "" if named is None else f" (CUDA_VISIBLE_DEVICES={named})"
+    return Finding("GPUs", f"{len(gpus) or 'none, services run on CPU'}{which}")
+
+
+def check_shared_memory(path: Path) -> Finding:
+    """Checks the size of shared memory, which the processes of an engine use."""
+    if not path.is_dir():
+        return Finding(str(path), "not mounted", Verdict.FAIL, f"mount a tmpfs at {path}")
+    usage = shutil.disk_usage(path)
+    found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f}"
+    if usage.free >= _GIB:
+        return Finding(str(path), found)
+    verdict = Verdict.FAIL if usage.free < _GIB / 16 else Verdict.WARN
+    fix = f"start the container with --shm-size=8g; on Kubernetes, mount an emptyDir of medium Memory at {path}"
+    return Finding(str(path), found, verdict, fix)
+
+
+def check_sockets() -> Finding:
+    """Checks that the processes of an engine can meet at Unix sockets."""
+    try:
+        with socket_directory() as directory:
+            return Finding("sockets", f"in {Path(directory).parent}")
+    except InvalidInput as error:
+        return Finding("sockets", "cannot be made", Verdict.FAIL, error.message)
+
+
+def check_ports(count: int, local_ports: Path) -> Finding:
+    """Checks that services can get ports, and that outgoing connections do not use the same range."""
+    span = f"{PORTS.start} to {PORTS.stop - 1}"
+    try:
+        with ExitStack() as holders:
+            for _ in range(count):
+                hold_free_port("127.0.0.1", holders)
+    except OSError as error:
+        return Finding(
+            "ports",
+            str(error),
+            Verdict.FAIL,
+            f"stop the processes that listen on ports {span}, or start the services yourself",
+        )
+    first, last = map(int, local_ports.read_text().split())
+    if first < PORTS.stop and last >= PORTS.start:
+        found = f"outgoing connections use {first} to {last}, services {span}"
+        fix = f"sysctl net.ipv4.ip_local_port_range='{PORTS.stop} 60999'"
+        return Finding("ports", found, Verdict.WARN, fix)
+    return Finding("ports", f"{count} free from {span}")
+
+
+def check_disk(config: AnyConfig | None) -> Finding:
+    """Checks that the disk has room for the checkpoints that a run keeps, plus the one being written."""
+    directory = (config.run_dir if config else Path("runs")).absolute()
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    needed = _bytes_needed(config)
+    found = f"{free / _GIB:.1f} GiB free at {there}"
+    if config:
+        found += f"; the run needs {needed / _GIB:.2f}" if needed else "; the model's size is not known here"
+    fix = "free space, set runs_dir to a larger disk, or lower checkpoint.max_ckpts_to_keep"
+    if free < max(needed, _GIB):
+        return Finding("disk", found, Verdict.FAIL, fix)
+    if free < 2 * max(needed, 5 * _GIB):
+        return Finding("disk", found, Verdict.WARN, fix)
+    return Finding("disk", found)
+
+
+def check_ledger(runs_dir: Path) -> Finding:
+    """Checks that a ledger can be written and read in `runs_dir`, with one that it deletes again."""
+    there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.is_dir())
+    try:
+        with (
+            tempfile.TemporaryDirectory(dir=there, prefix=".lockstep-doctor-") as probe,
+            closing(Ledger(Path(probe) / LEDGER)) as ledger,
+        ):
+            ledger.record(Kind.EPOCH)
+            with closing(RecordedLedger(Path(probe))) as reader:
+                ledger.record(Kind.EPOCH)
+                if reader.num_rows() != 2:
+                    raise DataLoss(f"a reader in {there} does not see what was written")
+    except (LockstepError, OSError) as error:
+        message = error.message if isinstance(error, LockstepError) else str(error)
+        return Finding("ledger", message, Verdict.FAIL, "set runs_dir to a local disk, or one with working file locks")
+    if is_shared(there):
+        return Finding("ledger", f"{there} is on a network file system or FUSE: SQLite keeps a rollback journal there")
+    return Finding("ledger", f"SQLite keeps a write-ahead log in {there}")
+
+
+def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "services.reward.probe")) -> Finding:
+    """Checks that programs from samples can run in a sandbox; scorers of kind code and tools of kind python need it."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+        why = (
+            ""
+            if done.returncode == 0
+            else (done.stderr.strip().splitlines() or ["the probe failed without a message"])[-1]
+        )
+    except subprocess.TimeoutExpired:
+        why = f"no answer within {_PROBE_TIMEOUT_S:g} s"
+    if not why:
+        return Finding("sandbox", "bubblewrap runs")
+    fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers and python tools need it"
+    is_needed = isinstance(config, Config) and _needs_sandbox(config)
+    return Finding("sandbox", why, Verdict.FAIL if is_needed else Verdict.WARN, fix)
+
+
+def _needs_sandbox(config: Config) -> bool:
+    environment = config.environment
+    tools = environment.tools if environment and environment.kind == "tools" else ()
+    return any(scorer.kind == "code" for scorer in config.reward.scorers) or any(
+        tool.kind == "python" for tool in tools
+    )
+
+
+def _bytes_needed(config: AnyConfig | None) -> int:
+    if config is None:
+        return 0
+    try:
+        parameters = read_architecture(config.model).num_parameters
+    except (
+        LockstepError
+    ):  # the model is on another host or of an unknown family; the caller reports the size as unknown
+        return 0
+    settings = config.checkpoint
+    kept = settings.max_ckpts_to_keep + 1 if settings.save_freq else 0
+    return parameters * (kept * _CHECKPOINT_BYTES + settings.export_at_end * _EXPORT_BYTES)
+
+
+def _cuda() -> str | None:
+    """Returns the version of CUDA that torch was built for; None without torch, or for a CPU build."""
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.version.cuda
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.is_file() else None
+    return found[0] if found else ""
+
+
+def _needed(requirement: str) -> re.Match[str] | None:
+    return None if "extra ==" in requirement else _NAME.match(requirement)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

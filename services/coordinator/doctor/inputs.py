@@ -1,0 +1,198 @@
+"""Checks that this host can play the run's environment, by playing short episodes as the reward service does."""
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+from services.common.config.environment import EnvironmentConfig
+from services.common.config.load import AnyConfig, role_section
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.counted import counted
+from services.common.errors import LockstepError
+from services.common.files.model_card import read_model_card, require_whole_weights
+from services.coordinator.clients.environment import row_of
+from services.coordinator.data.order import environment_seed
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor.settings import fix_of
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.tools import PROBE, TIMEOUT_S, probe_environment
+from services.coordinator.planning.plan import check_model
+from services.coordinator.rl import session as rl
+from services.coordinator.sft import session as sft
+
+
+def check_weights(config: AnyConfig, given: Addresses, *, may_download: bool = False) -> None:
+    """Checks that the models that a trainer of this host will load have all their weights.
+
+    Args:
+        config: The run's config. A model that is no directory here is not checked.
+        given: Addresses of running services; models of a trainer with an address are on its host.
+        may_download: Accepts a model in the Hub's cache without weights, which the run will download.
+
+    Raises:
+        InvalidInput: A file is missing or damaged.
+    """
+    for name, settings in config.models.items():
+        role = role_section(config, name)
+        directory = Path((role.model if role else None) or config.model)
+        is_converted = settings.strategy == "megatron" and bool(settings.megatron.dist_checkpointing_path)
+        is_left = may_download and _is_in_cache(directory) and not any(directory.glob("*.safetensors"))
+        if directory.is_dir() and not (given.of(name) or is_converted or is_left):
+            require_whole_weights(directory)
+
+
+def _is_in_cache(directory: Path) -> bool:
+    """Returns whether a directory is a snapshot in the Hub's cache, `models--OWNER--NAME/snapshots/REVISION`."""
+    return directory.parent.name == "snapshots"
+
+
+_MAX_CHARS = 400
+
+
+def examine_inputs(config: AnyConfig, given: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
+    """Checks that the run would accept its model and data, if they are on this host. Adds the first prompt to
+    `prompts`.
+    """
+    if given.trainer and not Path(config.model).is_dir():
+        yield Finding("model", f"{config.model} is not on this host; model and data were not checked")
+        return
+    try:
+        read_model_card(config.model)
+        check_model(config)
+        check_weights(config, given, may_download=True)
+    except LockstepError as error:
+        fix = "set model to a directory in the Hugging Face format that this strategy can train"
+        yield Finding("model", error.message, Verdict.FAIL, fix)
+        yield Finding("data", "not read without the model's tokenizer", Verdict.WARN, "see above")
+        return
+    yield Finding("model", config.model)
+    try:
+        findings = _rows(config, given) if isinstance(config, SftConfig) else _prompts(config, given, prompts)
+    except LockstepError as error:
+        yield Finding("data", error.message, Verdict.FAIL, _fix(error))
+        return
+    yield from findings
+
+
+def _fix(error: LockstepError) -> str:
+    field = error.metadata.get("field", "")
+    if field == "model":
+        return "set model to a directory that has the files of its tokenizer, tokenizer.json among them"
+    return f"correct {field if field.startswith('data.') else 'data'}, or the rows of its files"
+
+
+def _rows(config: SftConfig, given: Addresses) -> list[Finding]:
+    data = sft.load_data(config, given)
+    assert data is not None, "the model is on this host"
+    num_steps = config.num_steps or data.train.num_steps(config.num_epochs or 0)
+    rows = num_steps * config.data.samples_per_step
+    return [
+        Finding("data", f"{counted(len(data.train), 'row')}{_held_out(data.held_out)}"),
+        Finding("steps", _steps(num_steps, rows, len(data.train), "row")),
+    ]
+
+
+def _prompts(config: Config, given: Addresses, prompts: list[Prompt] | None) -> list[Finding]:
+    data = rl.load_data(config, given)
+    assert data is not None, "the model is on this host"
+    first, num_prompts = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
+    if prompts is not None:
+        prompts.append(first)
+    answer = f"; answer: {shown(first.answer)}" if first.answer is not None else ""
+    sent = data.tokenizer.decode(first.tokens, skip_special_tokens=False)
+    return [
+        Finding("data", f"{counted(len(data.train), 'prompt')}{_held_out(data.eval)}"),
+        Finding("first prompt", f"{counted(len(first.tokens), 'token')}: {shown(sent)}{answer}"),
+        Finding("steps", _steps(config.num_steps, num_prompts, len(data.train), "prompt")),
+    ]
+
+
+def _held_out(sets: Mapping[str, Sized]) -> str:
+    return "".join(f", {len(rows)} held out in {name}" for name, rows in sets.items())
+
+
+def _steps(num_steps: int, num_read: int, num_rows: int, noun: str) -> str:
+    verb = "reads" if num_steps == 1 else "read"
+    read = f"{counted(num_steps, 'step')} {verb} {counted(num_read, noun)}"
+    return f"{read}, {num_read / num_rows:.3g} epochs, if every one is used"
+
+
+def shown(text: str) -> str:
+    """Returns the beginning of a text as a Python literal, in which every character is printable."""
+    return repr(text) if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]!r}..."
+
+
+_FIXES = {
+    "python": "run in the directory from which the module can be imported, or install it where the reward service runs",
+    "tools": "check environment.tools, and that their files and packages are where the reward service runs",
+    "textarena": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.game",
+    "reasoning_gym": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.task",
+    "openenv": "start the OpenEnv server, and check environment.url and any firewall in between",
+}
+
+
+def examine_environment(config: Config, given: Addresses, prompt: Prompt | None = None) -> Iterator[Finding]:
+    """Opens the environment of a run that starts its reward service here, and plays short episodes of `prompt`."""
+    if config.environment is None:
+        return
+    if given.reward:
+        yield Finding("environment", "not opened: it runs where the reward services do")
+        return
+    calls = []
+    if prompt:
+        begin = {"reset": row_of(prompt), "seed": environment_seed(config.seed, prompt.prompt_id)}
+        # A turn that the environment may expect, and the shortest that a policy can write.
+        calls = [begin, {"step": prompt.answer or ""}, begin, {"step": ""}]
+    yield check_environment(config.environment, calls=calls)
+
+
+def check_environment(
+    environment: EnvironmentConfig,
+    command: Sequence[str] = PROBE,
+    timeout_s: float = TIMEOUT_S,
+    calls: Sequence[Mapping[str, object]] = (),
+) -> Finding:
+    """Checks that the environment opens and answers `calls`; shows its name, version and tools."""
+    try:
+        done = probe_environment(environment, command, timeout_s, calls)
+    except subprocess.TimeoutExpired:
+        why = f"{environment.kind}: it did not open within {timeout_s:g} s"
+        return Finding(
+            "environment", why, Verdict.WARN, "a large corpus takes long; otherwise see the module's imports"
+        )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["the probe failed without a message"]
+        return _failed(environment, lines[-1])
+    opened, *answers = map(json.loads, done.stdout.splitlines())
+    names = [schema["function"]["name"] for schema in opened["tools"]]
+    tools = f", tools {', '.join(names)}" if names else ""
+    found = f"{environment.kind} {opened['version']} opens{tools}"
+    return _judge(environment, calls, answers) or Finding("environment", f"{found}{', and plays' * bool(calls)}")
+
+
+def _judge(
+    environment: EnvironmentConfig, calls: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+) -> Finding | None:
+    """Returns what is wrong with the answers. A step may be at fault alone, if it fails only with some texts."""
+    whys = [answer.get("failure", {}).get("message") for answer in answers]
+    resets, steps = ([pair for pair in zip(calls, whys, strict=True) if name in pair[0]] for name in ("reset", "step"))
+    for name, played in (("reset", resets[:1]), ("step", steps)):
+        if played and all(why for _, why in played):
+            return _failed(environment, f"{name}: {played[0][1]}")
+    failed = [(call, why) for call, why in steps if why]
+    if not failed:
+        return None
+    call, why = failed[0]
+    fix = "answer any text in step: the policy may write it, and a failure is no reward and drops the prompt group"
+    return Finding("environment", f"step({shown(call['step'])}): {why}", Verdict.WARN, fix)
+
+
+def _failed(environment: EnvironmentConfig, why: str) -> Finding:
+    fix = _FIXES[environment.kind]
+    if environment.kind == "python":
+        fix = fix_of(why, fix, "environment.path and environment.kwargs")
+    return Finding("environment", f"{environment.kind}: {why}", Verdict.FAIL, fix)

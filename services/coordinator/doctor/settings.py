@@ -1,0 +1,191 @@
+"""Checks settings of a config that only fail once services have started: scorers, engine arguments, lengths, memory."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from services.common.config.load import AnyConfig
+from services.common.config.observability import TrackerConfig
+from services.common.config.rollout import SpeculationConfig
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.errors import LockstepError, PreconditionFailed
+from services.common.extras import require_suffix_decoding
+from services.common.families.architecture import read_architecture, read_content
+from services.common.host_memory import MEMINFO, host_memory
+from services.coordinator.clients.gpus import visible_gpus
+from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.fleet.launch import Addresses, starts_replicas
+from services.coordinator.planning.memory import rank_memory
+
+_PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
+_GIB = 2**30
+
+
+def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
+    """Checks the settings of the services that would be started here."""
+    if isinstance(config, Config):
+        if not given.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
+            yield check_scorers(config)
+        if starts_replicas(config, given) and config.rollout.engine:
+            yield check_engine(config)
+        if starts_replicas(config, given) and config.rollout.speculation:
+            yield from check_speculation(config.rollout.speculation)
+    if functions := _functions(config, given):
+        yield check_functions(functions)
+    yield from map(check_tracker, config.observability.trackers)
+    if (Path(config.model) / "config.json").is_file():
+        yield from check_lengths(config)
+        if not given.trainer:
+            yield from check_memory(config, MEMINFO)
+
+
+def check_scorers(config: Config, command: Sequence[str] = ("-m", "services.reward.probe_scorers")) -> Finding:
+    """Checks that the scorers of kind python can be imported and take their arguments, in workers as in a run."""
+    paths = ", ".join(scorer.path for scorer in config.reward.scorers if scorer.kind == "python")
+    if why := _problem(command, config.reward.model_dump_json()):
+        fix = "run in the directory from which the module can be imported, or install it where the reward service runs"
+        return Finding("scorers", why, Verdict.FAIL, fix_of(why, fix, "path and kwargs in reward.scorers"))
+    return Finding("scorers", f"imported {paths}")
+
+
+Function = tuple[str, Sequence[str], Mapping[str, Any]]
+"""Path, names of the positional arguments, and keyword arguments."""
+
+
+def check_functions(functions: Mapping[str, Function]) -> Finding:
+    """Checks that the user's functions can be imported and take their arguments. `functions` has them by config key."""
+    if why := _problem(("-m", "services.common.probe_functions"), json.dumps(functions)):
+        fix = "run in the directory that has the module, or install it where trainer and coordinator run"
+        return Finding("functions", why, Verdict.FAIL, fix_of(why, fix, "import_path and kwargs"))
+    return Finding("functions", f"imported {', '.join(path for path, _, _ in functions.values())}")
+
+
+def check_tracker(tracker: TrackerConfig) -> Finding:
+    """Checks that the tracker's package can be imported, and that W&B has a key if it is to use the network."""
+    try:
+        import_module(tracker.kind)
+    except Exception as error:  # noqa: BLE001 a broken installation may raise anything
+        fix = f"pip install 'lockstep-rl[{tracker.kind}]'"
+        return Finding("tracker", f"{tracker.kind} cannot be imported: {error}", Verdict.FAIL, fix)
+    if tracker.kind == "wandb" and tracker.mode == "online" and not _has_wandb_key():
+        return Finding("tracker", "wandb has no API key", Verdict.FAIL, "`wandb login`, or `mode: offline`")
+    return Finding("tracker", f"imported {tracker.kind}")
+
+
+def _has_wandb_key() -> bool:
+    """Returns whether W&B finds a key in the environment, or where `wandb login` writes it."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with contextlib.suppress(OSError, NetrcParseError):
+            if netrc(path).authenticators(host):
+                return True
+    return False
+
+
+def fix_of(why: str, of_missing_module: str, keys: str) -> str:
+    """Returns the advice for user's code that cannot be used; `keys` are those that name it and its arguments."""
+    return of_missing_module if "No module named" in why else f"correct your code, or {keys}"
+
+
+def _functions(config: AnyConfig, given: Addresses) -> dict[str, Function]:
+    """Returns the functions that are called on this host, apart from scorers."""
+    loss = config.trainer.loss
+    found = {} if given.trainer else {"trainer.loss.import_path": (loss.import_path, ("tokens", "config"), loss.kwargs)}
+    if isinstance(config, Config):
+        advantage = config.advantage
+        found["advantage.import_path"] = advantage.import_path, ("samples", "config"), advantage.kwargs
+    return {key: function for key, function in found.items() if function[0]}
+
+
+def check_engine(config: Config, command: Sequence[str] = ("-m", "services.rollout.probe")) -> Finding:
+    """Checks that vLLM has the arguments in rollout.engine."""
+    if find_spec("vllm") is None:
+        return Finding("engine arguments", "not checked: vLLM is not installed here")
+    if why := _problem(command, json.dumps(config.rollout.engine)):
+        return Finding("engine arguments", why, Verdict.FAIL, "see EngineArgs in vLLM's documentation")
+    return Finding("engine arguments", ", ".join(sorted(config.rollout.engine)))
+
+
+def check_speculation(speculation: SpeculationConfig) -> Iterator[Finding]:
+    """Checks that the package for suffix decoding is installed."""
+    if speculation.kind != "suffix":
+        return
+    try:
+        require_suffix_decoding()
+    except PreconditionFailed as error:
+        yield Finding("suffix decoding", error.message, Verdict.FAIL, "install it, or set kind ngram")
+    else:
+        yield Finding("suffix decoding", "arctic-inference is installed")
+
+
+def check_lengths(config: AnyConfig) -> Iterator[Finding]:
+    """Compares the longest samples with the number of positions that the model was made for."""
+    content = read_content(config.model)
+    limit: Any = content.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return
+    is_sft = isinstance(config, SftConfig)
+    key, length = ("data.max_tokens", config.data.max_tokens) if is_sft else _longest(config)
+    found = f"{key} {length}, the model's max_position_embeddings {limit}"
+    if length <= limit:
+        yield Finding("lengths", found)
+        return
+    is_scaled = bool(content.get("rope_scaling"))
+    verdict = Verdict.WARN if is_sft or is_scaled else Verdict.FAIL
+    yield Finding("lengths", found, verdict, f"set {key} to at most {limit}; vLLM refuses more unless rope is scaled")
+
+
+def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
+    """Compares the estimated peak of all ranks with this host's memory, if they compute on its CPU."""
+    try:
+        if visible_gpus():
+            return
+        model = read_architecture(config.model)
+    except LockstepError:  # reported by the checks of GPUs and of the model
+        return
+    if (memory := host_memory(meminfo)) is None:
+        return
+    (total, free), trainer = memory, config.trainer
+    peaks = [memory.peak for memory in rank_memory(config, model, is_gpu=False).values()]
+    needed = sum(peaks) * trainer.num_ranks / len(peaks) / _GIB
+    found = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"
+    fix = "lower trainer.max_tokens_per_microbatch or set trainer.gradient_checkpointing; `lockstep plan` has the parts"
+    if needed > free:
+        yield Finding("memory", found, Verdict.FAIL if needed > total else Verdict.WARN, fix)
+    else:
+        yield Finding("memory", found)
+
+
+def _longest(config: Config) -> tuple[str, int]:
+    return "rollout.max_model_len", config.rollout.max_model_len
+
+
+def _problem(command: Sequence[str], stdin: str) -> str:
+    """Runs Python with `command`; returns the last line of its stderr if it fails, else ""."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PROBE_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or ["the probe failed without a message"])[-1]

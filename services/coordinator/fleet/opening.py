@@ -1,0 +1,185 @@
+"""Opens and closes the services of a run together."""
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from google.protobuf.message import Message
+from lockstep.reward.v1 import reward_pb2
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceStub
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+
+from services.common.config.load import AnyConfig
+from services.common.counted import counted
+from services.common.errors import InvalidInput, LockstepError
+from services.common.rpc.client import Client, Method, Request
+from services.common.tasks import gather
+from services.coordinator.clients.environment import Environments, open_environments
+from services.coordinator.clients.gpus import OwnGpus, gpus_of
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.trainer import Model, Trainer
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.observe.frontend import Outcome
+from services.coordinator.runs.checkpoints import evaluations, is_stalled
+from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.reporter import Tolerant
+from services.coordinator.runs.run import Run
+
+log = logging.getLogger(__name__)
+
+
+async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
+    """Exports the final policy if the run has done all its steps and `checkpoint.export_at_end` is set."""
+    export_path = None
+    if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
+        export_path = run.record.export_path
+        if not run.record.set_aside_export(run.version):
+            with run.phase(Phase.CHECKPOINTING):
+                await trainer.export(str(export_path))
+            await run.record.ledger.free()
+            run.record.record_export(run.version)
+    return Outcome.of(run, run.version, run.num_steps, export_path)
+
+
+async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
+    """Makes services that were given by address free the memory that they hold for `run`, which ended without an error.
+
+    If a service fails to do so, it is only logged: it closes the run itself when the lease ends (timeouts.lease_s), or
+    when the next run is opened there.
+    """
+    run_id = run.run_id
+
+    def given(stub: type, *all_at: str) -> list[Client]:
+        """Returns a client for each service that was not started here."""
+        there = [at for at in dict.fromkeys(all_at) if at and at not in addresses.started]
+        transport = addresses.rollout_transport if stub is RolloutServiceStub else addresses.transport
+        return [Client(at, stub, transport, is_alone=True) for at in there]
+
+    reward, trainer = reward_pb2.CloseRunRequest(run_id=run_id), trainer_pb2.CloseRunRequest(run_id=run_id)
+    rollout = rollout_pb2.CloseRunRequest(run_id=run_id)
+    trainers = given(TrainerServiceStub, *addresses.trainers.values())
+    replicas = given(RolloutServiceStub, *addresses.rollout)
+    await gather(
+        [
+            *(_close(run, one, RewardService.CloseRun, reward) for one in given(RewardServiceStub, *addresses.reward)),
+            *(_close(run, one, TrainerService.CloseRun, trainer) for one in trainers),
+            *(_close(run, one, RolloutService.CloseRun, rollout) for one in replicas),
+        ]
+    )
+
+
+async def _close(run: Run[AnyConfig], client: Client, method: Method[Request, Message], request: Request) -> None:
+    try:
+        await client.call(method, request, timeout_s=run.config.timeouts.info_s)
+    except LockstepError as error:
+        log.warning("run %s may still be open at %s: %s", run.run_id, client.address, error.message)
+    finally:
+        await client.close()
+
+
+def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outcome | None:
+    """Returns the outcome of a run that has done its steps, and says so; None if a step or something else is due.
+
+    Due is what the record does not have of the last step: its evaluation, its checkpoint or its export. A run that
+    goes back to a checkpoint is not finished.
+    """
+    ledger, config = run.record.ledger, run.config
+    version = ledger.last_finished() or 0
+    stopping = config.evaluation.early_stopping
+    is_early = stopping is not None and is_stalled(evaluations(ledger, version), stopping)
+    last = version if is_early else run.num_steps
+    if not 0 < last <= version or run.required_step is not None or _is_due(run, version, is_early=is_early):
+        return None
+    if is_early:
+        say(f"{config.name} was ended by early stopping after step {version}; use another name")
+    else:
+        say(f"{config.name} already has its {counted(version, 'step')}; raise num_steps or use another name")
+    path = run.record.export_path if config.checkpoint.export_at_end else None
+    return Outcome.of(run, version, last, path)
+
+
+def _is_due(run: Run[AnyConfig], version: int, *, is_early: bool) -> bool:
+    settings, record = run.config.checkpoint, run.record
+    is_saved = any(row["version"] == version for row in record.ledger.checkpoints(Kind.SAVED))
+    must_save = run.checkpoint_due(version) or (is_early and settings.save_freq > 0)
+    must_evaluate = run.eval_due(version) and not record.was_evaluated(version)
+    must_export = settings.export_at_end and not record.is_exported(version)
+    return must_evaluate or must_export or (must_save and not is_saved)
+
+
+@dataclass(frozen=True)
+class Services:
+    """Holds the open services of a run."""
+
+    trainer: Trainer
+    rollout: Rollout
+    reward: Rewards
+    environments: Environments | None
+    """The environments of the reward services, if the run has one."""
+    auxiliary: Mapping[str, Model]
+    """The reference and the critic by name, if the run has them."""
+    gpus: OwnGpus
+    """Lets trainer and engines hold the GPUs."""
+
+
+@asynccontextmanager
+async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Services]:
+    """Opens the trainer, then the other services; the replicas need the model card that the trainer returns.
+
+    If the block succeeds, services that were given by address free the memory that they hold for the run. After a
+    failure they keep it, so that the run can resume.
+
+    Raises:
+        InvalidInput: The run is colocated, and there are more or fewer engine workers than trainer ranks.
+        LockstepError: The error of the first service that failed to open.
+    """
+    config, transport, gpus = run.config, addresses.transport, gpus_of(run.config)
+    trainer, reward = Trainer(addresses.trainer, config, transport, gpus), Rewards(addresses.reward, config, transport)
+    auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
+    rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
+    for watcher in run.watchers:
+        Tolerant(watcher).watch(rollout)
+    try:
+        held = await trainer.open(run.run_id, run.resume_from)
+        if config.trainer.lag.versions and held != run.first_version:
+            await trainer.go_back(run.run_id, run.resume_from)
+        opens = [
+            model.open(run.run_id, run.resume_critic_from if name == "critic" else "")
+            for name, model in auxiliary.items()
+            if name in config.models
+        ]
+        if config.placement == "colocated":  # engines need the memory that models have while they are opened
+            await gather(opens)
+            await trainer.release_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
+            opens = []
+        await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
+        if config.placement == "colocated":
+            _require_pairs(trainer.opened.num_ranks, rollout)
+        async with open_environments(reward, config, transport) as environments:
+            yield Services(trainer, rollout, reward, environments, auxiliary, gpus)
+    finally:
+        await gather(
+            [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]
+        )
+    await close_run(run, replace(addresses, rollout=tuple(replica.address for replica in rollout.replicas)))
+
+
+def _require_pairs(num_ranks: int, rollout: Rollout) -> None:
+    num_workers = [replica.num_workers for replica in rollout.replicas]
+    if sum(num_workers) != num_ranks:
+        found = ", ".join(f"{count} at {at.address}" for count, at in zip(num_workers, rollout.replicas, strict=True))
+        raise InvalidInput(
+            f"placement colocated needs one engine worker for each of the trainer's {num_ranks} ranks, but the "
+            f"replicas have {sum(num_workers)} ({found}): give as many --rollout addresses as it takes",
+            field="placement",
+        )

@@ -1,0 +1,157 @@
+"""Defines context managers that keep a run and its services open."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from typing import Generic
+
+from rich.console import Console
+
+from services.common.config.load import AnyConfig
+from services.common.config.run import Config
+from services.common.errors import LockstepError, Reason, Unavailable
+from services.common.rpc.fence import new_token
+from services.common.rpc.history import keeping
+from services.common.tasks import task_group
+from services.common.telemetry.context import within
+from services.coordinator.fleet.launch import SERVICES, Addresses, Fleet, launch
+from services.coordinator.fleet.membership import discovered
+from services.coordinator.observe.log_files import log_to
+from services.coordinator.observe.watchers import watchers
+from services.coordinator.runs.reporter import Ending
+from services.coordinator.runs.restarts import Restarts
+from services.coordinator.runs.resume import HISTORY, Start, open_run
+from services.coordinator.runs.run import ConfigT, Run
+
+log = logging.getLogger(__name__)
+
+# Time for a trainer that lost its first rank to end the others before it exits.
+_EXIT_ERROR_TIMEOUT_S = 20.0
+
+
+@contextmanager
+def recorded_run(config: ConfigT, console: Console | None, start: Start | None = None) -> Iterator[Run[ConfigT]]:
+    """Opens the run's record, its log and its watchers, and keeps a history of its calls (rpc/history).
+
+    Calls in the block share a new fencing token (rpc/fence.py).
+
+    Args:
+        config: The run's config; `start` may be that of another.
+        console: Shows warnings; None if the caller has configured logging.
+        start: Where the run starts; by default what `open_run` returns.
+
+    Raises:
+        LockstepError: See `open_run` and `watchers`.
+    """
+    start = start or open_run(config)
+    try:
+        opened = Run(config, start)
+    except BaseException:
+        start.ledger.close()
+        raise
+    history = keeping(config.run_dir / HISTORY, opened.run_id, start.ledger.num_rows())
+    with closing(opened) as run, within(run=run.run_id), new_token(config.timeouts.lease_s), history:
+        if console is not None:
+            log_to(config, console)
+        run.watchers = watchers(run)
+        try:
+            yield run
+        except Exception as error:
+            run.record_failure(error)
+            raise
+        except BaseException:
+            run.ending = Ending.INTERRUPTED
+            raise
+
+
+@asynccontextmanager
+async def running_services(
+    run: Run[AnyConfig],
+    given: Addresses,
+    *,
+    services: Collection[str] = SERVICES,
+    sharing: Config | None = None,
+    restarts: Restarts | None = None,
+) -> AsyncIterator[Addresses]:
+    """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
+
+    The block is canceled as soon as a started service dies for good. See `launch` for `sharing` and `restarts`.
+
+    Raises:
+        Unavailable: SERVICE_DIED, with the last lines of the service's log.
+        LockstepError: Raised by the block.
+    """
+    if restarts:
+        restarts.run = run
+    if "rollout" in services:
+        given = await discovered(run.config, given)
+    launched = launch(run.config, given, services=services, sharing=sharing, restarts=restarts)
+    async with launched as fleet, unless_one_dies(fleet):
+        yield fleet.addresses
+
+
+class Sessions(Generic[ConfigT]):
+    """Repeats the session of a run whose trainer died, as far as `config.restart` allows.
+
+    It also does so if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
+
+    A repeated session resumes from the record, as the same command would in a new process.
+    """
+
+    def __init__(self, config: ConfigT, given: Addresses):
+        """Begins with `config`; `given` has the addresses of services that are not started here."""
+        self.config: ConfigT = config
+        """Config of the next session."""
+        self.restarts = Restarts(config.restart)
+        self._given = given
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Ends the block, a session, without an error if it is to be repeated.
+
+        A run that was asked to stop, or whose service died before it had loaded the model, is not repeated.
+
+        Raises:
+            LockstepError: The failure of a session that is not repeated.
+        """
+        try:
+            yield
+        except LockstepError as error:
+            service = _to_restart(error, self._given)
+            if not service or not self.restarts.may_resume or not self.restarts.take(service):
+                raise
+            log.warning("%s: %s\nstarting again and resuming from the record", error.reason, error.message)
+            if self.config.resume == "never":  # the run has begun now
+                self.config = self.config.model_copy(update={"resume": "auto"})
+
+
+def _to_restart(error: LockstepError, given: Addresses) -> str:
+    """Returns the name of the service whose death `error` is, if a new session starts it again; else ""."""
+    service = error.metadata.get("service", "")
+    if error.reason is Reason.SERVICE_DIED and service in given.trainers:
+        return service
+    if error.reason is Reason.NO_REPLICA:
+        return service
+    is_lost_rank = error.reason is Reason.RANK_FAILED and not any(given.trainers.values())
+    return "trainer" if is_lost_rank else ""
+
+
+@asynccontextmanager
+async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
+    """Cancels the block as soon as a service of `fleet` dies, so that its callers do not wait for their timeouts.
+
+    Raises:
+        Unavailable: SERVICE_DIED, with the last lines of the service's log.
+    """
+    async with task_group() as group:
+        watching = group.create_task(fleet.watch())
+        try:
+            yield
+        except Unavailable as error:
+            # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
+            if error.reason is Reason.UNREACHABLE and fleet.has_started:
+                await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
+            raise
+        finally:
+            watching.cancel()

@@ -1,0 +1,191 @@
+"""Estimates the bytes that a micro-batch needs on a rank: kept activations, a layer's working memory, and the logits.
+
+With GPU kernels the activations are those of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2; with
+flash attention there is no 5as/h term), with this model's widths in every term. torch.compile keeps the same. On CPU
+every operator of a layer keeps its own inputs, which is about twice as much; torch's flash attention for CPU keeps no
+scores either. There, tensors below 32 MiB are in the heap of glibc, which is not given back, and temporary results
+leave holes between the tensors that are kept. benchmarks/memory.py compares the estimates for CPU with measured peaks.
+"""
+
+from dataclasses import dataclass
+
+from services.common.config.layout import Layout, data_parallel_size
+from services.common.config.load import AnyConfig
+from services.common.config.sft import SftConfig
+from services.common.config.trainer import TrainerConfig
+from services.common.families.architecture import Architecture
+
+_FLOAT32 = 4
+# As services.trainer.updates.logprobs computes the logits: entries at a time, the most that are kept for the backward
+# pass, and bytes for each in forward and backward on CPU, where several float32 copies exist at once. On GPU one kernel
+# reads the logits and writes their gradients.
+_ENTRIES_AT_ONCE = {False: 64 << 20, True: 256 << 20}
+_KEPT_ENTRIES = {False: 64 << 20, True: 768 << 20}
+_LOGITS_BYTES_CPU = (16, 21)
+# Larger tensors have a mapping of their own (glibc's DEFAULT_MMAP_THRESHOLD_MAX), which ends with them.
+_LARGEST_IN_HEAP = 32 << 20
+# Bytes of holes in the heap for each byte that a layer keeps: measured 0.82 with strategy fsdp and 0.84 with megatron.
+# With fsdp, a layer that is recomputed leaves a hole of its working memory below the input of the next.
+_HOLES = 0.83
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Holds the bytes per token of one layer on one rank."""
+
+    kept: int
+    """Everything that the layer keeps for the backward pass."""
+    inputs: int
+    """The layer's input alone, which is kept if the layer is recomputed."""
+    working: int
+    """Largest intermediate results while the layer computes, without those that it keeps."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Holds the bytes of the largest micro-batch on one rank."""
+
+    activations: int
+    """Results that are kept between forward and backward."""
+    forward: int
+    """Intermediate results of a forward pass that keeps nothing."""
+    backward: int
+    """Intermediate results of forward and backward, besides those that are kept."""
+    is_in_heap: bool = False
+    """Whether the process does not give the activations back after the backward pass, on CPU."""
+    holes: int = 0
+    """Bytes that intermediate results leave free between activations in the heap. The next micro-batch fills them."""
+
+
+def microbatch(config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool) -> Microbatch:
+    """Returns the bytes of the largest micro-batch; only the last pipeline stage (`is_last`) computes logits."""
+    trainer, tokens = config.trainer, microbatch_tokens(config) // layout.cp
+    layer = _layer(trainer, model, layout, is_gpu=is_gpu)
+    forward, backward = tokens * layer.working, tokens * layer.working
+    if trainer.gradient_checkpointing and not _is_selective(trainer):
+        backward += tokens * layer.kept
+    if is_last:
+        logits = _logits(trainer, model, layout, tokens, is_gpu=is_gpu)
+        forward, backward = max(forward, logits[0]), max(backward, logits[1])
+    num_whole, num_inputs = _layers(trainer, model.num_layers // layout.pp)
+    kept = tokens * (num_whole * layer.kept + num_inputs * layer.inputs)
+    # By the width of the feed-forward layer, which has most of the bytes.
+    widest = max(model.intermediate_size, model.hidden_size) // layout.tp
+    if is_gpu or tokens * widest * weight_bytes(trainer, is_gpu=False) >= _LARGEST_IN_HEAP:
+        return Microbatch(kept, forward, backward)
+    num_holes = num_inputs if trainer.strategy == "fsdp" else 0
+    holes = tokens * int(_HOLES * num_whole * layer.kept + num_holes * layer.working)
+    return Microbatch(kept, forward, backward, True, holes)
+
+
+def microbatch_tokens(config: AnyConfig) -> int:
+    """Returns the most tokens of a micro-batch: the budget, or all of a mini-batch if its longest samples fit."""
+    if isinstance(config, SftConfig):
+        samples, longest = config.data.samples_per_step, config.data.max_tokens
+    else:
+        samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
+        longest = config.rollout.max_model_len
+    each = -(-samples // config.trainer.num_minibatches // data_parallel_size(config.trainer))
+    return min(config.trainer.max_tokens_per_microbatch, each * longest)
+
+
+def in_flight(layout: Layout, pp: int) -> float:
+    """Returns the most micro-batches that a stage holds between forward and backward in 1F1B (interleaved with VPP)."""
+    if layout.vpp == 1:
+        return layout.pp - pp
+    return (2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
+def weight_bytes(trainer: TrainerConfig, *, is_gpu: bool) -> int:
+    """Returns the bytes of one weight in the compute dtype, in which it is also published."""
+    if trainer.compute_dtype == "auto":
+        return 2 if is_gpu else _FLOAT32
+    return _FLOAT32 if trainer.compute_dtype == "float32" else 2
+
+
+def _is_selective(trainer: TrainerConfig) -> bool:
+    return trainer.strategy == "megatron" and trainer.megatron.recompute_granularity == "selective"
+
+
+def _layers(trainer: TrainerConfig, num_layers: int) -> tuple[int, int]:
+    """Returns the number of layers that keep everything, and of inputs that are kept to recompute the other layers."""
+    if not trainer.gradient_checkpointing or _is_selective(trainer):
+        return num_layers, 0
+    if trainer.strategy != "megatron":
+        return 0, num_layers
+    every = trainer.megatron.recompute_num_layers
+    if trainer.megatron.recompute_method == "block":
+        chunks = trainer.megatron.virtual_pipeline_model_parallel_size or 1
+        recomputed = min(every * chunks, num_layers)
+        return num_layers - recomputed, recomputed
+    return 0, -(-num_layers // every)
+
+
+def _layer(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool) -> LayerBytes:
+    size = weight_bytes(trainer, is_gpu=is_gpu)
+    # Only sequence parallelism shards the hidden states between the matrices.
+    is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
+    hidden_ranks = layout.tp if is_sharded else 1
+    common, cut = (_fused if is_gpu else _plain)(trainer, model, layout, size)
+    widest = max(model.intermediate_size + model.shared_expert_intermediate_size, model.query_size)
+    working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
+    return LayerBytes(common // hidden_ranks + cut // layout.tp, size * model.hidden_size // hidden_ranks, working)
+
+
+def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
+    """Returns the bytes per token that fused kernels keep of hidden states, and of what TP cuts."""
+    # Inputs of the two norms, of q k v and of the MLP.
+    common = 4 * size * model.hidden_size
+    # q, k, v and the input of the output projection.
+    attention = size * (2 * model.query_size + 2 * model.key_value_size)
+    if model.has("self_attention.q_layernorm.weight"):
+        attention += size * (model.query_size + model.key_value_size)  # inputs of the norms of q and k
+    # Gate, up and their product.
+    feed_forward = 3 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
+    # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
+    expert = 3 * size * model.moe_intermediate_size + 2 * size * model.hidden_size * layout.etp
+    return common, attention + feed_forward + model.num_experts_per_tok * expert
+
+
+def _plain(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
+    """Returns the bytes per token that plain torch operators keep of hidden states, and of what TP cuts."""
+    is_frozen = trainer.lora.rank > 0
+    # Each norm: its input in float32, the normalized values (for the gradient of its weight), and its output.
+    norm = _FLOAT32 + (0 if is_frozen else size) + size
+    common = 2 * norm * model.hidden_size
+    # q, k and v as attention gets them, its output and logsumexp, and the input of the output projection.
+    attention = size * (3 * model.query_size + 2 * model.key_value_size) + _FLOAT32 * model.num_attention_heads
+    if trainer.strategy == "megatron":
+        # v is a view that keeps all of q, k and v before the rotation.
+        attention += size * (model.query_size + model.key_value_size)
+        common += size * 4 * model.head_dim  # cosine and sine, of q and of k
+    if model.has("self_attention.q_layernorm.weight"):
+        attention += (_FLOAT32 + size) * (model.query_size + model.key_value_size)
+    # Gate, its activation, up and their product.
+    feed_forward = 4 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
+    expert = 4 * size * model.moe_intermediate_size + 3 * size * model.hidden_size * layout.etp
+    return common, attention + feed_forward + model.num_experts_per_tok * expert
+
+
+def _logits(
+    trainer: TrainerConfig, model: Architecture, layout: Layout, tokens: int, *, is_gpu: bool
+) -> tuple[int, int]:
+    """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
+    rows, size = model.vocab_size // layout.tp, weight_bytes(trainer, is_gpu=is_gpu)
+    at_once = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
+    is_kept = tokens * rows <= _KEPT_ENTRIES[is_gpu]  # if all tokens are predicted
+    each = (2 * size, 2 * size) if is_gpu else _LOGITS_BYTES_CPU
+    forward, backward = (num_bytes * (tokens if is_kept else at_once) * rows for num_bytes in each)
+    gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_kept=is_kept, is_gpu=is_gpu)
+    return forward, backward + gradient * rows * model.hidden_size
+
+
+def _output_gradient(trainer: TrainerConfig, model: Architecture, *, is_kept: bool, is_gpu: bool) -> int:
+    """Returns the bytes of a weight's gradient in the output layer, while the backward pass computes it."""
+    held = weight_bytes(trainer, is_gpu=is_gpu)
+    if is_kept:
+        return held
+    is_float32 = held == _FLOAT32 or trainer.megatron.ddp_config.get("grad_reduce_in_fp32", True)
+    if trainer.strategy == "megatron" and is_float32 and not model.tie_word_embeddings:
+        return held  # added to the gradients directly; what autograd gets has no values
+    return _FLOAT32

@@ -1,0 +1,336 @@
+"""Estimates for `lockstep plan`: memory of a trainer's rank by phase, in bytes, and the size of one publication.
+
+Weights, gradients and optimizer state are exact, except for the padding of Megatron's buffers and for
+optimizer_offload_fraction, which Megatron rounds to whole weights. services.coordinator.planning.activations estimates
+the rest. `is_gpu` says whether the ranks compute on GPUs: the dtype auto, the kernels and the process's own memory
+depend on it.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.config.layout import Layout
+from services.common.config.load import AnyConfig, role_section
+from services.common.config.placement import SHARED_UTILIZATION
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput
+from services.common.families.architecture import Architecture, Shape
+from services.common.families.lora import FUSED, PARTS, lora_layer
+from services.common.families.registry import Weight
+from services.coordinator.planning.activations import Microbatch, in_flight, microbatch, weight_bytes
+
+_GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_BUCKETS_IN_FLIGHT = 3  # one that is packed, and two on their way
+FSDP_BASE, MEGATRON_BASE = 400 << 20, 440 << 20
+"""Resident bytes of a rank on CPU that has imported torch, transformers and, for the second, Megatron-Core, and has a
+process group, but no model. Measured by benchmarks/memory.py; file pages of libraries are included."""
+_ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Holds the bytes on one rank. `activations` is for one micro-batch, of which up to `in_flight` are held."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    micro: Microbatch
+    in_flight: float = 1
+    reference: int = 0
+    gathered: int = 0
+    """Unsharded weights of the layers that are computed, with strategy fsdp."""
+    publication: int = 0
+    """Gathered weights and buckets of a publication."""
+    base: int = 0
+    """Memory of the process without a model: on CPU torch and the other libraries; on GPU it is not counted."""
+    offloads: frozenset[str] = frozenset()
+    gradient_copies: int = 0
+    """Float32 copies of bfloat16 gradients, which exist from an optimizer step to the next backward pass."""
+
+    @property
+    def activations(self) -> int:
+        """Returns the bytes that one micro-batch keeps for its backward pass."""
+        return self.micro.activations
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Returns the peak of each phase of a step: forward without gradients, backward, optimizer and publication."""
+        always = self.base + self.weights + self.reference
+        state = 0 if "optimizer" in self.offloads else self.optimizer
+        held = 0 if "grads" in self.offloads else self.gradients
+        kept = int(self.micro.activations * self.in_flight) + self.micro.holes
+        # Later phases find the heap that the backward pass has left.
+        least = always + state + self.gradients + kept if self.micro.is_in_heap else 0
+        copies = self.gradient_copies
+        phases = {
+            "forward": always + state + held + copies + self.gathered + self.micro.forward,
+            "backward": always + state + self.gradients + self.gathered + kept + self.micro.backward,
+            "optimizer": always + self.optimizer + self.gradients + copies,
+            "publication": always + state + held + copies + self.publication,
+        }
+        return {name: max(least, num_bytes) for name, num_bytes in phases.items()}
+
+    @property
+    def peak(self) -> int:
+        """Returns the largest of the phases."""
+        return max(self.phases.values())
+
+    @property
+    def idle(self) -> int:
+        """Returns the bytes that stay on the device between updates."""
+        parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
+        kept = sum(size for name, size in parts.items() if name not in self.offloads)
+        return self.base + self.reference + self.gradient_copies + kept
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Holds the bytes per parameter of the gradient, master weight and Adam moments, with strategy megatron."""
+
+    gradient: int
+    gradient_copy: int
+    """Of the float32 gradient that the optimizer makes from a bfloat16 one, unless it is precision-aware."""
+    master: int
+    moments: int
+    device_share: float
+    """Fraction of the parameters whose master weights and moments are on the device; the CPU updates the others."""
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig, *, is_gpu: bool) -> "StateBytes":
+        """Derives the sizes from the trainer's dtype, `ddp_config` and `optimizer_config_kwargs`.
+
+        Raises:
+            InvalidInput: `optimizer_config_kwargs` has an unknown dtype.
+        """
+        held, megatron, options = (
+            weight_bytes(trainer, is_gpu=is_gpu),
+            trainer.megatron,
+            trainer.megatron.optimizer_config_kwargs,
+        )
+        gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else held
+        master, moments = _MASTER if held == 2 else 0, _MOMENTS
+        copy = 0 if gradient == _GRADIENT else _GRADIENT
+        if options.get("use_precision_aware_optimizer"):
+            copy = 0
+            moments = _num_bytes(options, "exp_avg_dtype") + _num_bytes(options, "exp_avg_sq_dtype")
+            whole = _num_bytes(options, "main_params_dtype")
+            # With bfloat16 weights, only the missing low 16 bits of the float32 value are stored.
+            master = min(master, whole if megatron.fully_reshardable else 2)
+        offloaded = options.get("optimizer_offload_fraction", 0) if options.get("optimizer_cpu_offload") else 0
+        return cls(gradient, copy, master, moments, 1 - offloaded)
+
+
+def _num_bytes(options: Mapping[str, object], name: str) -> int:
+    dtype, field = str(options.get(name, "fp32")).lower(), f"trainer.megatron.optimizer_config_kwargs.{name}"
+    if dtype not in _BYTES:
+        raise InvalidInput(f"{field}: {dtype!r} is not one of {', '.join(_BYTES)}", field=field)
+    return _BYTES[dtype]
+
+
+def rank_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> dict[str, Memory]:
+    """Returns the memory of each kind of rank by its name: of each pipeline stage, or with strategy fsdp of all."""
+    if config.trainer.strategy == "fsdp":
+        return {"all": fsdp_memory(config, model, is_gpu=is_gpu)}
+    layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
+    return {f"pp {pp}": stage_memory(config, model, pp, is_gpu=is_gpu) for pp in range(layout.pp)}
+
+
+def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: bool) -> Memory:
+    """Returns the memory of a rank in pipeline stage `pp` with strategy megatron."""
+    trainer, megatron = config.trainer, config.trainer.megatron
+    layout = Layout.of(megatron, trainer.num_ranks)
+    dense, expert = stage_parameters(model, layout, pp)
+    trained = (adapter_parameters(trainer, model, layout), 0) if trainer.lora.rank else (dense, expert)
+    held, state = weight_bytes(trainer, is_gpu=is_gpu), StateBytes.of(trainer, is_gpu=is_gpu)
+    shards = (layout.dp * layout.cp, layout.edp) if megatron.use_distributed_optimizer else (1, 1)
+
+    def sharded(per_parameter: float) -> int:
+        return sum(math.ceil(per_parameter * count / ranks) for count, ranks in zip(trained, shards, strict=True))
+
+    return Memory(
+        parameters=dense + expert,
+        weights=held * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
+        gradients=state.gradient * sum(trained),
+        optimizer=sharded((state.master + state.moments) * state.device_share),
+        micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=pp == layout.pp - 1),
+        in_flight=in_flight(layout, pp),
+        reference=_reference(config, model, is_gpu=is_gpu),
+        publication=_in_publication(config, model, is_gpu=is_gpu),
+        base=0 if is_gpu else MEGATRON_BASE,
+        offloads=megatron.offloads,
+        gradient_copies=sharded(state.gradient_copy),
+    )
+
+
+def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memory:
+    """Returns the memory of any rank with strategy fsdp. Trained weights are float32, and everything is sharded.
+
+    Unless `reduce_each_microbatch` is set, gradients are unsharded until the last micro-batch. They are freed after the
+    update.
+    """
+    trainer, fsdp, ranks = config.trainer, config.trainer.fsdp, config.trainer.num_ranks
+    count, held = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
+    layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
+    trained = adapter_parameters(trainer, model, layout) if trainer.lora.rank else model.num_parameters
+    own, frozen = -(-trained // ranks), held * count if trainer.lora.rank else 0
+    ends = sum(map(model.weight_parameters, model.outside_layers))
+    layer = model.layer_parameters() + model.num_experts * model.expert_parameters()
+    # The next layer is gathered while one computes; without resharding all stay gathered.
+    gathered = ends + (2 * layer if fsdp.reshard_after_forward else model.num_layers * layer)
+    return Memory(
+        parameters=count,
+        weights=frozen + _MASTER * own,
+        gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
+        optimizer=_MOMENTS * own,
+        micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=True),
+        reference=held * count if "reference" in config.models else 0,
+        gathered=held * gathered,
+        publication=_in_publication(config, model, is_gpu=is_gpu),
+        base=0 if is_gpu else FSDP_BASE,
+        offloads=frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",)),
+    )
+
+
+def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
+    """Returns the numbers of dense and of expert parameters on a rank in stage `pp`."""
+    num_layers = model.num_layers // layout.pp
+    dense = num_layers * model.layer_parameters(layout.tp)
+    is_first, is_last = pp == 0, pp == layout.pp - 1
+    # If the output layer is tied to the embedding, the last stage needs a copy unless it is also the first stage.
+    num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
+    dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
+    return dense, num_layers * model.num_experts // layout.ep * model.expert_parameters(layout.etp)
+
+
+def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
+    """Returns the adapter parameters on a rank. A matrix sharded by rows has its second factor (B) sharded, one
+    sharded by columns its first (A).
+    """
+    total = 0
+    for weight, parts in _lora_targets(trainer, model):
+        by_columns = weight.cut == "columns"
+        outputs, inputs = sum(rows for rows, _ in parts), parts[0][1]
+        cut, whole = (inputs, outputs) if by_columns else (outputs, inputs)
+        total += trainer.lora.rank * (whole + cut // layout.tp)
+    return total * (model.num_layers // layout.pp)
+
+
+def publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> tuple[int, int]:
+    """Returns the bytes and buckets of one publication: all weights, or each adapter's two factors."""
+    trainer, sizes = config.trainer, model.tensor_sizes()
+    if rank := trainer.lora.published_rank:
+        layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
+        sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
+    held = weight_bytes(trainer, is_gpu=is_gpu)
+    return _cut((size * held for size in sizes), config.bucket_bytes)
+
+
+def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[tuple[Weight, list[Shape]]]:
+    """Yields the matrix of each adapter and the shapes of its parts that share the adapter's first factor."""
+    for weight in model.layer:
+        if weight.is_expert or (layer := lora_layer(weight.parameter)) is None:  # experts get no adapters
+            continue
+        shapes = dict(zip(FUSED[layer], model.part_shapes(weight), strict=True))
+        for target in PARTS[trainer.lora.kind][layer]:
+            if not trainer.lora.target_modules or target in trainer.lora.target_modules:
+                yield weight, [shapes[target]] if target in shapes else list(shapes.values())
+
+
+def _adapted(weight: Weight, parts: Sequence[Shape]) -> Sequence[Shape]:
+    """Returns the shapes of the checkpoint's matrices; it may stack the parts in one."""
+    return [(sum(rows for rows, _ in parts), parts[0][1])] if weight.is_fused else parts
+
+
+def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:
+    total = buckets = offset = 0
+    for size in sizes:
+        total += size
+        if offset and offset + size > bucket_bytes:
+            buckets, offset = buckets + 1, 0
+        offset += size + -size % _ALIGN
+    return total, buckets + (offset > 0)
+
+
+def _in_publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:
+    """Returns the bytes of the buckets in flight, up to three, on a rank that sends."""
+    if isinstance(config, SftConfig):
+        return 0
+    num_bytes, _ = publication(config, model, is_gpu=is_gpu)
+    return min(num_bytes, _BUCKETS_IN_FLIGHT * config.bucket_bytes)
+
+
+def _reference(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:
+    """Returns the bytes of a reference on the policy's ranks; with adapters it is the base model and adds nothing."""
+    reference, section = config.models.get("reference"), role_section(config, "reference")
+    if reference is None or section is None or section.deployment == "own" or "params" in reference.megatron.offloads:
+        return 0
+    layout = Layout.of(reference.megatron, reference.num_ranks)
+    parameters = max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))
+    return weight_bytes(reference, is_gpu=is_gpu) * parameters
+
+
+_NUM_BUFFERS = 2  # of a pair (services.common.weights.pairs)
+_DEFAULT_UTILIZATION = 0.92  # vLLM's own, of an engine that has its GPU for itself
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Holds the bytes of one GPU in one phase. `engine` does not count the KV cache."""
+
+    name: str
+    trainer: int
+    engine: int
+
+    @property
+    def total(self) -> int:
+        """Returns the bytes of both."""
+        return self.trainer + self.engine
+
+
+def colocated_phases(config: Config, model: Architecture, ranks: Collection[Memory]) -> list[Phase]:
+    """Returns the phases of a step; `ranks` has the memory of each kind of rank, and the largest counts."""
+    weights = max(rank.weights for rank in ranks)
+    engine = engine_weights(config, model)
+    return [
+        Phase("generate", 0, engine),
+        Phase("train", max(rank.phases[name] for rank in ranks for name in ("forward", "backward", "optimizer")), 0),
+        Phase("publish", weights + _NUM_BUFFERS * buffer_bytes(config, model), engine),
+    ]
+
+
+def host_bytes(ranks: Collection[Memory]) -> int:
+    """Returns the pinned host memory of a rank while the engine has the GPU; gradients are dropped."""
+    return max(rank.weights + rank.optimizer + rank.reference for rank in ranks)
+
+
+def buffer_bytes(config: Config, model: Architecture) -> int:
+    """Returns the bytes of a publication's largest bucket."""
+    sizes = [size * weight_bytes(config.trainer, is_gpu=True) for size in model.tensor_sizes()]
+    return min(sum(sizes), max(config.bucket_bytes, *sizes))
+
+
+def engine_weights(config: Config, model: Architecture) -> int:
+    """Returns the bytes of an engine worker's weights."""
+    size = 4 if config.rollout.dtype == "float32" else 2
+    return size * model.num_parameters // _workers_per_copy(config)
+
+
+def utilization(config: Config) -> float:
+    """Returns the share of its GPU that an engine takes, for weights and KV cache."""
+    default = SHARED_UTILIZATION if config.placement == "colocated" else _DEFAULT_UTILIZATION
+    return float(config.rollout.engine.get("gpu_memory_utilization", default))
+
+
+def cache_token_bytes(config: Config, model: Architecture) -> int:
+    """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16."""
+    return 2 * 2 * model.num_layers * model.key_value_size // _workers_per_copy(config)
+
+
+def _workers_per_copy(config: Config) -> int:
+    stages = config.rollout.engine.get("pipeline_parallel_size", 1)
+    return config.rollout.tensor_parallel_size * (stages if isinstance(stages, int) else 1)

@@ -1,0 +1,369 @@
+"""Implements `lockstep plan`: computes the trainer's layout and memory from the config and the model's config.json."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from services.common.config.environment import EnvironmentConfig
+from services.common.config.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
+from services.common.config.load import AnyConfig
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.config.streaming import (
+    block_cutter,
+    block_growth,
+    most_tokens_per_minibatch,
+    streams,
+    tokens_per_block,
+)
+from services.common.config.trainer import TrainerConfig
+from services.common.counted import counted
+from services.common.errors import InvalidInput
+from services.common.families.architecture import Architecture, mixes_layers, read_architecture, read_content
+from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
+from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
+from services.coordinator.planning.memory import (
+    Memory,
+    StateBytes,
+    colocated_phases,
+    host_bytes,
+    publication,
+    rank_memory,
+    utilization,
+)
+
+
+def environment_plan(config: Config) -> list[str]:
+    """Returns the lines of `lockstep plan` about the environment; none if there is no environment."""
+    environment = config.environment
+    if environment is None:
+        return []
+    turn, response, prompt = (
+        config.rollout.sampling.max_tokens,
+        config.max_response_tokens,
+        config.data.max_prompt_tokens,
+    )
+    turns = environment.max_turns * turn
+    lines = [
+        f"environment {environment.kind}: up to {environment.max_turns} turns of up to {turn} tokens "
+        f"({turns} together), and messages of {_messages(environment)}",
+        f"  an episode: {response} tokens after a prompt of up to {prompt}, together {prompt + response} of "
+        f"rollout.max_model_len {config.rollout.max_model_len}, and of max_tokens_per_microbatch "
+        + ", ".join(f"{model.max_tokens_per_microbatch} ({name})" for name, model in config.models.items()),
+        "  a prompt counts with the schemas of its tools and the environment's first messages",
+    ]
+    if turns > response:
+        key = "environment.max_tokens" if environment.max_tokens else "rollout.max_model_len"
+        lines.append(
+            f"  episodes with long turns end before turn {environment.max_turns}, with finish_reason length: {turns} "
+            f"tokens of turns do not fit {response} (raise {key})"
+        )
+    prompts = config.selection.over_sampling.at_once(config.data.prompts_per_step)
+    episodes = prompts * config.rollout.completions_per_prompt
+    lines.append(f"  {episodes} episodes open at once; each reward service runs {_processes(environment)}")
+    return lines
+
+
+def _messages(environment: EnvironmentConfig) -> str:
+    most = environment.max_message_tokens
+    return f"up to {most} tokens each" if most else "any length (environment.max_message_tokens is not set)"
+
+
+def _processes(environment: EnvironmentConfig) -> str:
+    if environment.kind == "openenv":
+        return f"no process, and has up to {environment.max_concurrent} connections"
+    if environment.kind != "tools":
+        return f"{environment.num_workers} worker processes of up to {environment.max_memory_gib:g} GiB"
+    parts = []
+    if any(tool.kind == "function" for tool in environment.tools):
+        parts.append(f"{environment.num_workers} worker processes of up to {environment.max_memory_gib:g} GiB")
+    parts += [f"up to {tool.max_concurrent} sandboxes" for tool in environment.tools if tool.kind == "python"]
+    parts += [f"an index of {tool.corpus} in memory" for tool in environment.tools if tool.kind == "search"]
+    parts += [f"the MCP server {tool.place}" for tool in environment.tools if tool.kind == "mcp" and tool.command]
+    return ", ".join(parts) or "no process"
+
+
+_GPUS_PER_HOST = 8
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
+def check_model(config: AnyConfig) -> None:
+    """Checks the model as the trainer will, and the layouts of strategy megatron, if the model is on this host.
+
+    Raises:
+        InvalidInput: A strategy does not support the model, or a layout breaks a rule.
+    """
+    if not (Path(config.model) / "config.json").is_file():
+        return
+    _check_supported(config)
+    if any(_layouts(config)):
+        _check(config, read_architecture(config.model))
+
+
+def planned_architecture(config: AnyConfig) -> Architecture:
+    """Returns the shape of the model, from which its memory is estimated.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: It is of no known family; the message says if it may be trained all the same.
+    """
+    content = read_content(config.model)
+    is_other, is_mixed = content.get("model_type") not in FAMILIES, mixes_layers(content)
+    if config.trainer.strategy == "fsdp" and (is_other or is_mixed):
+        known = f"{', '.join(FAMILIES)} models only" if is_other else "models whose layers are all dense or all experts"
+        raise InvalidInput(
+            f"plan estimates the memory of {known}, and {config.model} is none. Strategy fsdp can train most others: "
+            "`lockstep run --dry-run` checks the config, and the trainer checks the model when it opens it",
+            field="model",
+        )
+    return read_architecture(config.model)
+
+
+def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
+    """Prints the plan of `config` for ranks that compute on GPUs, or on CPU.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: See `check_model`.
+    """
+    _check_supported(config)
+    model = planned_architecture(config)
+    _check(config, model)
+    where = "on GPUs" if is_gpu else "on CPU (for GPUs, add --device gpu)"
+    size = f"{counted(model.num_layers, 'layer')}, {_count(model.num_parameters)} parameters"
+    lines = [f"{model.model_type}: {size}, {where}"]
+    for name, settings in _layouts(config):
+        layout = Layout.of(settings.megatron, settings.num_ranks)
+        lines.append(f"{name}: {_sizes(layout)}")
+        if model.num_experts:
+            lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
+    _print_lines(console, lines)
+    if config.trainer.strategy == "megatron":
+        console.print(_rank_table(Layout.of(config.trainer.megatron, config.trainer.num_ranks), model))
+    memories = rank_memory(config, model, is_gpu=is_gpu)
+    console.print(_parts_table(memories))
+    console.print(_phases_table(memories))
+    lines = list(_offloaded(config))
+    if not is_gpu:
+        total = sum(memory.peak for memory in memories.values()) * config.trainer.num_ranks // len(memories)
+        ranks = config.trainer.num_ranks
+        whole = f"all {ranks} ranks together, at their peaks" if ranks > 1 else "the rank, at its peak"
+        lines.insert(0, f"{whole}: {total / 2**30:.2f} GiB")
+    if isinstance(config, SftConfig):
+        lines += [_batch(config)]
+    else:
+        lines += [
+            _publication(config, model, is_gpu=is_gpu),
+            _batch(config),
+            *_blocks(config),
+            *_lag(config),
+            *_replicas(config),
+        ]
+        if config.placement == "colocated" and is_gpu:
+            lines += [_shared(config, model, memories.values(), console)]
+        lines += environment_plan(config)
+    _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
+
+
+def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:
+    return ((name, model) for name, model in config.models.items() if model.strategy == "megatron")
+
+
+def _check_supported(config: AnyConfig) -> None:
+    content = read_content(config.model)
+    for strategy in dict.fromkeys(model.strategy for model in config.models.values()):
+        require_supported(content, strategy, f"{config.model}/config.json")
+
+
+def _check(config: AnyConfig, model: Architecture) -> None:
+    for name, settings in _layouts(config):
+        check_layout(settings.megatron, settings.num_ranks, architecture=model, key=f"{name}.megatron")
+
+
+def _rank_table(layout: Layout, model: Architecture) -> Table:
+    columns = ("rank", "gpu", "tp", "cp", "dp", "pp", "ep", "etp", "layers", "experts")
+    table = _table(*columns, title=f"Ranks, on hosts of {_GPUS_PER_HOST} GPUs")
+    for at in rank_map(layout):
+        places = (at.rank, at.rank % _GPUS_PER_HOST, at.tp, at.cp, at.dp, at.pp, at.ep, at.etp)
+        table.add_row(*map(str, places), *_holds(layout, model, at))
+    return table
+
+
+def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, str]:
+    layers = ", ".join(map(_range, layout.layers(model.num_layers, at.pp)))
+    return layers, _range(layout.experts(model.num_experts, at.ep)) if model.num_experts else "-"
+
+
+def _parts_table(memories: Mapping[str, Memory]) -> Table:
+    """Returns a table of the memory of each kind of rank. `working` is the largest intermediate results, usually logits
+    and their gradients, and on CPU the holes that they leave in the heap.
+    """
+    unit, size = _unit(max(memory.peak for memory in memories.values()))
+    has_reference, has_base = any(m.reference for m in memories.values()), any(m.base for m in memories.values())
+    columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
+    columns += ["ref"] * has_reference + ["process"] * has_base
+    table = _table(*columns, title=f"Memory per rank in {unit}")
+    for name, memory in memories.items():
+        cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
+        cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
+        cells.append(f"{(memory.gathered + memory.micro.backward + memory.micro.holes) / size:.2f}")
+        cells += [f"{memory.reference / size:.2f}"] * has_reference + [f"{memory.base / size:.2f}"] * has_base
+        table.add_row(name, _count(memory.parameters), *cells)
+    return table
+
+
+def _phases_table(memories: Mapping[str, Memory]) -> Table:
+    unit, size = _unit(max(memory.peak for memory in memories.values()))
+    names = next(iter(memories.values())).phases
+    table = _table("ranks", *names, "peak", "idle", title=f"Peak of each phase per rank in {unit}")
+    for name, memory in memories.items():
+        table.add_row(name, *(f"{one / size:.2f}" for one in (*memory.phases.values(), memory.peak, memory.idle)))
+    return table
+
+
+def _shared(config: Config, model: Architecture, ranks: Collection[Memory], console: Console) -> str:
+    """Prints the memory of a GPU that trainer and engine share, in each phase. Returns an explanation of it."""
+    phases = colocated_phases(config, model, ranks)
+    unit, size = _unit(max(phase.total for phase in phases))
+    table = _table("phase", "trainer", "engine", "both", title=f"Memory of a shared GPU in {unit}")
+    for phase in phases:
+        table.add_row(phase.name, *(f"{part / size:.2f}" for part in (phase.trainer, phase.engine, phase.total)))
+    console.print(table)
+    pinned_bytes = host_bytes(ranks)
+    unit, size = _unit(pinned_bytes)
+    return (
+        f"generate: the KV cache takes the engine to {utilization(config):.0%} of the GPU. publish: two buffers are "
+        f"counted with the trainer. Pinned host memory: {pinned_bytes / size:.2f} {unit} for each of "
+        f"{config.trainer.num_ranks} ranks. Not counted: contexts and CUDA graphs of both processes."
+    )
+
+
+def _offloaded(config: AnyConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.strategy == "megatron":
+        names = sorted(trainer.megatron.offloads)
+    else:
+        names = ["grads", "optimizer", "params"] if trainer.fsdp.cpu_offload else []
+    if names:
+        yield f"offloaded to host memory between phases (idle): {', '.join(names)}"
+
+
+def _publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> str:
+    num_bytes, buckets = publication(config, model, is_gpu=is_gpu)
+    unit, size = _unit(num_bytes)
+    rank = config.trainer.lora.published_rank
+    what = f"adapters of rank {rank}" if rank else "whole checkpoint"
+    layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
+    # A slot can end before its bucket is full, so there can be more buckets if several ranks send.
+    least = "" if rank or layout.tp * layout.pp * layout.ep == 1 else "at least "
+    return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {least}{buckets}"
+
+
+def _batch(config: AnyConfig) -> str:
+    if isinstance(config, SftConfig):
+        samples = config.data.samples_per_step // config.trainer.num_minibatches
+    else:
+        groups = config.data.prompts_per_step // config.trainer.num_minibatches
+        samples = groups * config.rollout.completions_per_prompt
+    ranks = data_parallel_size(config.trainer)
+    where = f"each of {ranks} data-parallel ranks" if ranks > 1 else "the only data-parallel rank"
+    each = f"{samples // ranks}" + (f" or {samples // ranks + 1}" if samples % ranks else "")
+    return f"batch: {samples} samples per mini-batch, {each} on {where}"
+
+
+def _blocks(config: Config) -> Iterator[str]:
+    size, trainer = tokens_per_block(config), config.trainer
+    if not size:
+        return
+    when = ", trained on as soon as they are scored"
+    if not streams(config):
+        when = "; not streamed: the trainer gets the batch when it is complete"
+    idle = ""
+    if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
+        layout = Layout.of(trainer.megatron, trainer.num_ranks)
+        num_tokens = min(size, most_tokens_per_minibatch(config))
+        num_packs = -(-num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
+        share = (layout.pp - 1) / (layout.vpp * num_packs + layout.pp - 1)
+        idle = f"; the pipeline idles for {share:.0%} of each, more of one with fewer tokens"
+    num_minibatches, rest = trainer.num_minibatches, ""
+    if num_minibatches > 1:
+        rest = f"; they are the first of {num_minibatches} mini-batches, and each of the others is trained on at once"
+    growth, cutter = block_growth(config), block_cutter(config)
+    first = f", the first of {cutter.least_tokens} and each of {growth} more" if growth and cutter else ""
+    yield f"blocks: groups of at least {size} tokens together{first}{when}{idle}{rest}"
+
+
+def _lag(config: Config) -> Iterator[str]:
+    if lag := config.trainer.lag.versions:
+        yield f"lag: the batch that updates version t is generated by version t - {lag}, during earlier updates"
+
+
+def _replicas(config: Config) -> Iterator[str]:
+    if found := config.rollout.discovery:
+        where = f"the lines of {found.path}" if found.kind == "file" else f"all addresses of {found.name}:{found.port}"
+        yield f"replicas: {where}; they may come and go, and take part from the next publication"
+
+
+def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
+    trainer = config.trainer
+    held = weight_bytes(trainer, is_gpu=is_gpu)
+    if trainer.strategy == "fsdp":
+        whole = "" if trainer.fsdp.reduce_each_microbatch else ", whole on each rank until the last micro-batch"
+        state = f"float32 weights 4, grads 4{whole}, Adam moments 8"
+    else:
+        bytes_ = StateBytes.of(trainer, is_gpu=is_gpu)
+        optimizer = (f"master {bytes_.master} + " if bytes_.master else "") + f"Adam moments {bytes_.moments}"
+        if bytes_.device_share < 1:
+            optimizer += f" of {bytes_.device_share:.0%} of them, the rest in host memory"
+        of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
+        copies = f" (and {bytes_.gradient_copy} after the optimizer's step)" if bytes_.gradient_copy else ""
+        state = f"{of_weights}, grads {bytes_.gradient}{copies}, optimizer: {optimizer}"
+    computes = f"in {'bfloat16' if held == 2 else 'float32'} on {'GPU' if is_gpu else 'CPU'}"
+    recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
+    kernels = "fused kernels (arXiv 2205.05198)" if is_gpu else "plain torch operators, with the holes of the heap"
+    left_out = "padding of samples of unequal length"
+    if is_gpu:
+        left_out = "buffers of collectives, fragmentation, up to 2 GiB of logits if few tokens are predicted"
+    return (
+        f"Bytes per parameter: {state}. Activations {computes}: micro-batches of {microbatch_tokens(config)} "
+        f"tokens x those in flight, {kernels}{recomputed}. Working: a layer, or logits and their gradients, whichever "
+        f"is larger, and gathered weights. Not counted: {left_out}."
+    )
+
+
+def _sizes(layout: Layout) -> str:
+    chunks = f", VPP {layout.vpp}" if layout.vpp > 1 else ""
+    return (
+        f"{counted(layout.world, 'rank')} = TP {layout.tp} x PP {layout.pp} x CP {layout.cp} x DP {layout.dp}{chunks}"
+    )
+
+
+def _table(*columns: str, title: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False)
+
+
+def _range(numbers: range) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+
+
+def _unit(num_bytes: int) -> tuple[str, int]:
+    return next((unit for unit in _UNITS if num_bytes >= unit[1]), _UNITS[-1])
+
+
+def _count(number: int) -> str:
+    for letter, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return str(number)

@@ -1,1 +1,0 @@
-"""Calls the rollout, reward and trainer services."""

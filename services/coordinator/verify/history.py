@@ -1,0 +1,296 @@
+"""Follows the rows of a run's ledger in order and finds the first that could not have come there."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.record import batch_path
+from services.coordinator.runs.recorded import Row
+from services.coordinator.verify.samples import SampleChecks, differing
+
+# Sections of the config that decide how weights are cut into buckets, which the digest covers.
+_LAYOUT = ("model", "trainer", "weights")
+
+
+class ViolationError(Exception):
+    """Says in a sentence which rule a row breaks."""
+
+
+@dataclass
+class _Session:
+    """Holds the actions of one coordinator since it opened the run."""
+
+    config: Mapping[str, Any]
+    checkpoint: str
+    begun: int | None = None
+    version: int = 0
+    published: dict[int, str] | None = None
+    collected: set[int] | None = None
+    regrouped: bool = False
+    """Whether the weight group was formed again since the last publication."""
+
+
+class History:
+    """Knows what may come next after the rows that were given to `follow`."""
+
+    def __init__(self, run_dir: Path, rows: Sequence[Row]):
+        self._run_dir = run_dir
+        self._newest = {(row.kind, row.version, _name_of(row)): row.seq for row in rows}
+        self._unrecorded = _being_written(rows)
+        self._run_id, self._num_rows = "", 0
+        self._session = _Session({}, "")
+        self._finished = 0  # the newest finished step of the current history
+        self._ever_finished: set[int] = set()
+        self._published: dict[int, set[tuple[str, str]]] = {}  # version -> layouts and digests
+        self._collected: dict[int, Mapping[str, Any]] = {}
+        self._saved: dict[str, int] = {}
+        self._dataset = ""
+        self._selected: dict[int, Mapping[str, Any]] = {}
+        self._evaluations: dict[int, list[Path]] = {}
+        self.samples = SampleChecks()
+        self._follow: dict[str, Callable[[Row], None]] = {
+            Kind.OPENED: self._opened,
+            Kind.BEGUN: self._begun,
+            Kind.EPOCH: self._regroups,
+            Kind.PUBLISHED: self._is_published,
+            Kind.SELECTED: self._is_selected,
+            Kind.COLLECTED: self._is_collected,
+            Kind.FINISHED: self._is_finished,
+            Kind.EVAL_SAMPLES: self._is_sampled_for_evaluation,
+            Kind.EVALUATED: self._is_evaluated,
+            Kind.SAVED: self._is_saved,
+            Kind.SAVED_CRITIC: self._is_saved,
+            Kind.DELETED: self._is_deleted,
+            Kind.EXPORTED: self._is_exported,
+        }
+
+    def follow(self, row: Row) -> None:
+        """Takes the next row.
+
+        Raises:
+            ViolationError: It contradicts the rows before it, or a file that it describes.
+        """
+        self._num_rows += 1
+        require(row.seq == self._num_rows, f"row {self._num_rows} is missing: the next one is row {row.seq}")
+        require(bool(self._run_id) or row.kind == Kind.OPENED, "the first row does not open the run")
+        if row.kind in self._follow:
+            self._follow[row.kind](row)
+
+    def _opened(self, row: Row) -> None:
+        run_id = row.body["run_id"]
+        require(self._run_id in ("", run_id), f"the run was {self._run_id} before and is now {run_id}")
+        self._run_id = run_id
+        self._session = _Session(json.loads(row.body["config"]), row.body["checkpoint"])
+
+    def _begun(self, row: Row) -> None:
+        version, checkpoint = row.required_version, self._session.checkpoint
+        require(self._session.begun is None, "the session began before")
+        saved = self._step_of(checkpoint) if checkpoint else 0
+        require(
+            version in (self._finished, saved),
+            f"the session goes on after step {version}, but the run has finished step {self._finished}, and "
+            + (f"the checkpoint that it resumed is of step {saved}" if checkpoint else "it resumed no checkpoint"),
+        )
+        self._finished = version
+        self._session.begun = self._session.version = version
+        self._session.published, self._session.collected = {}, set()
+
+    def _regroups(self, row: Row) -> None:
+        self._session.regrouped = True
+
+    def _is_published(self, row: Row) -> None:
+        version, digest = row.required_version, row.body["digest"]
+        session, published = self._session, self._in_session(row)
+        regrouped, session.regrouped = session.regrouped, False
+        # The engines had slept, or the last replica had died and was restarted while it generated.
+        if version in published and (session.config.get("placement") == "colocated" or regrouped):
+            again = f"version {version} was published again with {digest}, not {published[version]}"
+            require(digest == published[version], again)
+            return
+        require(version not in published, f"version {version} was published twice in one session")
+        if published or version == session.version + 1:
+            require(version == session.version + 1, f"version {version} was published after version {session.version}")
+            require(session.version in self._collected, f"version {version} has no batch that it could come from")
+        else:
+            require(version == session.version, f"version {version} was published, but {session.version} was held")
+            self._require_same_weights(version, digest)
+        for address, received in row.body.get("received", {}).items():
+            require(received == digest, f"replica {address} received weights {received}, but {digest} were sent")
+        published[version] = digest
+        self._published.setdefault(version, set()).add((self._layout(), digest))
+
+    def _require_same_weights(self, version: int, digest: str) -> None:
+        """Checks that a session that goes on after `version` has the weights that this version had."""
+        before = {known for layout, known in self._published.get(version, ()) if layout == self._layout()}
+        require(
+            not before or digest in before,
+            f"the session goes on with version {version} of digest {digest}, which was never published before: "
+            f"the run had {' and '.join(sorted(before))}",
+        )
+
+    def _is_selected(self, row: Row) -> None:
+        self._selected[row.required_version] = row.body
+
+    def _is_collected(self, row: Row) -> None:
+        version, body = row.required_version, row.body
+        published, session = self._in_session(row), self._session
+        assert session.collected is not None
+        drawn, lag = body.get("drawn", version), self._lag()
+        require(
+            drawn == session.version, f"a batch was sampled from version {drawn} while {session.version} was served"
+        )
+        is_first = drawn == session.begun and drawn <= version <= drawn + lag
+        require(version == drawn + lag or is_first, f"the batch for version {version} was sampled from version {drawn}")
+        require(version not in session.collected, f"two batches for version {version} were sampled in one session")
+        require(drawn in published, f"a batch was sampled from version {drawn}, which was not published")
+        require(
+            body["digest"] == published[drawn],
+            f"the batch carries weights {body['digest']} as version {drawn}, but {published[drawn]} were published",
+        )
+        require(self._dataset in ("", body["dataset"]), "the training data is not that of the batches before")
+        self._dataset, self._collected[version] = body["dataset"], body
+        session.collected.add(version)
+        if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
+            path = batch_path(self._run_dir, version)
+            if self._is_recorded(path, row):
+                both = {**self._selected.get(version, {}), **body}
+                self._require_none(self.samples.check(path, version, both, session.config))
+
+    def _is_recorded(self, path: Path, row: Row) -> bool:
+        """Requires that a file of samples is the one of `row`, the newest of its kind and version.
+
+        Returns False if a coordinator may have been killed after it had replaced the file and before it wrote the row.
+        """
+        require(path.is_file(), f"{path.name}, of a row {row.kind} of version {row.version}, is missing")
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        may_be_new = (row.kind, row.version) in self._unrecorded
+        is_same = found == row.body["sha256"]
+        require(is_same or may_be_new, f"{path.name} is not the file that was recorded: its SHA-256 is {found}")
+        return is_same
+
+    def _require_none(self, wrong: Iterable[str]) -> None:
+        for sentence in wrong:
+            raise ViolationError(sentence)
+
+    def _is_finished(self, row: Row) -> None:
+        version, session, published = row.required_version, self._session, self._in_session(row)
+        before = version - 1
+        require(version == session.version + 1, f"step {version} was finished after step {session.version}")
+        require(before in self._collected, f"step {version} was finished without a batch")
+        require(version in published, f"step {version} was finished, but its weights were not published")
+        batch = self._collected[before]
+        drawn, used = batch.get("drawn", before), batch["digest"]
+        known = {digest for _, digest in self._published.get(drawn, ())}
+        if drawn in published:
+            known = {published[drawn]}
+        require(used in known, f"step {version} trained on samples of weights {used}, not on those of version {drawn}")
+        session.version = self._finished = version
+        self._ever_finished.add(version)
+        if facts := self.samples.facts.get(before):
+            self._require_none(differing(batch_path(self._run_dir, before), facts.metrics, row.body))
+
+    def _is_sampled_for_evaluation(self, row: Row) -> None:
+        path = self._run_dir / "evaluations" / row.body["file"]
+        is_newest = self._newest[row.kind, row.version, row.body["file"]] == row.seq
+        if is_newest and self._is_recorded(path, row):
+            self._evaluations.setdefault(row.required_version, []).append(path)
+
+    def _is_evaluated(self, row: Row) -> None:
+        version = row.required_version
+        require(version == self._session.version, f"version {version} was evaluated while another one was served")
+        stamp = version, self._in_session(row).get(version, "")
+        for path in self._evaluations.pop(version, []):
+            self._require_none(self.samples.check_evaluation(path, stamp, row.body))
+
+    def _is_saved(self, row: Row) -> None:
+        version, path = row.required_version, row.body["path"]
+        require(
+            version in self._ever_finished, f"the checkpoint of step {version} was saved before that step was finished"
+        )
+        require(version <= self._finished, f"the checkpoint of step {version} was saved after step {self._finished}")
+        self._saved[path] = version
+        is_gone = (Kind.DELETED, None, path) in self._newest and self._newest[Kind.DELETED, None, path] > row.seq
+        if not is_gone and self._newest[row.kind, version, path] == row.seq:
+            self._check_checkpoint(row)
+
+    def _check_checkpoint(self, row: Row) -> None:
+        manifest = self._there(row.body["path"]) / "manifest.json"
+        require(manifest.is_file(), f"{manifest} of a recorded checkpoint is missing")
+        content = manifest.read_bytes()
+        found = hashlib.sha256(content).hexdigest()
+        require(
+            found == row.body["manifest_digest"], f"{manifest} is not the file that was saved: its SHA-256 is {found}"
+        )
+        state = json.loads(content).get("state", {})
+        expected = f"{self._run_id}/{row.required_version - 1}"
+        batch = state.get("last_batch_id")
+        require(batch == expected, f"{manifest} was saved after batch {batch}, not after {expected}")
+
+    def _is_deleted(self, row: Row) -> None:
+        path = row.body["path"]
+        require(path in self._saved, f"{path} was deleted, but never saved")
+
+    def _is_exported(self, row: Row) -> None:
+        version = row.required_version
+        require(version == self._finished, f"version {version} was exported, but step {self._finished} was the last")
+
+    def _in_session(self, row: Row) -> dict[int, str]:
+        require(self._session.published is not None, f"a row {row.kind} came before its session began")
+        assert self._session.published is not None
+        return self._session.published
+
+    def _lag(self) -> int:
+        """Returns by how many versions a batch is older than the one it updates, except in a session's first
+        batches."""
+        return self._session.config["trainer"].get("lag", {}).get("versions", 0)
+
+    def _layout(self) -> str:
+        return json.dumps([self._session.config.get(section) for section in _LAYOUT], sort_keys=True)
+
+    def _step_of(self, checkpoint: str) -> int:
+        """Returns the step of the checkpoint that a session resumed, also if it was deleted since."""
+        manifest = self._there(checkpoint) / "manifest.json"
+        if checkpoint in self._saved:
+            return self._saved[checkpoint]
+        if manifest.is_file():
+            return int(json.loads(manifest.read_bytes())["state"]["version"])
+        named = re.search(r"step-(\d+)$", checkpoint)
+        require(named is not None, f"the session resumed {checkpoint}, which is no checkpoint")
+        assert named
+        return int(named[1])
+
+    def _there(self, path: str) -> Path:
+        """Returns where a checkpoint is now, also if the run's directory was moved."""
+        moved = self._run_dir / Path(path).parent.name / Path(path).name
+        return moved if moved.is_dir() else Path(path)
+
+
+def _name_of(row: Row) -> str | None:
+    """Returns the path or file that a row describes."""
+    return row.body.get("path", row.body.get("file"))
+
+
+def _being_written(rows: Sequence[Row]) -> set[tuple[str, int]]:
+    """Returns the kinds and versions of rows whose files the last session may have replaced as it ended.
+
+    These are evaluations of the version that it held, and batches that could be collected next.
+    """
+    begun = next((place for place in reversed(range(len(rows))) if rows[place].kind == Kind.BEGUN), len(rows))
+    last = rows[begun:]
+    held = [row.required_version for row in last if row.kind in (Kind.BEGUN, Kind.FINISHED)]
+    collected = [row.required_version for row in last if row.kind == Kind.COLLECTED]
+    evaluated = [row.required_version for row in last if row.kind == Kind.EVALUATED]
+    next_batches = held[-1:] if not collected else [max(collected) + 1]
+    written = {(Kind.EVAL_SAMPLES.value, version) for version in held[-1:] if version not in evaluated}
+    return written | {(Kind.COLLECTED.value, version) for version in next_batches}
+
+
+def require(is_so: bool, otherwise: str) -> None:
+    """Raises ViolationError with the sentence `otherwise`, unless `is_so`."""
+    if not is_so:
+        raise ViolationError(otherwise)

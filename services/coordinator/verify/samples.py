@@ -1,0 +1,167 @@
+"""Checks the samples of a recorded batch: stamps, seeds, groups, the order of the data and the numbers made of them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from services.common.batches.blocks import content_sha256
+from services.common.errors import DataLoss
+from services.common.rpc.history import scores_hashes
+from services.coordinator.data.curriculum import REFILLS
+from services.coordinator.data.order import EpochOrder, seed_of, shuffled
+
+_NUMBERS = ["prompt_id", "group", "sample", "seed", "policy_version", "policy_digest", "reward"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Holds what other parts of the record must say too about a file of samples."""
+
+    metrics: Mapping[str, float]
+    """Metrics of its step, by name."""
+    sha256: str
+    """SHA-256 of its values, as the trainer has it of the samples that it applied; empty for an evaluation."""
+    scores: Mapping[str, Sequence[str]]
+    """Hashes of the scores of each prompt's samples, by prompt id: see common.rpc.history.ids.scores_hashes."""
+
+
+class SampleChecks:
+    """Checks the samples of batch after batch, and remembers which prompt is at which place in the data."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.facts: dict[int, Facts] = {}
+        """Facts of each batch that is still on disk, by the version that it updates."""
+        self._prompts: dict[int, str] = {}  # place in the data -> prompt id
+        self._order: EpochOrder | None = None
+
+    def check(self, path: Path, step: int, body: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+        """Yields a sentence for everything that is wrong in the batch of `step`.
+
+        `body` has the fields of its rows `selected` and `collected`.
+
+        Raises:
+            DataLoss: The file cannot be read.
+        """
+        samples = _read(path)
+        rows = samples.select(_NUMBERS).to_pylist()
+        yield from self._check_stamps(path, rows, (body.get("drawn", step), body["digest"]))
+        for number, row in enumerate(rows):
+            expected = seed_of(config["seed"], step, row["prompt_id"], row["sample"])
+            if row["seed"] != expected:
+                who = _who(row, number, path)
+                yield f"{who} has seed {row['seed']}, but the order of the run gives {expected}"
+        yield from _check_groups(path, rows, body, config)
+        yield from self._check_order(rows, step, body, config, path)
+        self.facts[step] = Facts(_metrics_of(samples), content_sha256(samples).hex(), _scores_of(samples))
+
+    def check_evaluation(self, path: Path, stamp: tuple[int, str], metrics: Mapping[str, float]) -> Iterator[str]:
+        """Yields a sentence for every sample that carries another stamp than (version, digest), and for wrong metrics.
+
+        Raises:
+            DataLoss: The file cannot be read.
+        """
+        samples = _read(path)
+        yield from self._check_stamps(path, samples.select(_NUMBERS).to_pylist(), stamp)
+        name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
+        yield from differing(path, {name: _metrics_of(samples)["reward/mean"]}, metrics)
+
+    def _check_stamps(self, path: Path, rows: list[dict[str, Any]], stamp: tuple[int, str]) -> Iterator[str]:
+        self.num_samples += len(rows)
+        for number, row in enumerate(rows):
+            found = row["policy_version"], row["policy_digest"]
+            if found != stamp:
+                who = _who(row, number, path)
+                yield f"{who} carries version {found[0]} with digest {found[1]}, not {stamp[0]} with {stamp[1]}"
+
+    def _check_order(
+        self, rows: list[dict[str, Any]], step: int, body: Mapping[str, Any], config: Mapping[str, Any], path: Path
+    ) -> Iterator[str]:
+        """Compares the prompts with the order in which the step must try them. A curriculum reorders them."""
+        if "num_prompts" not in body or config["selection"]["curriculum"]["enabled"]:
+            return
+        places = self._places(body["num_prompts"], step, config)
+        for number, row in enumerate(rows):
+            if not 0 <= row["group"] < len(places):
+                yield f"{_who(row, number, path)} is in group {row['group']} of {len(places)} prompts"
+                continue
+            place, prompt = int(places[row["group"]]), row["prompt_id"]
+            before = self._prompts.setdefault(place, prompt)
+            if before != prompt:
+                yield f"{path.name} has prompt {prompt} where the order of the data has {before}"
+
+    def _places(self, num_prompts: int, step: int, config: Mapping[str, Any]) -> list[int]:
+        """Returns the places in the data of the prompts that `step` tries: see data/curriculum.py: plain_order."""
+        data, seed = config["data"], config["seed"]
+        if self._order is None:
+            self._order = EpochOrder(num_prompts, data["prompts_per_step"], seed=seed, shuffle=data["shuffle"])
+        batch = self._order.indices(step).tolist()
+        taken = set(batch)
+        rest = [place for place in shuffled(num_prompts, seed, step, REFILLS).tolist() if place not in taken]
+        return [*batch, *rest]
+
+
+def differing(path: Path, found: Mapping[str, float], recorded: Mapping[str, float]) -> Iterator[str]:
+    """Yields a sentence for every number of the samples in `path` that is recorded otherwise, not only rounded."""
+    for name, value in found.items():
+        said = recorded.get(name, value)
+        if not (math.isclose(said, value, rel_tol=1e-9, abs_tol=1e-12) or (said != said and value != value)):
+            yield f"{name} of the samples in {path.name} is {value:g}, but the ledger has {said:g}"
+
+
+def _check_groups(
+    path: Path, rows: list[dict[str, Any]], body: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Compares the samples of each group with those that every group has, and their number with the selection."""
+    samples_of: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        samples = samples_of.setdefault(row["group"], [])
+        if row["sample"] in samples:
+            yield f"{_who(row, number, path)} is in the batch twice"
+        samples.append(row["sample"])
+    if "num_groups" not in body:
+        return
+    if len(samples_of) != body["num_groups"]:
+        yield f"{path.name} has {len(samples_of)} groups, but {body['num_groups']} were selected"
+    for group, samples in samples_of.items():
+        if sorted(samples) != list(range(config["rollout"]["completions_per_prompt"])):
+            yield f"{path.name} has samples {sorted(samples)} of group {group}"
+
+
+def _metrics_of(samples: pa.Table) -> dict[str, float]:
+    """Returns metrics of a step (rl.metrics.batch_metrics) that cost little to compute again."""
+    return {
+        "reward/mean": float(samples["reward"].to_numpy().mean()),
+        "batch/samples": float(samples.num_rows),
+        "batch/tokens": float(pc.sum(pc.list_value_length(samples["tokens"])).as_py()),
+        "completion/truncated": float(pc.mean(pc.equal(samples["finish_reason"], "length")).as_py()),
+    }
+
+
+def _scores_of(samples: pa.Table) -> dict[str, Sequence[str]]:
+    """Returns the hashes of each prompt's scores; that of the rewards only if no environment has added its own."""
+    scores: dict[str, list[tuple[float, dict[str, float]]]] = {}
+    of_environment = set[str]()
+    for row in samples.select(["prompt_id", "reward", "components", "environment"]).to_pylist():
+        components = {name: value for name, value in row["components"] if name != "environment"}
+        scores.setdefault(row["prompt_id"], []).append((row["reward"], components))
+        if row["environment"] is not None:
+            of_environment.add(row["prompt_id"])
+    return {name: scores_hashes(some)[: 1 if name in of_environment else 2] for name, some in scores.items()}
+
+
+def _read(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataLoss(f"{path} is damaged: {error}") from error
+
+
+def _who(row: Mapping[str, Any], number: int, path: Path) -> str:
+    return f"sample {row['sample']} of prompt {row['prompt_id']} (row {number} of {path.name})"

@@ -1,0 +1,140 @@
+"""Implements `lockstep verify`, which checks that a run's record is possible in the only legal order of actions."""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from services.common.counted import counted
+from services.common.errors import PreconditionFailed
+from services.common.rpc.history import line_files
+from services.coordinator.runs.database import reading
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.recorded import RecordedLedger, Row
+from services.coordinator.runs.resume import HISTORY
+from services.coordinator.verify.calls import CallChecks
+from services.coordinator.verify.history import History, ViolationError
+
+METRICS = "metrics.jsonl"
+_NUM_SHOWN = 12
+_HIDDEN = ("config", "versions", "metrics")  # too long for a line
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Holds the result of a verification."""
+
+    rows: Sequence[Row]
+    """The shortest prefix of the ledger that is illegal; all of it if none is."""
+    num_samples: int
+    violation: str
+    """What is wrong with the last of `rows` or `lines`, or with metrics.jsonl; empty if all is well."""
+    num_calls: int = 0
+    lines: Sequence[str] = ()
+    """The last lines of the history of calls up to the violation, if it is there."""
+
+
+def verify(run_dir: Path) -> Verdict:
+    """Checks a run's ledger, the files that it describes and its calls, up to the first violation. Changes nothing.
+
+    Raises:
+        NotFound: `run_dir` holds no run.
+        PreconditionFailed: It is an SFT run.
+        DataLoss: The ledger is empty, or a part of the record is damaged, so that nobody can say what it was.
+    """
+    # The run may go on meanwhile: the ledger is read next, and has everything that is in these parts of the files.
+    written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
+    with closing(RecordedLedger(run_dir)) as ledger:
+        rows = ledger.rows()
+    if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
+        raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
+    history = History(run_dir, rows)
+    for number, row in enumerate(rows, 1):
+        try:
+            with reading(f"{run_dir}: row {row.seq} of the ledger, {row.kind}, or what it describes,"):
+                history.follow(row)
+        except ViolationError as error:
+            return Verdict(rows[:number], history.samples.num_samples, str(error))
+    num_samples, calls = history.samples.num_samples, CallChecks(rows, history.samples.facts)
+    shown = deque[str](maxlen=_NUM_SHOWN)
+    try:
+        _follow_calls(calls, written, shown)
+    except ViolationError as error:
+        return Verdict(rows, num_samples, str(error), calls.num_calls, tuple(shown))
+    violation = next(_wrong_lines(run_dir / METRICS, rows), "")
+    return Verdict(rows, num_samples, violation, calls.num_calls)
+
+
+def _follow_calls(calls: CallChecks, written: Sequence[tuple[Path, int]], shown: deque[str]) -> None:
+    """Checks the history of calls in the first bytes of files. The last line of a killed coordinator may be torn.
+
+    Raises:
+        ViolationError: A line contradicts what is known; it is the last of `shown`.
+        DataLoss: A line is damaged.
+    """
+    for path, num_bytes in written:
+        with path.open("rb") as file:
+            whole = file.read(num_bytes).split(b"\n")[:-1]
+        for number, text in enumerate(whole, 1):
+            shown.append(f"{path.name}:{number}  {text.decode(errors='replace')}")
+            with reading(f"line {number} of {path}"):
+                calls.follow(json.loads(text))
+
+
+def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a sentence for every line of a step that contradicts the ledger.
+
+    Lines may be missing, because a full disk does not end a run, and the line of a step is written before its row. The
+    last line of a killed coordinator may be torn.
+    """
+    recorded = {row.required_version: row.body for row in rows if row.kind == Kind.FINISHED}
+    evaluations = {row.required_version: row.body for row in rows if row.kind == Kind.EVALUATED}
+    newest = next((row.required_version for row in reversed(rows) if row.kind in (Kind.FINISHED, Kind.BEGUN)), 0)
+    before = 0
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
+        with reading(f"line {number} of {path}"):
+            line = json.loads(text)
+            step = int(line.pop("step"))
+        if "time/step_s" not in line:  # of an evaluation, whose time is in this line only
+            evaluated = evaluations.get(step, {})
+            if any(_text({name: line.get(name)}) != _text({name: value}) for name, value in evaluated.items()):
+                yield f"line {number} of {path.name}, of the evaluation of step {step}, is not what the ledger has"
+            continue
+        if step <= before:
+            yield f"line {number} of {path.name} is of step {step} and comes after that of step {before}"
+        if step > newest + 1 or (step <= newest and _text(line) != _text(recorded.get(step))):
+            yield f"line {number} of {path.name}, of step {step}, is not what the ledger has of this step"
+        before = step
+
+
+def _text(metrics: Mapping[str, object] | None) -> str:
+    """Returns text that is equal for equal metrics, including NaN."""
+    return json.dumps(metrics, sort_keys=True)
+
+
+def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
+    """Prints the verdict; after a violation the last rows of the prefix too."""
+    kinds = [row.kind for row in verdict.rows]
+    counts = f"{counted(kinds.count(Kind.OPENED), 'session')}, {counted(kinds.count(Kind.FINISHED), 'finished step')}"
+    if not verdict.violation:
+        checked = f"{counted(verdict.num_samples, 'sample')}, {counted(verdict.num_calls, 'call')}"
+        line = f"{run_dir}: {counted(len(kinds), 'row')}, {counts}, {checked}: no violation"
+        console.print(line, soft_wrap=True, highlight=False)
+        return
+    if verdict.lines:
+        for text in (*verdict.lines, f"violation after {counted(verdict.num_calls, 'call')}: {verdict.violation}"):
+            console.print(text, soft_wrap=True, highlight=False)
+        return
+    shown = verdict.rows[-_NUM_SHOWN:]
+    if len(shown) < len(kinds):
+        console.print(f"... {counted(len(kinds) - len(shown), 'row')} before", highlight=False)
+    for row in shown:
+        body = {name: value for name, value in row.body.items() if name not in _HIDDEN and not isinstance(value, float)}
+        version = "" if row.version is None else f" {row.version}"
+        text = f"{row.seq:>6}  {row.kind}{version}  {json.dumps(body)}"
+        console.print(text, soft_wrap=True, highlight=False)
+    console.print(f"violation after {counted(len(kinds), 'row')}: {verdict.violation}", soft_wrap=True, highlight=False)
