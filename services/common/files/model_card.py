@@ -12,7 +12,7 @@ from typing import Any, cast
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.regular_files import is_there, parse_object, read_regular
+from services.common.files.storage import is_there, parse_object, read_regular
 
 _REQUIRED = "config.json"
 _OPTIONAL = (
