@@ -85,5 +85,4 @@ def changed(before: DeviceState, after: DeviceState, duration_s: float) -> Devic
 
 
 def gib(num_bytes: int) -> str:
-    """Returns a number of bytes as text."""
     return f"{num_bytes / 2**30:.2f} GiB"

@@ -100,11 +100,9 @@ def missing_modules(extra: str) -> list[str]:
 
 
 def require_extra(service: str) -> None:
-    """Checks that the extra of `service` is installed, and that nothing else is imported in place of Lockstep.
+    """Checks that the extra of `service` is installed, and that the working directory has no package `services`.
 
-    Raises:
-        PreconditionFailed: UNSUPPORTED_VERSION. A module of the extra is missing, or the working directory has a
-            package `services`, which `python -m services.<service>` would import instead.
+    `python -m services.<service>` would import that in place of Lockstep's.
     """
     if missing := missing_modules(service):
         raise PreconditionFailed(
@@ -122,11 +120,7 @@ def require_extra(service: str) -> None:
 
 
 def require_suffix_decoding() -> None:
-    """Checks that the package for suffix decoding is installed.
-
-    Raises:
-        PreconditionFailed: UNSUPPORTED_VERSION. It is missing, or its version was not tested.
-    """
+    """Checks that the package for suffix decoding is installed, in the version that was tested."""
     package, tested = _SUFFIX
     try:
         found = version(package)
@@ -155,9 +149,6 @@ def socket_directory() -> "tempfile.TemporaryDirectory[str]":
 
     It is in the directory for temporary files or, if sockets cannot be made there because its path is too long for
     example, in /tmp or another place with a short path.
-
-    Raises:
-        InvalidInput: Sockets cannot be made anywhere.
     """
     places = (tempfile.gettempdir(), os.environ.get("TMPDIR"), *_SHORT_PLACES, os.environ.get("XDG_RUNTIME_DIR"))
     refused: list[str] = []

@@ -21,7 +21,7 @@ _READ_BY = {
 
 
 class KlConfig(Strict):
-    """Subtracts a penalty from the reward of each trained token: coef times an estimate of KL(policy || reference)."""
+    """A penalty on the reward of each trained token: coef times an estimate of KL(policy || reference)."""
 
     coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the KL penalty in the reward; with `target`, its initial value. 0 turns the penalty off and needs
@@ -43,7 +43,7 @@ class KlConfig(Strict):
 
 
 class AdvantageConfig(Strict):
-    """Says how the rewards of a batch become the advantage of each token."""
+    """How the rewards of a batch become the advantage of each token."""
 
     kind: Literal[
         "grpo",
@@ -106,27 +106,26 @@ class AdvantageConfig(Strict):
 
     @property
     def whitening(self) -> Literal["none", "group", "batch"]:
-        """Returns `whiten` with auto resolved."""
+        """`whiten` with auto resolved."""
         if self.whiten != "auto":
             return self.whiten
         return "batch" if self.kind in _BATCH_WHITENED else "none"
 
     @property
     def needs_group(self) -> bool:
-        """Returns whether the samples of a prompt are compared with each other, so that there must be at least two."""
+        """Whether the samples of a prompt are compared with each other, so that there must be at least two."""
         return self.kind in _GROUP_KINDS
 
     @property
     def needs_values(self) -> bool:
-        """Returns whether a critic must fill the column `values`."""
         return self.kind == "gae"
 
     @property
     def needs_baseline(self) -> bool:
-        """Returns whether each prompt needs a greedy completion, generated and scored, for the column `baseline`."""
+        """Whether each prompt needs a greedy completion, generated and scored, for the column `baseline`."""
         return self.kind == "remax"
 
     @property
     def needs_reference(self) -> bool:
-        """Returns whether the column `ref_logprobs` must be filled for the KL penalty in the reward."""
+        """Whether the column `ref_logprobs` must be filled for the KL penalty in the reward."""
         return self.kl.coef > 0

@@ -16,8 +16,8 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class Strict(BaseModel):
-    """Rejects unknown keys, truth values as numbers, and numbers that are not finite. Is immutable, and validates
-    defaults like any other value."""
+    """The base of every config model: unknown keys, truth values as numbers and numbers that are not finite are
+    refused."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False

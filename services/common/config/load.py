@@ -55,7 +55,7 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True)
 class Key:
-    """Describes one config key: its dotted path such as `trainer.optim.lr`, type, default and help."""
+    """One config key: its dotted path such as `trainer.optim.lr`, type, default and help."""
 
     path: str
     type: str
@@ -79,9 +79,6 @@ def read(model: type[BaseModel], args: Sequence[str]) -> tuple[dict[str, Any], d
 
     Tables are merged key by key. One of several kinds is replaced by one of another kind, and a table of entries with
     free names by an empty one.
-
-    Raises:
-        InvalidInput: A file is missing or not YAML.
     """
     merged = _Merged(frozenset(open_tables(model)), {}, {})
     for arg in args:
@@ -100,11 +97,7 @@ def is_override(arg: str) -> bool:
 
 
 def parse_json(model: type[Model], text: str, *, field: str = "config_json") -> Model:
-    """Builds `model` from a config section that was received as JSON. `field` names the section in errors.
-
-    Raises:
-        InvalidInput: The JSON does not fit this service's schema.
-    """
+    """Builds `model` from a config section that was received as JSON. `field` names the section in errors."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -209,7 +202,7 @@ def _parse_override(arg: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _Merged:
-    """Merges values; `origin` has the source of each that is not a table. See `tables` for `open_paths`."""
+    """Values being merged; `origin` has the source of each that is not a table. See `open_tables` for `open_paths`."""
 
     open_paths: frozenset[str]
     tree: dict[str, Any]
@@ -311,11 +304,7 @@ def role_section(config: AnyConfig, name: str) -> RoleConfig | None:
 
 
 def load_any(args: Sequence[str]) -> AnyConfig:
-    """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`.
-
-    Raises:
-        InvalidInput: See `services.common.config.load.load`.
-    """
+    """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`."""
     # Tables that both kinds of runs have are of the same classes.
     tree, origin = read(Config, args)
     data = tree.get("data")

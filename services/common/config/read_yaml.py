@@ -23,7 +23,7 @@ class KeySetTwiceError(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply."""
+    """Refuses what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply its keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -68,11 +68,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def _count(value: object, counted: dict[int, int], depth: int) -> int:
-    """Returns the number of values in `value`, an alias as often as it is used. `counted` has results by id.
-
-    Raises:
-        yaml.YAMLError: The nesting is too deep, or a value contains itself.
-    """
+    """Returns the number of values in `value`, counting an alias each time that it is used. `counted` has results by
+    id."""
     if not isinstance(value, dict | list):
         return 1
     if depth > MAX_DEPTH:

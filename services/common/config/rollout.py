@@ -15,8 +15,6 @@ class _Speculation(Strict):
 
 
 class NgramSpeculationConfig(_Speculation):
-    """Drafts what followed the same tokens before, in the prompt or in the sample itself."""
-
     kind: Literal["ngram"] = "ngram"
     """Drafts what followed the sample's last tokens where they occurred before, in its prompt or in itself. It needs no
     other model and no GPU memory."""
@@ -42,8 +40,6 @@ class NgramSpeculationConfig(_Speculation):
 
 
 class SuffixSpeculationConfig(_Speculation):
-    """Drafts what most often followed the same tokens before, in the prompt, the sample and, if set, other samples."""
-
     kind: Literal["suffix"]
     """Drafts what most often followed the sample's last tokens where they occurred before, in its prompt or in itself
     (suffix decoding). A draft is never longer than the tokens that occurred before. It needs no other model and no GPU
@@ -66,8 +62,6 @@ class SuffixSpeculationConfig(_Speculation):
 
 
 class Eagle3SpeculationConfig(_Speculation):
-    """Drafts with an EAGLE-3 head, which reads hidden states of the policy."""
-
     kind: Literal["eagle3"]
     """Drafts with an EAGLE-3 head, a small model that reads hidden states of the policy. It stays as it is while the
     policy is trained, so fewer of its tokens are accepted as the run goes on."""
@@ -90,8 +84,6 @@ SpeculationConfig = Annotated[
 
 
 class FileDiscoveryConfig(Strict):
-    """Reads the replicas from a file."""
-
     kind: Literal["file"] = "file"
     """Each line of a file is a replica, HOST:PORT; # begins a comment. The file is read whenever it is written or
     replaced, and before each publication."""
@@ -100,8 +92,6 @@ class FileDiscoveryConfig(Strict):
 
 
 class DnsDiscoveryConfig(Strict):
-    """Takes all addresses of a DNS name as the replicas."""
-
     kind: Literal["dns"] = "dns"
     """The replicas are the addresses of a DNS name, such as that of a headless service of Kubernetes. The name is
     resolved before each publication."""
@@ -149,7 +139,7 @@ BadWords = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
 class SamplingConfig(Strict):
-    """Says how completions are sampled."""
+    """How completions are sampled."""
 
     temperature: TrainTemperature = 1.0
     """Sampling temperature, at least 0.01. The trainer divides its logits by the same value."""
@@ -189,7 +179,7 @@ class SamplingConfig(Strict):
 
     @property
     def is_truncated(self) -> bool:
-        """Returns whether some tokens cannot be sampled."""
+        """Whether some tokens cannot be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @model_validator(mode="before")
@@ -239,7 +229,7 @@ class SamplingConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """Configures the replicas of the policy in vLLM."""
+    """The replicas of the policy in vLLM."""
 
     num_replicas: int = Field(default=1, ge=1)
     """Number of replicas that `lockstep run` starts on this host if no --rollout address is given and `discovery` is

@@ -42,32 +42,30 @@ class Architecture:
 
     @property
     def family(self) -> Family:
-        """Returns the record of the model's family."""
         return FAMILIES[self.model_type]
 
     @property
     def query_size(self) -> int:
-        """Returns the width of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Returns the width of all key heads, which is that of all value heads."""
+        """The width of all key heads, which is that of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def layer(self) -> list[Weight]:
-        """Returns the weights of a layer in the order of the checkpoint."""
+        """The weights of a layer in the order of the checkpoint."""
         return [weight for weight in self.family.layer if not weight.if_true or weight.if_true in self.flags]
 
     @property
     def outside_layers(self) -> list[Weight]:
-        """Returns the weights before and after the layers; a tied output layer is the embedding and is left out."""
+        """The weights before and after the layers; a tied output layer is the embedding and is left out."""
         ends = [self.family.embedding, self.family.final_norm]
         return ends if self.tie_word_embeddings else [*ends, self.family.output]
 
     def has(self, parameter: str) -> bool:
-        """Says whether the layers have Megatron's `parameter`."""
+        """Returns whether the layers have Megatron's `parameter`."""
         return any(weight.parameter == parameter for weight in self.layer)
 
     def size(self, size: Size) -> int:
@@ -114,7 +112,6 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """Returns how many numbers the whole model has."""
         layers = self.num_layers * (self.layer_parameters() + self.num_experts * self.expert_parameters())
         return layers + sum(map(self.weight_parameters, self.outside_layers))
 
@@ -141,12 +138,7 @@ class Architecture:
 
 
 def read_architecture(model_path: str | Path) -> Architecture:
-    """Reads the architecture of a model directory in the Hugging Face format.
-
-    Raises:
-        NotFound: There is no config.json.
-        InvalidInput: It is not JSON, lacks a key, or is of a family that is not known; names the known ones.
-    """
+    """Reads the architecture of a model directory in the Hugging Face format."""
     return make_architecture(read_content(model_path), str(Path(model_path) / "config.json"))
 
 
@@ -175,11 +167,7 @@ def mixes_layers(content: Mapping[str, object]) -> bool:
 
 
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:
-    """Returns the architecture that a model's config describes; errors name `source`, where the config is from.
-
-    Raises:
-        InvalidInput: It lacks a key, or is of a family that is not known; names the known ones.
-    """
+    """Returns the architecture that a model's config describes; errors name `source`, where the config is from."""
     try:
         return _architecture(content, source)
     except (ValueError, TypeError, AttributeError) as error:
@@ -240,11 +228,7 @@ _FSDP = "; use strategy fsdp"
 
 
 def require_counts(content: Mapping[str, Any], source: str) -> None:
-    """Checks the content of config.json before anything is made in the numbers that it gives.
-
-    Raises:
-        InvalidInput: It has more layers or experts than any model, which would take all memory.
-    """
+    """Refuses a config.json with more layers or experts than any model has: making them would take all memory."""
     for key in _COUNTS:
         value = content.get(key)
         if isinstance(value, int | float) and value > _MOST:
@@ -252,12 +236,8 @@ def require_counts(content: Mapping[str, Any], source: str) -> None:
 
 
 def require_supported(content: Mapping[str, Any], strategy: str, source: str) -> None:
-    """Checks the content of config.json, or of a transformers config, against what `strategy` computes exactly.
-
-    Raises:
-        InvalidInput: The model would be computed otherwise than by transformers. The message has the key, `source`,
-            and strategy fsdp if that supports the model.
-    """
+    """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
+    transformers."""
     require_counts(content, source)
     rules = (_of_both, _of_fsdp) if strategy == "fsdp" else (_of_both, _of_megatron)
     for rule in rules:
@@ -336,7 +316,7 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def _is_llama3(rope: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
-    """Says whether the constants are those of Llama 3, because Megatron's cannot be set."""
+    """Returns whether the constants are those of Llama 3, because Megatron's cannot be set."""
     keys = ("original_max_position_embeddings", "max_position_embeddings")
     original = next((part[key] for key in keys for part in (rope, content) if part.get(key)), None)
     return (rope.get("low_freq_factor"), rope.get("high_freq_factor"), original) == (1, 4, 8192)

@@ -39,7 +39,7 @@ class Weight:
 
     @property
     def is_fused(self) -> bool:
-        """Says whether the checkpoint stacks all parts in one tensor."""
+        """Whether the checkpoint stacks all parts in one tensor."""
         return len(self.rows) > len(self.tensors)
 
 
@@ -84,7 +84,7 @@ SETTINGS: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class Family:
-    """Describes the models of one `model_type`: decoders whose layers all have the same weights."""
+    """The models of one `model_type`: decoders whose layers all have the same weights."""
 
     model_type: str
     layer: tuple[Weight, ...]

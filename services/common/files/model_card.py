@@ -51,11 +51,7 @@ def read_model_card(model_path: str | Path) -> ModelCard:
 
 
 def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[str, str]:
-    """Returns the texts of a card's files by name. `directory` is where they are to be written.
-
-    Raises:
-        InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
-    """
+    """Returns the texts of a card's files by name; errors name `directory`, where they are to be written."""
     for name in card.files:
         if name != _REQUIRED and name not in _OPTIONAL:
             raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
@@ -64,11 +60,7 @@ def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[st
 
 
 def write_model_card(card: ModelCard, directory: Path) -> None:
-    """Writes the card's files into `directory`.
-
-    Raises:
-        InvalidInput: See `card_texts`.
-    """
+    """Checks the card's files and writes them into `directory`."""
     card_texts(card, directory)
     for name, content in card.files.items():
         (directory / name).write_bytes(content)
@@ -140,11 +132,7 @@ def shard_names(weight_map: Mapping[str, str]) -> list[str]:
 
 
 def require_whole_weights(directory: Path) -> None:
-    """Checks that all files of a model's weights are there, and as long as their headers say.
-
-    Raises:
-        InvalidInput: One is missing or damaged, or see `read_weight_map`. The message has the file.
-    """
+    """Checks that all files of a model's weights are there, and as long as their headers say."""
     for name in shard_names(read_weight_map(directory)):
         file = directory / name
         if not is_there(file, field="model"):

@@ -23,11 +23,7 @@ def is_of_disk(error: OSError) -> bool:
 
 @contextmanager
 def writing(path: str | Path) -> Generator[None]:
-    """Converts an OSError of the block, which writes `path`.
-
-    Raises:
-        PreconditionFailed: STORAGE_FAILED, with the path and what to do.
-    """
+    """Converts an OSError of the block, which writes `path`, to STORAGE_FAILED with the path and what to do."""
     try:
         yield
     except OSError as error:
@@ -37,10 +33,8 @@ def writing(path: str | Path) -> Generator[None]:
 def storage_error(
     path: str | Path, error: OSError, *, done: str = "written", rank: int | None = None
 ) -> PreconditionFailed:
-    """Returns the typed error for `error`, which happened while `path` was written or read. Says what to do about it.
-
-    `rank` is that of the trainer's rank whose disk it is, if it is known.
-    """
+    """Returns the typed error for `error`, which happened while `path` was written or read; `rank` is the trainer's, if
+    known."""
     path = os.path.abspath(error.filename if isinstance(error.filename, str) and error.filename else path)
     what = error.strerror or str(error)
     if error.errno in _FULL:
@@ -77,11 +71,7 @@ def is_there(path: Path, *, field: str) -> bool:
 
 
 def read_regular(path: Path, *, field: str) -> bytes:
-    """Returns the content of a file for which `is_there` is true.
-
-    Raises:
-        InvalidInput: It cannot be read.
-    """
+    """Returns the content of a file for which `is_there` is true."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -102,11 +92,7 @@ def open_plain_file(path: Path) -> BinaryIO:
 
 
 def parse_object(content: bytes, source: Path, *, field: str) -> dict[str, Any]:
-    """Returns the JSON object that `content`, read from the file `source`, is.
-
-    Raises:
-        InvalidInput: It is not JSON, is nested too deeply, or is not an object.
-    """
+    """Returns the JSON object that `content`, read from the file `source`, is."""
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:

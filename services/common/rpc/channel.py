@@ -25,7 +25,7 @@ _PATIENCE_S = 30.0
 
 
 class Channel:
-    """Holds a stub of one service. After the certificate is renewed, new calls get a stub on a new channel.
+    """A stub of one service. After the certificate is renewed, new calls get a stub on a new channel.
 
     Calls in progress keep their stub and with it the old channel, which gRPC closes when its last reference is gone.
     """
@@ -65,15 +65,10 @@ class Channel:
         return max(0.0, begin + timeout_s - time.monotonic())
 
     async def explain(self) -> str:
-        """Finds out why there is no connection. Returns the error, or "" if a connection succeeds.
-
-        Raises:
-            Unauthenticated: As in `require_mutual_trust`.
-        """
+        """Returns why there is no connection, or "" if one succeeds; see `require_mutual_trust`."""
         return await require_mutual_trust(self._address, self._tls, self._name)
 
     async def close(self) -> None:
-        """Closes the channel and ends its calls."""
         await self._channel.close()
 
     async def _until_ready(self, channel: grpc.aio.Channel, news: str) -> None:

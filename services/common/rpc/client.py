@@ -45,7 +45,6 @@ class Retries:
 
     @property
     def left_s(self) -> float:
-        """Returns the timeout of the next attempt in seconds."""
         return max(0.0, self._deadline - time.monotonic())
 
     async def wait(self, error: LockstepError) -> bool:
@@ -69,13 +68,9 @@ class Retries:
 async def repeated(
     call: Callable[[float], Awaitable[Answer]], *, timeout_s: float, max_retry_s: float = MAX_RETRY_S
 ) -> Answer:
-    """Returns the answer of `call`, which takes its timeout in seconds and is made again after a lost connection. This
-    is for answers that are streams.
+    """Returns the answer of `call`, which takes its timeout in seconds and is made again after a lost connection.
 
-    A call with one answer is repeated by `Client.call` itself.
-
-    Raises:
-        LockstepError: The error of the last call.
+    This is for answers that are streams. A call with one answer is repeated by `Client.call` itself.
     """
     retries = Retries(timeout_s, max_retry_s)
     while True:
@@ -112,9 +107,6 @@ class Client:
 
         Clients of one address share a connection; with `is_alone`, this one makes its own, because that of the others
         may be half-open.
-
-        Raises:
-            InvalidInput: As in `require_secure`.
         """
         require_secure(address, transport, field="address")
         self.address = address
@@ -178,11 +170,7 @@ class Client:
     async def stream(
         self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Any], *, timeout_s: float
     ) -> AsyncGenerator[Answer, None]:
-        """Yields the answers of a server stream. Closing the generator cancels the call.
-
-        Raises:
-            LockstepError: As in `call`.
-        """
+        """Yields the answers of a server stream. Closing the generator cancels the call."""
         name, stub = method.__name__, self._channel.stub()
         with noting(f"{self._kind}.{name}", self.address, request) as noted:
             call = getattr(stub, name)(noted.sending(request), timeout=timeout_s, metadata=_metadata())
@@ -197,7 +185,6 @@ class Client:
                 call.cancel()
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._channel.close()
 
     def _require_message(self, answer: object, method: str) -> None:
@@ -242,7 +229,6 @@ class Renewal:
         self._task = self._task or asyncio.create_task(self._renew(client, method, request, lease_s / _PER_LEASE))
 
     async def end(self) -> None:
-        """Ends the calls."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

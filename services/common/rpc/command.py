@@ -21,7 +21,7 @@ REFUSED = 2
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Holds everything that a service is started with: address, credentials, and where spans and metrics go."""
+    """What a service is started with: address, credentials, and where spans and metrics go."""
 
     listen: str
     insecure: bool

@@ -262,7 +262,6 @@ class NotedCall:
             yield message
 
     def got(self, answer: Any) -> None:
-        """Notes an answer."""
         if self._history is not None and (ids := ids_of(answer)):
             self.answers.append(ids)
 

@@ -214,7 +214,7 @@ async def _abort(context: Context, error: LockstepError) -> NoReturn:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """Identifies the open run of a service: its id and the digest of its config section, both empty if none is open."""
+    """The open run of a service: its id and the digest of its config section, both empty if none is open."""
 
     run_id: str
     config_digest: str
@@ -257,15 +257,11 @@ class Server:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """Returns the gRPC server, for `add_XServicer_to_server`."""
+        """The gRPC server, for `add_XServicer_to_server`."""
         return self._server
 
     async def start(self, address: str, names: list[str], *, insecure: bool = False) -> int:
-        """Listens on `address` (port 0 picks a free port) for the services `names`; returns the port.
-
-        Raises:
-            InvalidInput: The address is malformed, not loopback, or in use.
-        """
+        """Listens on `address` (port 0 picks a free port) for the services `names`; returns the port."""
         host, port = parse_address(address, field="listen")
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = names

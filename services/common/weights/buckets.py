@@ -18,7 +18,7 @@ from services.common.weights.plan import ALIGN_BYTES, Bucket, NamedTensors, Plac
 
 @dataclass(frozen=True)
 class Span:
-    """Holds consecutive weights of a plan, each right after the one before: their names, and all numbers, 1-D."""
+    """Consecutive weights of a plan that are neighbors in memory: their names, and all their numbers, 1-D."""
 
     names: Sequence[str]
     flat: torch.Tensor
@@ -26,7 +26,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Computed:
-    """Stands for a weight that is computed in the bucket: elsewhere, it would have to be copied there afterwards."""
+    """A weight that is computed where it is needed, in the bucket, so that no copy of it is made."""
 
     like: torch.Tensor
     """Any tensor with the weight's shape and dtype."""
@@ -40,18 +40,15 @@ Items = Iterable[Item]
 
 
 class Source:
-    """Reads weights in the order of a plan."""
+    """Items in the order of a plan, from which places are filled; every mismatch is an InternalError."""
 
     def __init__(self, items: Items):
         self._items: Iterator[Item] = iter(items)
         self._rest: Span | None = None
 
     def take(self, places: Sequence[Place], begin: int) -> tuple[int, torch.Tensor | Computed]:
-        """Returns how many of the places from `begin` on the next item fills, at least one, and what fills them.
-
-        Raises:
-            InternalError: What comes next is not what belongs there.
-        """
+        """Takes the next item. Returns how many of the places from `begin` on it fills, at least one, and what fills
+        them."""
         item, self._rest = self._rest or next(self._items, None), None
         if not isinstance(item, Span):
             return 1, _checked(places[begin], item)
@@ -64,7 +61,7 @@ class Source:
         return len(filled), item.flat
 
     def end(self) -> None:
-        """Raises InternalError if anything is left."""
+        """Raises InternalError if an item is left."""
         item = self._rest or next(self._items, None)
         if item is not None:
             name = item.names[0] if isinstance(item, Span) else item[0]
@@ -120,9 +117,6 @@ def pack(
     They are packed into what `buffer` returns for their number, or into new memory if it returns None. A tensor that is
     alone in its bucket is not copied if its bytes can be sent as they are. With `skips_base`, `tensors` and the buckets
     are those of the adapter only.
-
-    Raises:
-        InternalError: A tensor differs from the plan's tensor at its place, or comes after the end of the plan.
     """
     source = Source(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
@@ -151,9 +145,6 @@ def pack_rounds(
     The buckets of other senders come without a buffer. All tensors of a round are taken before its first bucket is
     yielded, so that all members start gathers and broadcasts in the same order. Otherwise a broadcast could wait for
     something that a member does only after that broadcast.
-
-    Raises:
-        InternalError: As in `pack`.
     """
     for buckets, tensors in zip(plan.rounds, rounds, strict=True):
         source = Source(tensors)
@@ -236,7 +227,7 @@ def _is_flat(tensor: torch.Tensor) -> bool:
 
 
 class Cost:
-    """Measures one publication. Create it at the start; call `measured` once the device has finished."""
+    """The cost of one publication. Create it at the start; call `measured` once the device has finished."""
 
     def __init__(self, device: torch.device):
         self._cuda = device if device.type == "cuda" else None
