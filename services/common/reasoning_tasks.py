@@ -13,7 +13,7 @@ TAG = "answer"
 INSTRUCTION = f"Give the final answer between <{TAG}> and </{TAG}>."
 
 
-def make_tasks(task: str, *, seed: int, size: int, settings: Mapping[str, Any]) -> Any:
+def make_tasks(task: str, *, seed: int, size: int, settings: Mapping[str, object]) -> Any:
     """Returns the dataset of reasoning_gym: `size` entries by index, each with question, answer and metadata."""
     return _make(task, seed, size, json.dumps(settings, sort_keys=True))
 

@@ -1,10 +1,10 @@
 """Defines the config section `advantage`: how the coordinator turns rewards into advantages."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
@@ -89,7 +89,7 @@ class AdvantageConfig(Strict):
     """Your estimator, as package.module:function, importable where the coordinator runs. Read by python. It is called
     with the samples (services.coordinator.rl.advantages.samples.Samples), this section and `kwargs`; docs/algorithms.md
     has an example."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function of `import_path`."""
     kl: KlConfig = KlConfig()
     """KL penalty in the reward; trainer.loss.kl_coef is the KL penalty in the loss."""

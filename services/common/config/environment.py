@@ -1,10 +1,10 @@
 """Defines the config of environments, which answer the policy in episodes of several turns."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, RootModel, field_validator, model_validator
 
-from services.common.config.base import NAME, Strict
+from services.common.config.base import NAME, Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 
@@ -72,7 +72,7 @@ class PythonEnvironmentConfig(WorkerEnvironmentConfig):
     step(text), sync or async, and optionally close(): see docs/environments.md."""
     path: str = Field(pattern=IMPORT_PATH)
     """Class, as package.module:Class. One object is made for each episode."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Keyword arguments for the class."""
 
 
@@ -195,7 +195,7 @@ class TextArenaEnvironmentConfig(WorkerEnvironmentConfig, ReasoningTags):
     """Play a single-player game of textarena (`pip install textarena` on the reward service)."""
     game: str = Field(pattern=NAME)
     """Name of the game, such as GuessTheNumber-v0."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Keyword arguments for textarena.make."""
 
 
@@ -205,7 +205,7 @@ class ReasoningGymEnvironmentConfig(WorkerEnvironmentConfig, ReasoningTags):
     `lockstep data reasoning-gym`, or the episode's seed makes a task."""
     task: str = Field(pattern=NAME)
     """Name of the task, such as chain_sum."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Settings of the task."""
 
 

@@ -1,10 +1,10 @@
 """Defines the config of the policy's and the critic's losses, and of the lag."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"]
@@ -176,7 +176,7 @@ class LossConfig(MeanConfig):
     import_path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
     """Your loss, as package.module:function, importable on every trainer rank. Read by python. It is called with the
     tokens (services.trainer.losses.terms.Tokens), this section and `kwargs`; docs/algorithms.md has an example."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function of `import_path`."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty against the reference model in the loss; 0 turns it off and needs no reference

@@ -1,10 +1,10 @@
 """Defines the settings of Megatron-Core: parallelism, memory, experts, and options passed to its dataclasses."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 
 
 class MoeConfig(Strict):
@@ -100,11 +100,11 @@ class MegatronConfig(Strict):
     lacks."""
     async_save: bool = False
     """Copy a checkpoint to host memory and continue training while it is written to disk."""
-    ddp_config: dict[str, Any] = Field(default_factory=dict)
+    ddp_config: Table = Field(default_factory=dict)
     """Arguments for megatron.core.distributed.DistributedDataParallelConfig; an unknown key is an error."""
-    optimizer_config_kwargs: dict[str, Any] = Field(default_factory=dict)
+    optimizer_config_kwargs: Table = Field(default_factory=dict)
     """Arguments for megatron.core.optimizer.OptimizerConfig; an unknown key is an error."""
-    transformer_config_kwargs: dict[str, Any] = Field(default_factory=dict)
+    transformer_config_kwargs: Table = Field(default_factory=dict)
     """Arguments for megatron.core.transformer.TransformerConfig, which override all other settings; an unknown key is
     an error."""
 

@@ -5,7 +5,7 @@ Suggests keys for those that do not exist, and explains rejected values.
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, cast
 
 import yaml
@@ -25,7 +25,7 @@ class KeySetTwiceError(yaml.YAMLError):
 class _Loader(yaml.SafeLoader):
     """Refuses what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply its keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -51,7 +51,7 @@ cast(Any, _Loader).add_implicit_resolver(
 )
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> object:
     """Returns the value of a YAML text.
 
     Raises:

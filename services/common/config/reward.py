@@ -1,11 +1,11 @@
 """Defines the config section `reward`: the scorers, their weights, and the treatment of samples without a score."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 from services.common.config.scorers import (
     ITEM_FIELDS,
     BaseScorerConfig,
@@ -89,7 +89,7 @@ class PythonConfig(BaseScorerConfig):
     path: str = Field(pattern=IMPORT_PATH)
     """Function to call, as package.module:function. It gets the keyword arguments prompt, answer, extra, completion,
     num_tokens and finish_reason, and returns a number."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function."""
     group: bool = False
     """Call the function once per prompt group instead of once per sample: each argument is then a list with one element

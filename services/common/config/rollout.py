@@ -1,11 +1,11 @@
 """Defines the config section `rollout`: sampling, the engine, speculative decoding, and where replicas are found."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 
 
 class _Speculation(Strict):
@@ -29,7 +29,7 @@ class NgramSpeculationConfig(_Speculation):
             raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}; make it at most that")
         return self
 
-    def for_vllm(self) -> dict[str, Any]:
+    def for_vllm(self) -> dict[str, object]:
         """Returns vLLM's speculative_config."""
         return {
             "method": "ngram",
@@ -51,7 +51,7 @@ class SuffixSpeculationConfig(_Speculation):
     min_probability: float = Field(default=0.1, ge=0, le=1)
     """Smallest share of the earlier occurrences that must have continued as the draft does."""
 
-    def for_vllm(self) -> dict[str, Any]:
+    def for_vllm(self) -> dict[str, object]:
         """Returns vLLM's speculative_config."""
         return {
             "method": "suffix",
@@ -68,7 +68,7 @@ class Eagle3SpeculationConfig(_Speculation):
     draft: Path
     """Directory of the head in Hugging Face format, on the host of each replica."""
 
-    def for_vllm(self) -> dict[str, Any]:
+    def for_vllm(self) -> dict[str, object]:
         """Returns vLLM's speculative_config."""
         return {
             "method": "eagle3",
@@ -253,7 +253,7 @@ class RolloutConfig(Strict):
     speculation: SpeculationConfig | None = None
     """Speculative decoding: tokens are drafted cheaply, and the engine verifies several of them in one step. Samples
     keep their distribution and log-probabilities. If unset, the engine generates one token per step."""
-    engine: dict[str, Any] = Field(default={})
+    engine: Table = Field(default={})
     """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused: set speculation."""
 
     @model_validator(mode="after")
@@ -267,7 +267,7 @@ class RolloutConfig(Strict):
 
     @field_validator("engine")
     @classmethod
-    def _known_arguments(cls, engine: dict[str, Any]) -> dict[str, Any]:
+    def _known_arguments(cls, engine: Table) -> Table:
         share = engine.get("gpu_memory_utilization", 1.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization: must be a number above 0 and at most 1, not {share!r}")

@@ -1,6 +1,6 @@
 """Defines the config section `trainer`: strategy, loss, optimizer, adapters, router replay and other roles."""
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -283,10 +283,10 @@ class TrainerConfig(Strict):
 def require_used(section: Strict, strategy: str, *, key: str) -> None:
     """Raises ValueError if the model's section at `key` sets a key that its `strategy` does not read."""
     other = "fsdp" if strategy == "megatron" else "megatron"
-    value: Any = section.model_dump(include={other}, exclude_defaults=True).get(other)
+    value: object = section.model_dump(include={other}, exclude_defaults=True).get(other)
     path = f"{key}.{other}"
     while isinstance(value, dict) and value:
-        name, value = next(iter(cast(dict[str, Any], value).items()))
+        name, value = next(iter(cast(dict[str, object], value).items()))
         path += f".{name}"
     if path != f"{key}.{other}":
         raise ValueError(f"{path} is not used by strategy {strategy}: set {key}.strategy={other}, or leave it out")

@@ -2,15 +2,15 @@
 strategy refuses. The trainer and `lockstep plan` thus have the same rules."""
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.registry import FAMILIES, Family, Size, Weight
+from services.common.files.storage import JsonObject, parse_object
 
 Shape = tuple[int, ...]
 
@@ -142,7 +142,7 @@ def read_architecture(model_path: str | Path) -> Architecture:
     return make_architecture(read_content(model_path), str(Path(model_path) / "config.json"))
 
 
-def read_content(model_path: str | Path) -> dict[str, Any]:
+def read_content(model_path: str | Path) -> JsonObject:
     """Reads the config.json of a model directory.
 
     Raises:
@@ -151,14 +151,10 @@ def read_content(model_path: str | Path) -> dict[str, Any]:
     """
     file = Path(model_path) / "config.json"
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"model: {file} is not the config of a model: {error}", field="model") from error
-    if not isinstance(content, dict):
-        raise InvalidInput(f"model: {file} is not the config of a model: not a JSON object", field="model")
-    return cast(dict[str, Any], content)
+    return parse_object(content, file, field="model")
 
 
 def mixes_layers(content: Mapping[str, object]) -> bool:
@@ -227,7 +223,7 @@ _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "
 _FSDP = "; use strategy fsdp"
 
 
-def require_counts(content: Mapping[str, Any], source: str) -> None:
+def require_counts(content: JsonObject, source: str) -> None:
     """Refuses a config.json with more layers or experts than any model has: making them would take all memory."""
     for key in _COUNTS:
         value = content.get(key)
@@ -235,7 +231,7 @@ def require_counts(content: Mapping[str, Any], source: str) -> None:
             raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
 
 
-def require_supported(content: Mapping[str, Any], strategy: str, source: str) -> None:
+def require_supported(content: JsonObject, strategy: str, source: str) -> None:
     """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
     transformers."""
     require_counts(content, source)
@@ -245,7 +241,7 @@ def require_supported(content: Mapping[str, Any], strategy: str, source: str) ->
             raise InvalidInput(f"model: {source}: {problem}", field="model")
 
 
-def _of_both(content: Mapping[str, Any]) -> Iterator[str]:
+def _of_both(content: JsonObject) -> Iterator[str]:
     model_type = content.get("model_type")
     if content.get("quantization_config"):
         yield "quantization_config is not supported: weights must be of floating point"
@@ -270,7 +266,7 @@ def _of_both(content: Mapping[str, Any]) -> Iterator[str]:
                 )
 
 
-def _of_fsdp(content: Mapping[str, Any]) -> Iterator[str]:
+def _of_fsdp(content: JsonObject) -> Iterator[str]:
     for name in _LOGIT_SETTINGS:
         if content.get(name) not in (None, 1):
             yield f"{name} in its config.json is not supported with strategy fsdp"
@@ -278,7 +274,7 @@ def _of_fsdp(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"layers of type {', '.join(sorted(others))} are not supported with strategy fsdp"
 
 
-def _of_megatron(content: Mapping[str, Any]) -> Iterator[str]:
+def _of_megatron(content: JsonObject) -> Iterator[str]:
     model_type = content.get("model_type")
     if model_type not in FAMILIES:
         yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{_FSDP}"
@@ -293,7 +289,7 @@ def _of_megatron(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
 
 
-def _is_window_on(content: Mapping[str, Any]) -> bool:
+def _is_window_on(content: JsonObject) -> bool:
     """Returns whether transformers applies a window: of the known families, only Qwen's read `use_sliding_window`."""
     model_type = str(content.get("model_type"))
     if model_type.startswith("qwen"):
@@ -301,21 +297,21 @@ def _is_window_on(content: Mapping[str, Any]) -> bool:
     return model_type in FAMILIES or bool(content.get("use_sliding_window", True))
 
 
-def _ropes(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _ropes(content: JsonObject) -> list[JsonObject]:
     """Returns the rotary settings: one, or one for each type of layer. Older configs have them in `rope_scaling`."""
-    given: Any = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    given: object = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise InvalidInput(f"model: rope_parameters is {given!r}, not an object", field="model")
-    rope = cast(Mapping[str, Any], given)
-    nested = [cast(Mapping[str, Any], part) for part in rope.values() if isinstance(part, Mapping)]
+    rope = cast(JsonObject, given)
+    nested = [cast(JsonObject, part) for part in rope.values() if isinstance(part, Mapping)]
     return nested or [rope]
 
 
-def _kind(rope: Mapping[str, Any]) -> str:
+def _kind(rope: JsonObject) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _is_llama3(rope: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
+def _is_llama3(rope: JsonObject, content: JsonObject) -> bool:
     """Returns whether the constants are those of Llama 3, because Megatron's cannot be set."""
     keys = ("original_max_position_embeddings", "max_position_embeddings")
     original = next((part[key] for key in keys for part in (rope, content) if part.get(key)), None)

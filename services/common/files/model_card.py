@@ -7,12 +7,12 @@ to the Hugging Face hub.
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import cast
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.storage import is_there, parse_object, read_regular
+from services.common.files.storage import JsonObject, is_there, parse_object, read_regular
 
 _REQUIRED = "config.json"
 _OPTIONAL = (
@@ -149,7 +149,7 @@ def _problem(file: Path) -> str:
             if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
                 return "its header is cut off" if size else "it is empty"
             header = parse_object(opened.read(length), file, field="model")
-        tensors = [cast(dict[str, Any], tensor) for name, tensor in header.items() if name != "__metadata__"]
+        tensors = [cast(JsonObject, tensor) for name, tensor in header.items() if name != "__metadata__"]
         expected = _LENGTH_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except (InvalidInput, OSError, ValueError, TypeError, LookupError):
         return "its header cannot be read"

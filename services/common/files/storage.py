@@ -11,6 +11,9 @@ from typing import Any, BinaryIO, cast
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 
+JsonObject = dict[str, Any]
+"""A JSON object whose values were not checked."""
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO}
@@ -91,7 +94,7 @@ def open_plain_file(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def parse_object(content: bytes, source: Path, *, field: str) -> dict[str, Any]:
+def parse_object(content: bytes, source: Path, *, field: str) -> JsonObject:
     """Returns the JSON object that `content`, read from the file `source`, is."""
     try:
         parsed = json.loads(content)
@@ -99,4 +102,4 @@ def parse_object(content: bytes, source: Path, *, field: str) -> dict[str, Any]:
         raise InvalidInput(f"{field}: {source} is not JSON: {error}", field=field) from error
     if not isinstance(parsed, dict):
         raise InvalidInput(f"{field}: {source} is not a JSON object", field=field)
-    return cast(dict[str, Any], parsed)
+    return cast(JsonObject, parsed)

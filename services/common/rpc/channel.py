@@ -8,7 +8,6 @@ import resource
 import ssl
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
 
@@ -30,14 +29,14 @@ class Channel:
     Calls in progress keep their stub and with it the old channel, which gRPC closes when its last reference is gone.
     """
 
-    def __init__(self, address: str, stub: type, transport: Transport, options: Sequence[tuple[str, Any]]):
+    def __init__(self, address: str, stub: type, transport: Transport, options: Sequence[tuple[str, int | str]]):
         self._address, self._make_stub, self._tls, self._name = address, stub, transport.tls, transport.name
         self._options = [*options, ("grpc.ssl_target_name_override", self._name)] if self._name else options
         self._identity = self._tls and self._tls.current()
         self._last_refusal = ""
         self._open()
 
-    def stub(self) -> Any:
+    def stub(self) -> object:
         """Returns the stub for a new call. The caller must keep a reference to it until the call has ended."""
         if self._tls is not None and (identity := self._tls.current()) is not self._identity:
             self._identity = identity

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Never, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -23,7 +23,6 @@ from services.common.telemetry.context import outgoing
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
 
 # Long enough for a reset connection or a link that fails for a moment, and short enough to report soon that a service
 # has ended.
@@ -86,11 +85,11 @@ _SILENT = "ping timeout"
 
 keep_early_status()
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", bound=Message)
 
-Method = Callable[[Any, Request, Any], Answer | Awaitable[Answer]]
+Method = Callable[[Never, Request, Never], Answer | Awaitable[Answer]]
 """A method of a generated servicer that answers once, such as `TrainerServiceServicer.Train`."""
-StreamMethod = Callable[[Any, Request, Any], Iterator[Answer] | AsyncIterator[Answer]]
+StreamMethod = Callable[[Never, Request, Never], Iterator[Answer] | AsyncIterator[Answer]]
 """A method of a generated servicer that answers with a stream."""
 
 
@@ -118,7 +117,7 @@ class Client:
     async def call(
         self,
         method: Method[Request, Answer],
-        request: Request | AsyncIterator[Any] | Callable[[], AsyncIterator[Any]],
+        request: Request | AsyncIterator[Message] | Callable[[], AsyncIterator[Message]],
         *,
         timeout_s: float,
         wait_for_ready: bool = False,
@@ -156,7 +155,7 @@ class Client:
                 wait_for_ready = False
 
     @asynccontextmanager
-    async def _attempt(self, name: str, request: Any) -> AsyncGenerator[tuple[Any, NotedCall]]:
+    async def _attempt(self, name: str, request: object) -> AsyncGenerator[tuple[object, NotedCall]]:
         """Yields the stub and the note of one call. Raises gRPC's failure as the error that it stands for."""
         stub = self._channel.stub()
         with noting(f"{self._kind}.{name}", self.address, request) as noted:
@@ -168,7 +167,7 @@ class Client:
                 raise self._failure(error, name) from error
 
     async def stream(
-        self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Any], *, timeout_s: float
+        self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Message], *, timeout_s: float
     ) -> AsyncGenerator[Answer, None]:
         """Yields the answers of a server stream. Closing the generator cancels the call."""
         name, stub = method.__name__, self._channel.stub()
