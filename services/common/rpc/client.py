@@ -85,7 +85,7 @@ _SILENT = "ping timeout"
 
 keep_early_status()
 
-Request = TypeVar("Request", bound=Message)
+Request = TypeVar("Request")
 
 Method = Callable[[Never, Request, Never], Answer | Awaitable[Answer]]
 """A method of a generated servicer that answers once, such as `TrainerServiceServicer.Train`."""
