@@ -37,19 +37,6 @@ def ignores_routes(megatron: MegatronConfig) -> str:
     return ""
 
 
-def check_routing(routing: RoutingConfig, loss: LossConfig, strategy: str, megatron: MegatronConfig) -> None:
-    """Raises ValueError if routes must be replayed and this config makes it impossible."""
-    if routing.replay_routes != "on":
-        return
-    if not loss.is_sampled:
-        raise ValueError(f"moe.replay_routes on needs sampled tokens, and loss.kind {loss.kind} has none: leave it out")
-    if strategy == "megatron" and (setting := ignores_routes(megatron)):
-        raise ValueError(
-            f"moe.replay_routes on: with {setting} Megatron's router ignores routes; leave that out, or set "
-            "moe.replay_routes to off"
-        )
-
-
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -266,7 +253,17 @@ class TrainerConfig(Strict):
     @model_validator(mode="after")
     def _features_go_together(self) -> Self:
         check_lag(self.lag, self.loss, self.num_minibatches)
-        check_routing(self.moe, self.loss, self.strategy, self.megatron)
+        if self.moe.replay_routes == "on":
+            if not self.loss.is_sampled:
+                kind = self.loss.kind
+                raise ValueError(
+                    f"moe.replay_routes on needs sampled tokens, and loss.kind {kind} has none: leave it out"
+                )
+            if self.strategy == "megatron" and (setting := ignores_routes(self.megatron)):
+                raise ValueError(
+                    f"moe.replay_routes on: with {setting} Megatron's router ignores routes; leave that out, or set "
+                    "moe.replay_routes to off"
+                )
         if self.lora.dropout and self.strategy != "megatron":
             raise ValueError("lora.dropout is above 0: it needs strategy megatron")
         return self
