@@ -38,13 +38,16 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
-from services.trainer.compat.megatron.checkpoint import torch_tensors
-from services.trainer.compat.megatron.context_parallel import zigzag
-from services.trainer.compat.megatron.cpu_modules import RMSNorm, SDPAttention, with_torch_modules
-from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, set_groups
-from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, take_apart
-from services.trainer.compat.megatron.optimizer import share_hybrid, take_range
-from services.trainer.compat.megatron.router import _Replay
+from services.trainer.compat.megatron.attention import RMSNorm, SDPAttention, with_torch_modules, zigzag
+from services.trainer.compat.megatron.model import HiddenStateModel, _Replay, add_gradients_in_place, take_apart
+from services.trainer.compat.megatron.state import (
+    NO_GROUPS,
+    current_groups,
+    set_groups,
+    share_hybrid,
+    take_range,
+    torch_tensors,
+)
 from services.trainer.compat.torch import set_class
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the shim does nothing")

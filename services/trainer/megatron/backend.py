@@ -1,6 +1,7 @@
 """Implements the Megatron-Core backend."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,8 +28,9 @@ from services.trainer.backend import (
     SeveralSenders,
     compute_dtype,
 )
-from services.trainer.checkpoint.agreement import same_on_all_ranks
-from services.trainer.megatron.checkpoint.save import Checkpointer, SavedUnder, load_converted_weights
+from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
+from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
+from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.model import (
     LogprobModel,
@@ -38,18 +40,14 @@ from services.trainer.megatron.model import (
     transformer_config,
     wrap_chunks,
 )
-from services.trainer.megatron.optim.adam import make_optimizer, set_rates, state_tensors
+from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
-from services.trainer.megatron.transformer import model_architecture, read_config
-from services.trainer.megatron.weights.load import load_checkpoint_weights, require_loadable
-from services.trainer.megatron.weights.lora import AdapterMap, adapted_layers, add_adapters
-from services.trainer.megatron.weights.stream import (
+from services.trainer.megatron.settings import model_architecture, read_config
+from services.trainer.megatron.stream import (
     WeightStream,
-    gather_json,
-    local_parameters,
 )
-from services.trainer.megatron.weights.weight_map import WeightMap
+from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
 from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
 from services.trainer.updates.packing import Pack
 
@@ -241,7 +239,7 @@ class MegatronBackend(
                 for parameter in parameters:
                     parameter.tensor.requires_grad_(".router." not in parameter.name)
             if is_adapted:
-                add_adapters(bare, self._config.lora, parallelism, seed=seed)
+                add_adapters(bare, self._map.model, self._config.lora, parallelism, seed=seed)
             chunks = wrap_chunks(bare, config, megatron)
         else:
             chunks = [half_precision(chunk.requires_grad_(False), config) for chunk in bare]
@@ -272,12 +270,14 @@ class MegatronBackend(
     def _make_streams(self) -> None:
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
         chunks, parallelism = self._model.bare_chunks(), self._model.parallelism
-        parameters = local_parameters(chunks, parallelism)
-        self._stream = WeightStream(parameters, self._map, parallelism, self.device, adapted_layers(chunks))
+        parameters = [one for one in local_parameters(chunks, parallelism) if self._map.is_published(one.name)]
+        part_of, adapted = self._map.part, adapted_layers(chunks)
+        self._stream = WeightStream(parameters, part_of, parallelism, self.device, adapted)
         if self._config.lora.rank:
             adapters = local_parameters(chunks, parallelism, adapters=True)
-            self._base = WeightStream(parameters, self._map, parallelism, self.device)
-            self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
+            self._base = WeightStream(parameters, part_of, parallelism, self.device)
+            adapter_part_of = functools.partial(adapter_part, self._map)
+            self._adapter = WeightStream(adapters, adapter_part_of, parallelism, self.device)
 
     def _zero_gradients(self) -> None:
         self._offloader.load(PARAMS, GRADS)

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
-from services.trainer.compat.megatron.context_parallel import zigzag
+from services.trainer.compat.megatron.attention import zigzag
 from services.trainer.routes import NO_ROUTE
 from services.trainer.updates.packing import Pack
 

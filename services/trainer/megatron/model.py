@@ -28,14 +28,12 @@ from transformers import PretrainedConfig
 from services.common.config.layout import gathers_tokens
 from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
-from services.trainer.compat.megatron.dispatcher import use_faster_dispatchers
-from services.trainer.compat.megatron.groups import group_of
-from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place
+from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, use_faster_dispatchers
+from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
 from services.trainer.megatron.microbatch import MicroBatch
-from services.trainer.megatron.passthrough import make, refusals
-from services.trainer.megatron.transformer import model_settings, transformer_settings
+from services.trainer.megatron.settings import make, model_settings, refusals, transformer_settings
 from services.trainer.updates.logprobs import linear_logprobs
 
 # Settings whose kernels exist only on GPU.
@@ -271,7 +269,7 @@ def _layer_spec(config: TransformerConfig, place: dict[str, Any], *, is_adapted:
     if torch.cuda.is_available():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
         return _with_own_norms(spec) if is_adapted else spec
-    from services.trainer.compat.megatron.cpu_modules import with_torch_modules
+    from services.trainer.compat.megatron.attention import with_torch_modules
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **place)
     return with_torch_modules(spec)

@@ -13,9 +13,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from services.common.config.layout import Layout, gathers_tokens
-from services.trainer.compat.megatron.groups import group_of
-from services.trainer.compat.megatron.model import take_apart
-from services.trainer.compat.megatron.router import set_choice
+from services.trainer.compat.megatron.model import set_choice, take_apart
+from services.trainer.compat.megatron.state import group_of
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, least_sizes
 from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism

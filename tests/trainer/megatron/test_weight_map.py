@@ -8,7 +8,7 @@ import torch
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture
 from services.common.families.registry import FAMILIES
-from services.trainer.megatron.weights.weight_map import WeightMap
+from services.trainer.megatron.weights import WeightMap
 
 
 def shape_of(model_type: str = "qwen3", **changes: Any) -> Architecture:

@@ -6,8 +6,7 @@ A [rank, in] and B [out, rank] are parameters of the layer itself, so all other 
     row parallel (linear_proj, linear_fc2):    A is cut by columns like W, B is whole on every rank
 
 In both cases the product of a rank's own matrices is its shard of B A: merging needs no communication, and the forward
-communicates `rank` channels. The rest of the model is frozen. Experts get no adapters, except a shared expert; a layer
-whose MLP has no shared expert and is not dense has adapters only in its attention.
+communicates `rank` channels. The rest of the model is frozen.
 """
 
 import contextlib
@@ -31,16 +30,21 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InternalError, InvalidInput
+from services.common.families.architecture import Architecture
 from services.common.families.lora import FUSED, PARTS
 from services.common.weights.span import Computed
-from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
-from services.trainer.compat.megatron.random import rng_tracker
+from services.trainer.adapters import (
+    AdaptedLayer,
+    adapter_sites,
+    initial_a,
+    peft_name,
+    write_merged,
+)
+from services.trainer.compat.megatron.state import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weights.stream import LocalTensor, gather_json
-from services.trainer.megatron.weights.weight_map import Part, WeightMap
-from services.trainer.merging import write_merged
+from services.trainer.megatron.weights import LocalTensor, Part, WeightMap
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
@@ -75,7 +79,7 @@ class _Shape:
         return torch.cat([part.unflatten(-1, (self.num_groups, -1)) for part in parts], -1).flatten(-2)
 
 
-class _Adapted(AdaptedLayer):
+class AdaptedLinear(AdaptedLayer):
     """Adds adapters to a parallel linear layer. `lora_A` and `lora_B` map parts to matrices; a part may have none."""
 
     lora_A: CallableParameters
@@ -168,38 +172,26 @@ class _Adapted(AdaptedLayer):
             return F.dropout(x, shape.dropout)
 
 
-def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Parallelism, *, seed: int) -> None:
-    """Freezes the chunks and adds adapters, the same in every layout; they change no output until trained.
-
-    All ranks call it together.
-
-    Raises:
-        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, or no target is left.
-    """
-    targets = target_parts(lora)
-    sites = [site for chunk in chunks for site in _sites(chunk)]
-    candidates = {site: [part for part in PARTS[lora.kind][site.layer] if part in targets] for site in sites}
-    names = [f"{site.prefix}.{part}" for site, parts in candidates.items() for part in parts]
-    everywhere = gather_json(names, next(chunks[0].parameters()).device)
-    excluded = excluded_modules(lora, {name for theirs in everywhere for name in theirs})
+def add_adapters(
+    chunks: Sequence[Chunk], model: Architecture, lora: LoraConfig, parallelism: Parallelism, *, seed: int
+) -> None:
+    """Freezes the chunks and adds adapters, the same in every layout; they change no output until trained."""
+    names = adapter_sites(model, lora)
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.pre_process:  # recomputation builds a graph only if its inputs require gradients
             chunk.embedding.register_forward_hook(_require_gradient)
-    for site, parts in candidates.items():
-        kept = [part for part in parts if f"{site.prefix}.{part}" not in excluded]
-        if kept:
-            _adapt(site, kept, lora, parallelism, seed)
+        for site in list(_sites(chunk)):
+            parts = [part for part in PARTS[lora.kind][site.layer] if f"{site.prefix}.{part}" in names]
+            if parts:
+                _adapt(site, parts, lora, parallelism, seed)
 
 
-def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], _Adapted | None]:
+def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], AdaptedLinear | None]:
     """Returns a function for WeightStream that returns the layer that adapts a parameter, if there is one."""
-    owners = {id(module.weight): module for module in _adapted(chunks)}
+    modules = (module for chunk in chunks for module in chunk.modules())
+    owners = {id(module.weight): module for module in modules if isinstance(module, AdaptedLinear)}
     return lambda parameter: owners.get(id(parameter.tensor))
-
-
-def _adapted(chunks: Sequence[Chunk]) -> list[_Adapted]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _Adapted)]
 
 
 def _sites(chunk: Chunk) -> Iterator[_Site]:
@@ -227,8 +219,8 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
         # finalize_model_grads then sums the gradient over the tensor-parallel ranks, as each had a part of the tokens.
         whole.sequence_parallel = shape.has_sequence_parallel
-    set_class(module, type(f"Adapted{type(module).__name__}", (_Adapted, type(module)), {}))
-    assert isinstance(module, _Adapted)
+    set_class(module, type(f"Adapted{type(module).__name__}", (AdaptedLinear, type(module)), {}))
+    assert isinstance(module, AdaptedLinear)
     module.lora_shape = shape
 
 
@@ -268,40 +260,26 @@ def _require_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) 
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-class AdapterMap:
-    """Maps adapters as WeightMap maps weights. A fused layer's adapter becomes one per matrix, all with the same A."""
+def adapter_part(weights: WeightMap, name: str) -> Part:
+    """Returns the part of an adapter matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
 
-    def __init__(self, weights: WeightMap):
-        self._weights = weights
-
-    def part(self, name: str) -> Part:
-        """Returns the part of an adapter matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
-
-        Raises:
-            InternalError: The name is not an adapter's.
-            InvalidInput: The adapter is for one part of a matrix that checkpoints store whole.
-        """
-        match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
-        if match is None:
-            raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
-        module, layer, matrix, part = match.groups()
-        base, is_column, place = self._weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
-        names = base.names
-        if part != layer:
-            if base.is_fused:
-                raise refuse_part(layer, names[0])
-            place = PARTS["canonical_lora"][layer].index(part)
-            names = (names[place],)
-        if matrix == ("A" if is_column else "B"):
-            join = lambda shards: [shards[0]] * len(names)  # noqa: E731
-        else:
-            join = _join_rows if part != layer else base.join
-        peft_names = tuple(peft_name(name, matrix) for name in names)
-        return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
-
-    def is_published(self, name: str) -> bool:
-        """Returns True: all adapters are published."""
-        return True
+    A fused layer's adapter becomes one per matrix of the checkpoint, all with the same A.
+    """
+    match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
+    if match is None:
+        raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
+    module, layer, matrix, part = match.groups()
+    base, is_column, place = weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
+    names = base.names
+    if part != layer:
+        place = FUSED[layer].index(part)
+        names = (names[place],)
+    if matrix == ("A" if is_column else "B"):
+        join = lambda shards: [shards[0]] * len(names)  # noqa: E731
+    else:
+        join = _join_rows if part != layer else base.join
+    peft_names = tuple(peft_name(name, matrix) for name in names)
+    return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
 
 
 def _cut(*args: object) -> NoReturn:

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
 from services.common.files.storage import writing
+from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
-from services.trainer.compat.megatron.checkpoint import torch_tensors
-from services.trainer.megatron.weights.stream import gather_json
+from services.trainer.compat.megatron.state import torch_tensors
 
 # Nested dicts whose leaves are Megatron's sharded tensors, or factories that make them.
 Sharded = dict[Any, Any]

@@ -17,7 +17,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from services.trainer.compat.megatron.context_parallel import zigzag
+
+def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Returns the positions, int64 [length / cp_size], of a sequence's tokens on `cp_rank`."""
+    chunks = torch.arange(length).view(2 * cp_size, -1) if cp_size > 1 else torch.arange(length).view(1, -1)
+    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp_size > 1 else chunks[0]
 
 
 def with_torch_modules(spec: Any) -> Any:

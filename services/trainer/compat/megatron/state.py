@@ -1,15 +1,56 @@
-"""Makes and sets the state of Megatron's optimizers.
+"""Converts Megatron's sharded tensors to those of torch's distributed checkpoint.
 
-Reason: Megatron can load a fully reshardable state only as a whole, and allocates the hybrid optimizer's moments only
-by updating the weights. Seen with Megatron-Core 0.16.1, the hybrid optimizer on GPU only.
+Reason: Megatron's own strategy converts and writes in one function, and its writer forks processes, which outlive a
+trainer that is killed. Seen with Megatron-Core 0.16.1.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.torch import (
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+
+def current_groups() -> dict[str, Any]:
+    """Returns a copy of all group globals, for `set_groups`."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(parallel_state).items()
+        if name == "_global_process_group_list" or (name.startswith("_") and name.isupper())
+    }
+
+
+def set_groups(groups: dict[str, Any]) -> None:
+    """Sets Megatron's globals to `groups`, which `current_groups` returned."""
+    parallel_state.__dict__.update(groups)
+
+
+def group_of(group: object) -> dist.ProcessGroup:
+    """Returns `group` typed as a process group; fails if this rank is not a member.
+
+    Reason: torch and Megatron annotate groups as `ProcessGroup | int | None`, which covers ranks outside of a group.
+    """
+    assert isinstance(group, dist.ProcessGroup), f"this rank is not in the process group: {group}"
+    return group
+
+
+NO_GROUPS = current_groups()
+"""Holds the globals as they are before any group is made."""
+
+
+def rng_tracker() -> CudaRNGStatesTracker:
+    """Returns the tracker of this process, which forks into each rank's own generator."""
+    tracker = get_cuda_rng_tracker()
+    assert isinstance(tracker, CudaRNGStatesTracker), f"Megatron-Core made another tracker: {type(tracker)}"
+    return tracker
 
 
 def is_hybrid(part: Any) -> bool:
@@ -48,3 +89,9 @@ def take_range(part: DistributedOptimizer, parameter: torch.nn.Parameter, whole:
     # Clones: the hybrid optimizer keeps these tensors, and views would keep the whole tensors in memory.
     own = {key: tensor.flatten()[span.start : span.end].clone() for key, tensor in whole.items()}
     part._set_main_param_and_optimizer_states(parameter, own)
+
+
+def torch_tensors(tensors: dict[Any, Any]) -> Mapping[str, Any]:
+    """Returns the tensors that this rank writes, by key, from nested dicts of sharded tensors."""
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
+    return mcore_to_pyt_state_dict(flat)

@@ -1,14 +1,16 @@
-"""Maps Megatron's parameters to checkpoint tensors, and cuts and joins their shards.
+"""Maps Megatron's parameters to checkpoint tensors, cuts and joins their shards, and loads them.
 
 The record of the model's family lists the tensors of each parameter. Megatron fuses q, k, v into one matrix with rows
 interleaved by key-value group, and stacks gate and up in another. Each tensor-parallel rank holds a slice of those.
 Megatron's local layers and TransformerEngine's have different names for some parameters; this module knows both.
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,21 @@ import torch
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.registry import Weight
+from services.trainer.adapters import is_adapter
+from services.trainer.checkpoint.model_files import (
+    opened,
+    require_finite,
+    require_known,
+    require_same_if_tied,
+    require_tensors,
+    stored_tensors,
+)
+from services.trainer.megatron.experts import GroupedExperts
+from services.trainer.megatron.model import Chunk, ValueModel
+from services.trainer.megatron.parallel import Parallelism
+
+HEAD = "output_layer.weight"
+"""The head of a language model and of a critic. The checkpoint that a critic starts from has no critic head."""
 
 EXPERT_BLOCKS = 16
 """Number of blocks of experts in a layer. A publication has each matrix of all experts of a block together. So with up
@@ -23,14 +40,14 @@ to this many expert-parallel ranks, all that a rank has of a layer is together t
 
 
 class Sliceable(Protocol):
-    """Describes a tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
+    """A tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """Describes the checkpoint tensors of one parameter of the model, and makes the parameter's shards.
+    """The checkpoint tensors of one parameter of the model, and how to make the parameter's shards.
 
     `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
     of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
@@ -195,3 +212,91 @@ def _local_name(parameter: str) -> tuple[str, int]:
     if match:
         return f"mlp.experts.{match['layer']}.weight", int(match["expert"])
     return _FUSED_NORMS.get(parameter, parameter), 0
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A parameter of this rank, under its name in the whole model."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[LocalTensor]:
+    """Returns this rank's parameters without adapters and critic heads, or with `adapters` only the adapters."""
+    parameters = []
+    for chunk in chunks:
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.layers())}
+        for name, tensor in _named_matrices(chunk):
+            is_new = isinstance(chunk, ValueModel) and name == HEAD
+            if is_adapter(name) == adapters and not is_new:
+                parameters.append(LocalTensor(_global_name(name, layers, chunk, parallelism), tensor))
+    return parameters
+
+
+def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters of a chunk; experts that share a parameter have a view of it each."""
+    for prefix, module in chunk.named_modules():
+        own = module.expert_weights() if isinstance(module, GroupedExperts) else module.named_parameters(recurse=False)
+        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own)
+
+
+def load_checkpoint_weights(
+    parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
+) -> None:
+    """Copies only this rank's slices from the safetensors files of `model_path`, which `require_loadable` has checked.
+
+    Raises:
+        InvalidInput: A file is damaged, or a number is not finite.
+    """
+    stored = stored_tensors(Path(model_path))
+    with contextlib.ExitStack() as stack:
+        files = {tensor.file for tensor in stored.values()}
+        tensors = {file: stack.enter_context(opened(file)) for file in files}
+        for parameter in parameters:
+            part = weight_map.part(parameter.name)
+            slices = [tensors[stored[name].file].get_slice(name) for name in part.names]
+            shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
+            with torch.no_grad():
+                parameter.tensor.copy_(shard)
+    named = ((" and ".join(weight_map.part(one.name).names), one.tensor.detach()) for one in parameters)
+    require_finite(named, model_path)
+
+
+def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -> None:
+    """Checks, before a model of that size is made, that the files have exactly its tensors.
+
+    A critic needs no output layer.
+
+    Raises:
+        InvalidInput: A file is damaged, a tensor is missing, unknown or of another shape than config.json gives, or the
+            output layer that config.json ties to the embedding is another.
+    """
+    directory = Path(model_path)
+    stored = stored_tensors(directory)
+    output, embedding = model.family.output.tensors[0], model.family.embedding.tensors[0]
+    shapes = model.checkpoint_shapes()
+    if is_critic:
+        shapes.pop(output, None)
+    require_tensors(stored, shapes, directory)
+    if not is_critic:
+        require_known(stored, {*shapes, output})
+    if model.tie_word_embeddings:
+        require_same_if_tied(stored, output, embedding)
+
+
+def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        parts[2] = str(layers[int(parts[2])])
+    if ".experts." not in name:
+        return ".".join(parts)
+    config = chunk.config
+    assert config.num_moe_experts is not None
+    first = parallelism.expert_rank * (config.num_moe_experts // config.expert_model_parallel_size)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        parts[place] = str(int(parts[place]) + first)
+    else:  # ...linear_fc1.weight3
+        parts[-1] = "weight" + str(int(parts[-1].removeprefix("weight")) + first)
+    return ".".join(parts)

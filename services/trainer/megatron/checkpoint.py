@@ -23,24 +23,26 @@ from megatron.core.optimizer import MegatronOptimizer
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
 from services.common.files.storage import writing
+from services.trainer.adapters import is_adapter
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.compat.megatron.groups import group_of
-from services.trainer.compat.megatron.random import rng_tracker
-from services.trainer.megatron.checkpoint.optimizer_state import (
+from services.trainer.checkpoint.agreement import gather_json
+from services.trainer.compat.megatron.state import group_of, rng_tracker
+from services.trainer.megatron.model import Chunk, ValueModel
+from services.trainer.megatron.optimizer import (
     Resharding,
     is_gathered,
+    load_pieces,
     num_updates,
     set_num_updates,
     set_state,
+    shard_pieces,
     sharded_state,
 )
-from services.trainer.megatron.checkpoint.shard_state import load_pieces, shard_pieces
-from services.trainer.megatron.checkpoint.torch_dist import Sharded, read, saved_shapes, stage, write
-from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import MegatronModel
-from services.trainer.megatron.weights.stream import HEAD, gather_json, is_adapter
+from services.trainer.megatron.torch_dist import Sharded, read, saved_shapes, stage, write
+from services.trainer.megatron.weights import HEAD
 
 _LAYOUT = "layout.json"
 _FIELD = "trainer.megatron.dist_checkpointing_path"
