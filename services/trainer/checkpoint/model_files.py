@@ -26,7 +26,7 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class Stored:
-    """Describes a tensor in a file. `dtype` is safetensors' name, such as BF16."""
+    """A tensor in a file. `dtype` is safetensors' name, such as BF16."""
 
     file: Path
     dtype: str
@@ -36,10 +36,7 @@ class Stored:
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Returns all tensors of a model by name. Reads only the headers of the files.
 
-    Raises:
-        InvalidInput: There is no safetensors file (pickled weights, `pytorch_model.bin`, are not read), a file is
-            missing or damaged, the index names what is not there, or other programs could read other weights from
-            this directory. The message has the file.
+    A directory from which other programs could read other weights is refused.
     """
     shards = read_weight_map(directory)
     stored: dict[str, Stored] = {}
@@ -56,11 +53,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[safe_open]:
-    """Opens a safetensors file and closes it with the block.
-
-    Raises:
-        InvalidInput: The file is missing or damaged.
-    """
+    """Opens a safetensors file and closes it with the block."""
     if not is_there(file, field="model"):
         raise InvalidInput(f"model: {file} does not exist", field="model")
     try:
@@ -71,33 +64,25 @@ def opened(file: Path) -> Iterator[safe_open]:
 
 
 def require_tensors(stored: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], directory: Path) -> None:
-    """Checks the tensors that a model needs before any of them is read.
-
-    Raises:
-        InvalidInput: Tensors are missing, or one has another shape than in `expected` or is not of floating point.
-    """
+    """Checks that a model's tensors are there, have the `expected` shapes and are of floating point, unread."""
     if missing := [name for name in expected if name not in stored]:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise InvalidInput(f"model: {directory} has no tensor {', '.join(missing[:5])}{more}", field="model")
     for name, shape in expected.items():
-        found = stored[name]
-        if found.shape != tuple(shape):
-            shapes = f"has shape {list(found.shape)}, but config.json gives {list(shape)}"
-            raise InvalidInput(f"model: {found.file}: {name} {shapes}", field="model")
-        if found.dtype not in _FLOATS:
-            raise InvalidInput(
-                f"model: {found.file}: {name} has dtype {found.dtype}; weights must be {', '.join(_FLOATS)}",
-                field="model",
-            )
+        tensor = stored[name]
+        problem = ""
+        if tensor.shape != tuple(shape):
+            problem = f"has shape {list(tensor.shape)}, but config.json gives {list(shape)}"
+        elif tensor.dtype not in _FLOATS:
+            problem = f"has dtype {tensor.dtype}; weights must be {', '.join(_FLOATS)}"
+        if problem:
+            raise InvalidInput(f"model: {tensor.file}: {name} {problem}", field="model")
 
 
 def require_known(stored: Mapping[str, Stored], known: Collection[str], ignored: Iterable[str] = ()) -> None:
     """Checks that no tensor of a checkpoint would be left out of the model, and so out of what engines are sent.
 
     `ignored` are regular expressions for the tensors that transformers leaves out on purpose.
-
-    Raises:
-        InvalidInput: A tensor is not in `known`.
     """
     for name in sorted(stored.keys() - set(known)):
         if not any(re.search(pattern, name) for pattern in (_COMPUTED, *ignored)):
@@ -113,9 +98,6 @@ def require_same_if_tied(stored: Mapping[str, Stored], copy: str, original: str)
 
     transformers would keep both tensors, and vLLM would use one for both, so no other choice is the same model
     everywhere.
-
-    Raises:
-        InvalidInput: They differ.
     """
     if copy not in stored or original not in stored:
         return
@@ -135,11 +117,7 @@ def require_same_if_tied(stored: Mapping[str, Stored], copy: str, original: str)
 
 
 def require_finite(tensors: Iterable[tuple[str, torch.Tensor]], directory: str) -> None:
-    """Checks this rank's shards of a model's weights.
-
-    Raises:
-        InvalidInput: A number is NaN or infinite.
-    """
+    """Checks that this rank's shards of a model's weights have no NaN and no infinite number."""
     # The largest absolute value is NaN or infinite if any value is, and needs no memory.
     named = [(name, torch.linalg.vector_norm(tensor, float("inf"))) for name, tensor in tensors if tensor.numel()]
     if not named:
@@ -157,11 +135,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
 
 
 def load_config(model_path: str) -> PretrainedConfig:
-    """Returns transformers' config of a model.
-
-    Raises:
-        InvalidInput: transformers does not know the architecture, or a value in config.json is invalid.
-    """
+    """Returns transformers' config of a model."""
     require_counts(read_content(model_path), f"{model_path}/config.json")
     try:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)

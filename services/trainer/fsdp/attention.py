@@ -17,10 +17,10 @@ from services.common.errors import InvalidInput
 
 NAME = "lockstep_packed"
 PROBE = "lockstep_probe"
-"""Names an attention that computes nothing and raises ProbeReached."""
+"""An attention that computes nothing and raises ProbeReached."""
 _CAUSAL = (-1, 0)
 # Grouped-query attention: torch before 2.12 has no argument for it and always allows it.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED: dict[str, bool] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention(
@@ -49,12 +49,12 @@ class ProbeReached(Exception):
 
 
 def _probe(
-    module: torch.nn.Module, query: object, key: object, value: object, attention_mask: object, **kwargs: Any
+    module: torch.nn.Module, query: object, key: object, value: object, attention_mask: object, **kwargs: object
 ) -> None:
     raise ProbeReached(_problem(attention_mask, kwargs))
 
 
-def _problem(attention_mask: object, kwargs: Mapping[str, Any]) -> str:
+def _problem(attention_mask: object, kwargs: Mapping[str, object]) -> str:
     if attention_mask is not None or kwargs.get("sliding_window") is not None:
         return "a mask or a sliding window of attention"
     return "" if "cu_seqlens" in kwargs else "attention that is not told the lengths of packed sequences"

@@ -35,7 +35,6 @@ class WeightStream:
         self._specs = {name: self._as_checkpoint(name, spec) for name, spec in (*specs, *self._buffers())}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and meta tensors."""
         return [(name, tensor.to("meta")) for specs in self._specs.values() for name, tensor in specs]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

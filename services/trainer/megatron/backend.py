@@ -37,13 +37,12 @@ from services.trainer.megatron.model import (
     ValueModel,
     build_chunks,
     half_precision,
-    transformer_config,
     wrap_chunks,
 )
 from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
-from services.trainer.megatron.settings import model_architecture, read_config
+from services.trainer.megatron.settings import model_architecture, read_config, transformer_config
 from services.trainer.megatron.stream import (
     WeightStream,
 )
@@ -196,11 +195,11 @@ class MegatronBackend(
 
     def save(self, directory: Path) -> None:
         with self._saving():
-            self._checkpointer.save(directory)
+            self._checkpointer.begin_save(directory, is_copied=False)()
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
         with self._saving():
-            return self._checkpointer.begin_save(directory)
+            return self._checkpointer.begin_save(directory, is_copied=True)
 
     def load(self, directory: Path) -> None:
         self._offloader.load(PARAMS, OPTIMIZER)

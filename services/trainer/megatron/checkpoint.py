@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ _PREFIXES = ("", "model.", "module.")
 
 @dataclass(frozen=True)
 class SavedUnder:
-    """Describes the run that saved a checkpoint. `sizes` maps names to parallel sizes."""
+    """The run that saved a checkpoint. `sizes` maps names to parallel sizes."""
 
     model_type: str
     lora_rank: int
@@ -64,7 +63,6 @@ class SavedUnder:
 
     @classmethod
     def of(cls, config: TrainerConfig, role: Role, model_type: str, device: torch.device) -> "SavedUnder":
-        """Returns the description of this run."""
         megatron = config.megatron
         is_by_bucket = megatron.use_distributed_optimizer and not megatron.fully_reshardable
         return cls(
@@ -116,20 +114,8 @@ class Checkpointer:
         is_async = config.megatron.async_save
         self._writers = group_of(dist.new_group(backend="gloo", timeout=timeout)) if is_async else None
 
-    def save(self, directory: Path) -> None:
-        """Writes a checkpoint into `directory`.
-
-        Raises:
-            PreconditionFailed: STORAGE_FAILED: the disk of a rank failed.
-            InternalError: A file could not be written.
-        """
-        self._staged(directory, is_copied=False)()
-
-    def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Copies the state and returns a function that writes the copy into `directory` from another thread."""
-        return self._staged(directory, is_copied=True)
-
-    def _staged(self, directory: Path, *, is_copied: bool) -> Callable[[], None]:
+    def begin_save(self, directory: Path, *, is_copied: bool) -> Callable[[], None]:
+        """Returns a function that writes the state into `directory`; if it is a copy, also from another thread."""
         self._model.parallelism.activate()
         alive = ["model"] if is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
         sharded = self._sharded(self._own.resharding, is_loading=False)
@@ -147,12 +133,11 @@ class Checkpointer:
         return write_all
 
     def load(self, directory: Path) -> None:
-        """Loads a checkpoint that `save` wrote under any layout.
+        """Loads a checkpoint that was saved under any layout.
 
         Raises:
             PreconditionFailed: It cannot be loaded under this run's layout. Nothing is changed.
             InvalidInput: Its tensors do not match this model's. Nothing is changed.
-            DataLoss: layout.json is damaged.
         """
         saved, number = _read_layout(directory)
         saved.require_loadable(self._own)
@@ -197,10 +182,8 @@ def model_tensors(chunks: Sequence[Chunk], parallelism: Parallelism, *, has_laye
 def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, path: str) -> None:
     """Loads the model from a torch_dist checkpoint: a converted one, or the `state` of a Lockstep checkpoint.
 
-    Adapters and a critic's head keep their values.
-
-    Raises:
-        InvalidInput: The checkpoint does not have exactly this model's tensors, or does not match its manifest.
+    Adapters and a critic's head keep their values. Any other difference between the checkpoint's tensors and this
+    model's is InvalidInput.
     """
     directory = Path(path)
     problem = ""
@@ -241,7 +224,7 @@ def _copy_into(targets: dict[str, torch.Tensor], loaded: Sharded) -> None:
 
 
 def _generators() -> Sharded:
-    states: dict[str, Any] = {"cpu": torch.get_rng_state(), **rng_tracker().get_states()}
+    states: dict[str, torch.Tensor] = {"cpu": torch.get_rng_state(), **rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     place = (0, dist.get_rank(), dist.get_world_size())

@@ -19,12 +19,14 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -42,6 +44,7 @@ from services.trainer.adapters import (
 )
 from services.trainer.compat.megatron.state import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
+from services.trainer.megatron.experts import Offsets
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights import LocalTensor, Part, WeightMap
@@ -53,16 +56,17 @@ _Factors = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Site:
-    """Names a layer that can have adapters. `prefix` is its parent in the whole model, such as decoder.layers.3.mlp."""
+    """A layer that can have adapters. `prefix` is its parent in the whole model, such as decoder.layers.3.mlp."""
 
     prefix: str
     layer: str
     module: torch.nn.Module
+    config: TransformerConfig
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Describes a layer's adapters on this rank: the rows of each part, in `num_groups` interleaved groups."""
+    """A layer's adapters on this rank: the rows of each part, in `num_groups` interleaved groups."""
 
     rows: Mapping[str, int]
     num_groups: int
@@ -80,16 +84,16 @@ class _Shape:
 
 
 class AdaptedLinear(AdaptedLayer):
-    """Adds adapters to a parallel linear layer. `lora_A` and `lora_B` map parts to matrices; a part may have none."""
+    """A parallel linear layer with adapters. `lora_A` and `lora_B` map parts to matrices; a part may have none."""
 
     lora_A: CallableParameters
     lora_B: CallableParameters
     lora_shape: _Shape
     weight: torch.nn.Parameter
     training: bool
-    state_dict: Callable[..., dict[str, Any]]
+    state_dict: Callable[..., dict[str, torch.Tensor]]
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return (out + self._adapter(x), bias) if self.lora_is_on else (out, bias)
 
@@ -128,8 +132,8 @@ class AdaptedLinear(AdaptedLayer):
         return whole.unflatten(0, (shape.num_groups, -1)).split(heights, 1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
         assert metadata is not None
         shape, groups = self.lora_shape, {"tp_group": self.lora_shape.group, "dp_cp_group": metadata["dp_cp_group"]}
         own = {name: value for name, value in self.state_dict(keep_vars=True).items() if name.startswith("lora_")}
@@ -199,7 +203,7 @@ def _sites(chunk: Chunk) -> Iterator[_Site]:
         for name, module in layer.named_modules():
             parent, _, leaf = name.rpartition(".")
             if leaf in FUSED and ".experts." not in name:
-                yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module)
+                yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module, chunk.config)
 
 
 def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Parallelism, seed: int) -> None:
@@ -225,11 +229,12 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
 
 
 def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
-    config: Any = site.module.config
+    config = site.config
     parts = PARTS[lora.kind][site.layer]
     num_rows, num_groups = site.module.get_parameter("weight").size(0), 1
     weights = [1] * len(parts)
     if len(parts) == 3:
+        assert config.num_query_groups is not None  # Megatron sets it
         if config.num_query_groups % parallelism.tp_index[1]:
             raise InvalidInput(
                 f"lora.kind {lora.kind}: tensor_model_parallel_size {parallelism.tp_index[1]} cuts the model's "
@@ -256,7 +261,7 @@ def _write_merged(target: torch.Tensor, *, weight: torch.Tensor, factors: _Facto
         write_merged(target, weight, *factors, scale)
 
 
-def _require_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _require_gradient(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 

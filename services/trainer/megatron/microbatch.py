@@ -20,7 +20,7 @@ from services.trainer.updates.packing import Pack
 
 @dataclass(frozen=True)
 class Cut:
-    """Describes how sequences are padded and cut. Every padded length is a multiple of `align`."""
+    """How sequences are padded and cut. Every padded length is a multiple of `align`."""
 
     cp_size: int
     cp_rank: int
@@ -28,7 +28,6 @@ class Cut:
     is_packed: bool
 
     def padded(self, length: int) -> int:
-        """Returns `length` rounded up to a multiple of `align`."""
         return -(-length // self.align) * self.align
 
     def num_tokens(self, pack: Pack) -> int:
@@ -38,7 +37,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds this CP rank's tokens, [1, T] packed end to end or [B, S] padded, with M of the pack's N predictions."""
+    """This CP rank's tokens, [1, T] packed end to end or [B, S] padded, with M of the pack's N predictions."""
 
     pack: Pack
     tokens: torch.Tensor

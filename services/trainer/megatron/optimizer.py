@@ -1,8 +1,13 @@
-"""Loads a distributed optimizer's state from a fully reshardable checkpoint, in batches.
+"""Makes Megatron's Adam, sets its rates, and converts its state to and from sharded tensors.
 
-Megatron's own template (sharded_param_state_fully_reshardable) holds the state of every parameter in every rank's host
-memory, 12 bytes per parameter at any data-parallel size. Here a rank reads only the parameters that its shard overlaps,
-which are also those that load_parameter_state_from_fully_reshardable uses, and holds one batch of them at a time.
+The state is first and second moments, and the weights in float32. With "fully_reshardable" each model parameter has its
+own tensors, in its own shape, with and without the distributed optimizer. With "dp_reshardable" the tensors are the
+distributed optimizer's flat buffers as they are in memory.
+
+A distributed optimizer loads a fully reshardable state in batches. Megatron's own template for it
+(sharded_param_state_fully_reshardable) has the state of every parameter in every rank's host memory, 12 bytes per
+parameter at any data-parallel size. Here a rank reads only the parameters that its shard overlaps, which are also those
+that load_parameter_state_from_fully_reshardable uses, one batch of them at a time.
 """
 
 import itertools
@@ -17,6 +22,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from services.common.config.trainer import TrainerConfig
@@ -25,23 +31,23 @@ from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.compat.megatron.state import (
     allocate_hybrid,
     inner_optimizers,
-    is_hybrid,
     share_hybrid,
     take_range,
 )
 from services.trainer.megatron.settings import make, refusals
 from services.trainer.megatron.torch_dist import Sharded, load
 
+Resharding = Literal["fully_reshardable", "dp_reshardable"]
+
+# Limits the host memory of a batch. The parts of one tensor are never split, so a larger one is a batch by itself.
+_BATCH_BYTES = 1 << 30
+_BYTES_PER_NUMBER = 4
+
 
 def make_optimizer(
     chunks: Sequence[DistributedDataParallel], config: TrainerConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Makes the optimizer of a trained model's chunks.
-
-    Raises:
-        InvalidInput: optimizer_config_kwargs has an unknown key, Megatron refuses the combination, or
-            optimizer_cpu_offload does not support the weights.
-    """
+    """Makes the optimizer of a trained model's chunks."""
     ddp = chunks[0].ddp_config
     settings = {
         "optimizer": "adam",
@@ -70,7 +76,7 @@ def _of_finite_gradients(optimizer: MegatronOptimizer) -> MegatronOptimizer:
     """Makes `step` apply nothing if the norm that it has just computed is not finite: it would spoil all weights."""
     measure, apply, norms = optimizer.get_grad_norm, optimizer.step_with_ready_grads, [0.0]
 
-    def get_grad_norm() -> Any:
+    def get_grad_norm() -> float:
         norms[0] = measure()
         return norms[0]
 
@@ -109,20 +115,17 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if torch.is_tensor(value))
 
 
-def chained_parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, Any]]:
+def chained_parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, MegatronOptimizer]]:
     """Yields the index and optimizer of the dense and of the expert parameters that this rank trains, if any."""
     for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        if not part.is_stub_optimizer:
+        if not getattr(part, "is_stub_optimizer", False):
             yield index, part
-
-
-Resharding = Literal["fully_reshardable", "dp_reshardable"]
 
 
 def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resharding, *, is_loading: bool) -> Sharded:
     """Returns the state of each chained optimizer; `model` has the sharded tensors of all parameters.
 
-    All ranks call it. shard_state loads the fully reshardable state of a distributed optimizer instead.
+    All ranks call it. load_pieces loads the fully reshardable state of a distributed optimizer instead.
     """
     allocate(optimizer)
     states: Sharded = {}
@@ -142,16 +145,18 @@ def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resh
 def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded) -> None:
     """Sets the state that was loaded into the tensors of sharded_state(is_loading=True)."""
     for index, part in chained_parts(optimizer):
-        if index not in loaded:  # the pipeline stage has no adapters, or shard_state loads its state
+        if index not in loaded:  # the pipeline stage has no adapters, or load_pieces loads its state
             continue
         forget_steps(part)
         if not isinstance(part, DistributedOptimizer):
-            _copy_whole(_whole_state(part, model), loaded[index])
+            for name, tensors in _whole_state(part, model).items():
+                for key, shard in tensors.items():
+                    shard.data.copy_(loaded[index][name][key])
         else:
             part.load_parameter_state_from_dp_reshardable(loaded[index])
 
 
-def forget_steps(part: Any) -> None:
+def forget_steps(part: MegatronOptimizer) -> None:
     """Removes the step counts before moments are loaded: Megatron would expect them too; set_num_updates sets them."""
     for state in part.optimizer.state.values():
         state.pop("step", None)
@@ -186,10 +191,10 @@ def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Allocates the moments, which the first update would otherwise allocate."""
     for _, part in chained_parts(optimizer):
-        if is_hybrid(part):
-            allocate_hybrid(part)
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            allocate_hybrid(part.optimizer)
         elif part.config.use_precision_aware_optimizer:
-            _allocate_precision_aware(part)
+            _allocate_precision_aware(part.optimizer, part.config)
         else:
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):
@@ -201,16 +206,15 @@ def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
     return (inner for _, part in chained_parts(optimizer) for inner in inner_optimizers(part))
 
 
-def _allocate_precision_aware(part: Any) -> None:
+def _allocate_precision_aware(optimizer: Any, config: OptimizerConfig) -> None:
     """Does what init_state_fn does, which in Megatron-Core 0.16 supports only TransformerEngine before 2.1."""
-    for group in part.optimizer.param_groups:
-        for parameter in group["params"]:
-            if not part.optimizer.state[parameter]:
-                is_bf16 = parameter.dtype is torch.bfloat16
-                part.optimizer.initialize_state(parameter, part.config.store_param_remainders and is_bf16)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if not optimizer.state[parameter]:
+            has_remainder = config.store_param_remainders and parameter.dtype is torch.bfloat16
+            optimizer.initialize_state(parameter, has_remainder)
 
 
-def _whole_state(part: Any, model: Sharded) -> Sharded:
+def _whole_state(part: MegatronOptimizer, model: Sharded) -> Sharded:
     """Returns the state with the names of the distributed optimizer's fully reshardable state."""
     states: Sharded = {}
     for name, shard in model.items():
@@ -226,7 +230,7 @@ def _whole_state(part: Any, model: Sharded) -> Sharded:
     return states
 
 
-def _bucket_state(part: Any, model: Sharded, index: int, is_loading: bool) -> Sharded:
+def _bucket_state(part: DistributedOptimizer, model: Sharded, index: int, is_loading: bool) -> Sharded:
     state = part.sharded_param_state_dp_reshardable(model, is_loading)
     for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # objects that the tensors' shapes make redundant
         del state[name]
@@ -234,20 +238,9 @@ def _bucket_state(part: Any, model: Sharded, index: int, is_loading: bool) -> Sh
     return state
 
 
-def _copy_whole(targets: Sharded, loaded: Sharded) -> None:
-    for name, tensors in targets.items():
-        for key, shard in tensors.items():
-            shard.data.copy_(loaded[name][key])
-
-
-# Limits the host memory of a batch. The parts of one tensor are never split, so a larger one is a batch by itself.
-_BATCH_BYTES = 1 << 30
-_BYTES_PER_NUMBER = 4
-
-
 @dataclass(frozen=True)
 class Piece:
-    """Describes a parameter that this rank's shard overlaps. `wanted` has its whole sharded tensors as meta tensors."""
+    """A parameter that this rank's shard overlaps. `wanted` has its whole sharded tensors as meta tensors."""
 
     part: DistributedOptimizer
     parameter: torch.nn.Parameter
@@ -257,10 +250,6 @@ class Piece:
     def num_bytes(self) -> int:
         """Returns the bytes of `wanted` in memory after reading."""
         return len(self.wanted) * self.parameter.numel() * _BYTES_PER_NUMBER
-
-    def take(self, whole: Sharded) -> None:
-        """Sets this rank's range from the whole tensors that were read."""
-        take_range(self.part, self.parameter, whole)
 
 
 def shard_pieces(optimizer: MegatronOptimizer, model: Sharded) -> list[Piece]:
@@ -292,10 +281,10 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
     for batch in itertools.islice(itertools.chain(batches, itertools.repeat([])), num_rounds):
         loaded = load({index: piece.wanted for index, piece in enumerate(batch)}, directory)
         for index, piece in enumerate(batch):
-            piece.take(loaded.pop(index))
+            take_range(piece.part, piece.parameter, loaded.pop(index))
     for part in parts.values():
-        if is_hybrid(part):
-            share_hybrid(part)
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            share_hybrid(part.optimizer)
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

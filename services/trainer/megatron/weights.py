@@ -85,11 +85,7 @@ class WeightMap:
         }
 
     def part(self, name: str) -> Part:
-        """Returns the part of a parameter, whose `name` counts layers and experts over the whole model.
-
-        Raises:
-            InternalError: Megatron has built a parameter that this map does not know.
-        """
+        """Returns the part of a parameter, whose `name` counts layers and experts over the whole model."""
         if name in self._outside:
             weight, place = self._outside[name]
             return self._part(weight, weight.tensors, order=(place * (self.model.num_layers + 1),))
@@ -244,11 +240,7 @@ def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
 def load_checkpoint_weights(
     parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
 ) -> None:
-    """Copies only this rank's slices from the safetensors files of `model_path`, which `require_loadable` has checked.
-
-    Raises:
-        InvalidInput: A file is damaged, or a number is not finite.
-    """
+    """Copies only this rank's slices from the files of `model_path`, which `require_loadable` has checked."""
     stored = stored_tensors(Path(model_path))
     with contextlib.ExitStack() as stack:
         files = {tensor.file for tensor in stored.values()}
@@ -267,10 +259,6 @@ def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -
     """Checks, before a model of that size is made, that the files have exactly its tensors.
 
     A critic needs no output layer.
-
-    Raises:
-        InvalidInput: A file is damaged, a tensor is missing, unknown or of another shape than config.json gives, or the
-            output layer that config.json ties to the embedding is another.
     """
     directory = Path(model_path)
     stored = stored_tensors(directory)

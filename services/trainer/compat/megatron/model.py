@@ -1,4 +1,4 @@
-"""Changes a model's chunks where Megatron has no setting for it, and frees them at the end.
+"""Changes chunks, routers and dispatchers of experts where Megatron has no setting for it, and frees chunks at the end.
 
 Seen with Megatron-Core 0.16.1, on GPU with TransformerEngine 2.12.0.
 """
@@ -30,7 +30,7 @@ class HiddenStateModel(GPTModel):
 
     # GPTModel calls it with keywords only.
     def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden_states: torch.Tensor, **kwargs: Any
+        self, hidden_states: torch.Tensor, **kwargs: object
     ) -> torch.Tensor:
         return hidden_states
 
@@ -67,7 +67,11 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Replay:
-    """Stands in for Megatron's RouterReplay, of which the router calls only this method."""
+    """Stands in for Megatron's RouterReplay, of which the router calls only this method.
+
+    Reason: Megatron's own keeps all routers of a process in one global list, also those of other roles, and the caller
+    must tell it when a layer is recomputed. A fused router does not call it.
+    """
 
     def __init__(self, choose: Choose):
         self._choose = choose
@@ -98,7 +102,11 @@ _NOT_CHOSEN = -1.0
 
 
 class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
-    """Sorts tokens by expert once, and keeps the counts on the device. Nothing is sent."""
+    """Sorts tokens by expert once, and keeps the counts on the device. Nothing is sent.
+
+    Reason: Megatron's sends a copy of a token for each of its experts, sorts the tokens by expert a second time, and
+    waits in every layer until the GPU has counted each expert's tokens, also where no rank sends any.
+    """
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Returns the number of tokens of each expert, on the device."""
@@ -111,6 +119,8 @@ class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
 
 class GatherDispatcher(MoEAlltoAllTokenDispatcher):
     """Gives every rank the tokens of all ranks, and sums the outputs of their experts.
+
+    Reason: Megatron's all-gather dispatcher refuses sequences of variable length, and waits twice.
 
     All ranks must have the same number of tokens. Suffixes: T tokens of a rank, A of all ranks, E experts of a rank,
     X of all ranks, R rows that a rank computes, H hidden size.
@@ -155,7 +165,7 @@ class GatherDispatcher(MoEAlltoAllTokenDispatcher):
         fused, shape = self.config.moe_permute_fusion, self._gathered_shape
         return unpermute(hidden_states, self._order, restore_shape=shape, routing_map=self._map_AE, fused=fused)
 
-    def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def token_combine(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Returns the sums over all ranks of this rank's tokens [T, H]."""
         return reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.ep_group)
 
