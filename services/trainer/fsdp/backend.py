@@ -46,12 +46,12 @@ class Replay:
     """Makes the layers of experts compute with the routes of packs that have them."""
 
     def __init__(self, causal_lm: PreTrainedModel, shape: RouteShape, device: torch.device):
-        found = routers(causal_lm)
-        if len(found) != shape.num_layers:
-            raise InternalError(f"{len(found)} routers are known in a model of {shape.num_layers} layers of experts")
-        self._layers = [LayerReplay() for _ in found]
+        known = routers(causal_lm)
+        if len(known) != shape.num_layers:
+            raise InternalError(f"{len(known)} routers are known in a model of {shape.num_layers} layers of experts")
+        self._layers = [LayerReplay() for _ in known]
         self._model = ModelReplay(self._layers, device)
-        for router, layer in zip(found, self._layers, strict=True):
+        for router, layer in zip(known, self._layers, strict=True):
             set_choice(router, layer.choose)
 
     @contextmanager

@@ -20,8 +20,6 @@ from services.trainer.checkpoint.agreement import same_on_all_ranks
 from services.trainer.checkpoint.model_files import (
     load_config,
     require_finite,
-    require_known,
-    require_same_if_tied,
     require_tensors,
     stored_tensors,
 )
@@ -47,12 +45,9 @@ def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: b
     if not has_head:
         shapes.pop("lm_head.weight", None)
     for copy, original in tied.items():
-        require_same_if_tied(stored, copy, original)
         if copy in stored and original not in stored:
             shapes[copy] = shapes.pop(original, stored[copy].shape)  # transformers takes either
-    require_tensors(stored, shapes, directory)
-    if has_head:
-        require_known(stored, {*shapes, *tied, *tied.values()}, ignored_tensors(causal_lm))
+    require_tensors(stored, shapes, tied, directory, has_head=has_head, ignored=ignored_tensors(causal_lm))
 
 
 def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTrainedModel:
@@ -196,10 +191,10 @@ def build(
     _shard(model, config, mesh, compute_dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    _move_buffers(model, mesh.device_type)
-    full: dict[str, torch.Tensor] = {}
+    for name, buffer in buffers.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, buffer.to(mesh.device_type))
+    full: dict[str, Any] = {}
     with same_on_all_ranks():
         if mesh.get_rank() == 0:
             whole = kind(load_weights(model_path, has_head=has_head, **kwargs))
@@ -236,7 +231,7 @@ def _recompute(layer: nn.Module) -> None:
     """
     forward = layer.forward
 
-    def recomputed(*args: object, **kwargs: object) -> object:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     layer.forward = recomputed
@@ -264,9 +259,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _move_buffers(model: nn.Module, device: str) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))

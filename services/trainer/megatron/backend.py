@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from services.common.config.layout import check_layout
 from services.common.config.trainer import TrainerConfig
-from services.common.families.architecture import Architecture
 from services.common.weights.span import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
@@ -73,7 +72,13 @@ class MegatronBackend(
         with same_on_all_ranks():
             self._hf = read_config(model_path)
             architecture = model_architecture(self._hf)
-            self._check_layout(architecture)
+            check_layout(  # against the real world size and model, before any process group is made
+                config.megatron,
+                dist.get_world_size(),
+                architecture=architecture,
+                max_tokens=config.max_tokens_per_microbatch,
+                key=f"{'trainer' if role is Role.POLICY else role}.megatron",
+            )
             if not config.megatron.dist_checkpointing_path:
                 require_loadable(architecture, model_path, is_critic=role is Role.CRITIC)
         self._map = WeightMap(architecture)
@@ -100,7 +105,7 @@ class MegatronBackend(
         self._offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
-            if config.replays_routes and model_architecture(self._hf).num_experts:
+            if config.replays_routes and self._map.model.num_experts:
                 self._model.replay_routes()
         self._offloader.release(*groups)
 
@@ -208,16 +213,6 @@ class MegatronBackend(
 
     def close(self) -> None:
         self._closing.close()
-
-    def _check_layout(self, architecture: Architecture) -> None:
-        """Checks the layout against the real world size and model, before any process group is made."""
-        check_layout(
-            self._config.megatron,
-            dist.get_world_size(),
-            architecture=architecture,
-            max_tokens=self._config.max_tokens_per_microbatch,
-            key=f"{'trainer' if self._role is Role.POLICY else self._role}.megatron",
-        )
 
     def _build(self) -> MegatronModel:
         megatron, seed = self._config.megatron, torch.initial_seed() % 2**31

@@ -87,10 +87,6 @@ class SavedUnder:
         adapters = f", adapters of rank {self.lora_rank}" if self.lora_rank else ""
         return f"a {self.role}, {self.model_type}{adapters} on {self.num_ranks} ranks of {sizes} ({self.resharding})"
 
-    def has_ranks_of(self, other: "SavedUnder") -> bool:
-        """Returns whether each rank has the same place in the layout of `other`."""
-        return (self.device, self.num_ranks, self.sizes) == (other.device, other.num_ranks, other.sizes)
-
     def require_loadable(self, own: "SavedUnder") -> None:
         """Raises PreconditionFailed if a run with layout `own` cannot load a checkpoint of this one."""
         hint = ""
@@ -143,7 +139,8 @@ class Checkpointer:
         saved.require_loadable(self._own)
         self._model.parallelism.activate()
         sharded = self._sharded(saved.resharding, is_loading=True)
-        if not saved.has_ranks_of(self._own):
+        own = self._own
+        if (saved.device, saved.num_ranks, saved.sizes) != (own.device, own.num_ranks, own.sizes):
             del sharded["rng"]
         is_by_parameter = saved.resharding == "fully_reshardable"
         pieces = shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
@@ -217,10 +214,10 @@ def _tensors(sharded: Sharded) -> dict[str, torch.Tensor]:
     return {name: shard.data for name, shard in sharded.items()}
 
 
+@torch.no_grad()
 def _copy_into(targets: dict[str, torch.Tensor], loaded: Sharded) -> None:
-    with torch.no_grad():
-        for name, tensor in targets.items():
-            tensor.copy_(loaded[name])
+    for name, tensor in targets.items():
+        tensor.copy_(loaded[name])
 
 
 def _generators() -> Sharded:

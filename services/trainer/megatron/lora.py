@@ -26,7 +26,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -35,13 +34,7 @@ from services.common.errors import InternalError, InvalidInput
 from services.common.families.architecture import Architecture
 from services.common.families.lora import FUSED, PARTS
 from services.common.weights.span import Computed
-from services.trainer.adapters import (
-    AdaptedLayer,
-    adapter_sites,
-    initial_a,
-    peft_name,
-    write_merged,
-)
+from services.trainer.adapters import AdaptedLayer, adapter_sites, initial_a, peft_name, write_merged
 from services.trainer.compat.megatron.state import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.experts import Offsets
@@ -61,7 +54,6 @@ class _Site:
     prefix: str
     layer: str
     module: torch.nn.Module
-    config: TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -188,7 +180,7 @@ def add_adapters(
         for site in list(_sites(chunk)):
             parts = [part for part in PARTS[lora.kind][site.layer] if f"{site.prefix}.{part}" in names]
             if parts:
-                _adapt(site, parts, lora, parallelism, seed)
+                _adapt(site, parts, _shape(site, model, lora, parallelism), lora.rank, parallelism.tp_index, seed)
 
 
 def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], AdaptedLinear | None]:
@@ -203,23 +195,24 @@ def _sites(chunk: Chunk) -> Iterator[_Site]:
         for name, module in layer.named_modules():
             parent, _, leaf = name.rpartition(".")
             if leaf in FUSED and ".experts." not in name:
-                yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module, chunk.config)
+                yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module)
 
 
-def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Parallelism, seed: int) -> None:
-    module, shape = site.module, _shape(site, lora, parallelism)
-    tp_rank, tp_size = parallelism.tp_index
-    weight = module.get_parameter("weight")
+def _adapt(
+    site: _Site, parts: Sequence[str], shape: _Shape, lora_rank: int, tp_index: tuple[int, int], seed: int
+) -> None:
+    module, weight = site.module, site.module.get_parameter("weight")
+    tp_rank, tp_size = tp_index
     module.lora_A, module.lora_B = CallableParameters(), CallableParameters()
     for part in parts:
         num_inputs = weight.size(1) * (1 if shape.is_column else tp_size)
-        a = initial_a(f"{site.prefix}.{part}", lora.rank, num_inputs, seed=seed)
+        a = initial_a(f"{site.prefix}.{part}", lora_rank, num_inputs, seed=seed)
         a = a if shape.is_column else a.chunk(tp_size, 1)[tp_rank]
         module.lora_A[part] = torch.nn.Parameter(a.to(weight).contiguous())
-        module.lora_B[part] = torch.nn.Parameter(weight.new_zeros(shape.rows[part], lora.rank))
-        cut, axis, whole = ("lora_B", 0, "lora_A") if shape.is_column else ("lora_A", 1, "lora_B")
-        cut, whole = getattr(module, cut)[part], getattr(module, whole)[part]
-        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, axis, 1)
+        module.lora_B[part] = torch.nn.Parameter(weight.new_zeros(shape.rows[part], lora_rank))
+        matrices = module.lora_A[part], module.lora_B[part]
+        whole, cut = matrices if shape.is_column else reversed(matrices)
+        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, 0 if shape.is_column else 1, 1)
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
         # finalize_model_grads then sums the gradient over the tensor-parallel ranks, as each had a part of the tokens.
         whole.sequence_parallel = shape.has_sequence_parallel
@@ -228,21 +221,19 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
     module.lora_shape = shape
 
 
-def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
-    config = site.config
-    parts = PARTS[lora.kind][site.layer]
+def _shape(site: _Site, model: Architecture, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
+    parts, tp_size = PARTS[lora.kind][site.layer], parallelism.tp_index[1]
     num_rows, num_groups = site.module.get_parameter("weight").size(0), 1
     weights = [1] * len(parts)
     if len(parts) == 3:
-        assert config.num_query_groups is not None  # Megatron sets it
-        if config.num_query_groups % parallelism.tp_index[1]:
+        if model.num_key_value_heads % tp_size:
             raise InvalidInput(
-                f"lora.kind {lora.kind}: tensor_model_parallel_size {parallelism.tp_index[1]} cuts the model's "
-                f"{config.num_query_groups} key-value groups; use kind lora, or a size that divides them",
+                f"lora.kind {lora.kind}: tensor_model_parallel_size {tp_size} cuts the model's "
+                f"{model.num_key_value_heads} key-value groups; use kind lora, or a size that divides them",
                 field="lora.kind",
             )
-        num_groups = config.num_query_groups // parallelism.tp_index[1]
-        weights = [config.num_attention_heads // config.num_query_groups, 1, 1]
+        num_groups = model.num_key_value_heads // tp_size
+        weights = [model.num_attention_heads // model.num_key_value_heads, 1, 1]
     return _Shape(
         rows={part: num_rows * weight // sum(weights) for part, weight in zip(parts, weights, strict=True)},
         num_groups=num_groups,

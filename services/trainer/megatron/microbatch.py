@@ -95,6 +95,10 @@ def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> M
     device = pack.tokens_T.device
     index = torch.from_numpy(source).to(device)
     where = torch.from_numpy(where_M).to(device)
+    routes = None
+    if pack.routes_TLK is not None:
+        own = pack.routes_TLK.to(torch.int32)[index.clamp(min=0)]
+        routes = torch.where(index[..., None, None] >= 0, own, NO_ROUTE)
     return MicroBatch(
         pack=pack,
         tokens=torch.where(index >= 0, pack.tokens_T[index.clamp(min=0)], 0),
@@ -102,14 +106,9 @@ def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> M
         rows_M=torch.from_numpy(rows_M).to(device),
         targets_M=pack.targets_N[where],
         where_M=where,
-        routes=None if pack.routes_TLK is None else _own_routes(pack.routes_TLK, index),
+        routes=routes,
         kept_MK=None if pack.kept_NK is None else pack.kept_NK[where],
     )
-
-
-def _own_routes(routes_TLK: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    routes = routes_TLK.to(torch.int32)[index.clamp(min=0)]
-    return torch.where(index[..., None, None] >= 0, routes, NO_ROUTE)
 
 
 def _padded_lengths(pack: Pack, cut: Cut, num_tokens: int, num_sequences: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Streams whole weights from the ranks that hold the shards."""
+"""Streams whole weights, or a policy's adapters, from the ranks that hold the shards to those that send them."""
 
 import itertools
 from collections import Counter
@@ -26,7 +26,7 @@ _EMPTY = torch.empty(0)
 
 Streamed = Iterator[tuple[str, torch.Tensor]]
 Slot = tuple[int, Sequence[int]]
-"""Pairs a sender's rank with the indices of the consecutive runs that it sends."""
+"""A sender's rank, and the indices of the consecutive runs that it sends."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,10 @@ class WeightStream:
         self._runs = list(_runs(self._entries))
         self._neighbors = [list(self._together(run)) for run in self._runs]
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
-        # Views of each parameter, by name. Making new ones for every publication would take longer than copying the
-        # numbers.
+        # Views of each parameter. Making new ones for every publication would take longer than copying the numbers.
         self._views: dict[str, list[tuple[str, torch.Tensor]]] = {}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and meta tensors."""
         meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
         return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
 
@@ -163,7 +161,7 @@ class WeightStream:
         """Returns the tensors of a parameter that only this rank holds."""
         part, parameter = self._parts[entry.name], self._local[entry.name].tensor
         if part.views is None or parameter.device != self._device:
-            return list(self._joined(entry, self._own([entry])))
+            return list(self._joined(entry, list(self._own([entry]))))
         if layer := self._adapted(self._local[entry.name]):
             return list(zip(part.names, layer.merged_parts(part.views), strict=True))
         views = self._views.get(entry.name, [])
@@ -199,12 +197,10 @@ class WeightStream:
             and first.storage_offset() + first.numel() == second.storage_offset()
         )
 
-    def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
-        return [self._value(self._local[entry.name]).detach().to(self._device) for entry in run]
-
-    def _value(self, parameter: LocalTensor) -> torch.Tensor:
-        layer = self._adapted(parameter)
-        return layer.merged_weight() if layer else parameter.tensor
+    def _own(self, run: Sequence[Entry]) -> Iterator[torch.Tensor]:
+        for parameter in (self._local[entry.name] for entry in run):
+            layer = self._adapted(parameter)
+            yield (layer.merged_weight() if layer else parameter.tensor).detach().to(self._device)
 
     def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
         flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]

@@ -19,14 +19,7 @@ from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.registry import Weight
 from services.trainer.adapters import is_adapter
-from services.trainer.checkpoint.model_files import (
-    opened,
-    require_finite,
-    require_known,
-    require_same_if_tied,
-    require_tensors,
-    stored_tensors,
-)
+from services.trainer.checkpoint.model_files import opened, require_finite, require_tensors, stored_tensors
 from services.trainer.megatron.experts import GroupedExperts
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
@@ -50,10 +43,9 @@ class Part:
     """The checkpoint tensors of one parameter of the model, and how to make the parameter's shards.
 
     `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
-    of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
-    one tensor. `is_plain` says that the numbers of a whole parameter are those of its tensors, one after another.
-    `views(whole)` returns these tensors as views of a whole parameter; where their rows are interleaved, with a
-    dimension for the groups. It is None if joining has to copy.
+    of `names` and with the `shapes`. `is_plain`: the numbers of a whole parameter are those of its tensors, one after
+    another. `views(whole)` returns these tensors as views of a whole parameter; where their rows are interleaved, with
+    a dimension for the groups. It is None if joining has to copy.
     """
 
     names: tuple[str, ...]
@@ -62,7 +54,6 @@ class Part:
     is_expert: bool = False
     order: tuple[int, ...] = ()
     shapes: tuple[Shape, ...] = ()
-    is_fused: bool = False
     is_plain: bool = False
     views: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None
 
@@ -115,7 +106,6 @@ class WeightMap:
             is_expert=weight.is_expert,
             order=order,
             shapes=tuple(self.model.tensor_shapes(weight)),
-            is_fused=weight.is_fused,
             is_plain=weight.cut != "groups",
             views=None if weight.is_fused else functools.partial(self._views, weight),
         )
@@ -127,11 +117,15 @@ class WeightMap:
             columns = self.model.part_shapes(weight)[0][1] // size
             return tensors[0][:, rank * columns : (rank + 1) * columns]
         rows = self._rows(weight)
-        parts: Sequence[Sliceable] = _windows(tensors[0], rows) if weight.is_fused else tensors
+
+        def read(part: int, first: int, last: int) -> torch.Tensor:
+            tensor, start = (tensors[0], sum(rows[:part])) if weight.is_fused else (tensors[part], 0)
+            return tensor[start + first : start + last]
+
         if weight.cut == "groups":
-            return self._cut_groups(parts, rows, rank, size)
+            return self._cut_groups(read, rows, rank, size)
         shares = [height // size for height in rows]
-        return torch.cat([part[rank * n : (rank + 1) * n] for part, n in zip(parts, shares, strict=True)])
+        return torch.cat([read(part, rank * share, (rank + 1) * share) for part, share in enumerate(shares)])
 
     def _join(self, weight: Weight, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if weight.cut in ("whole", "columns"):
@@ -151,15 +145,17 @@ class WeightMap:
     def _rows(self, weight: Weight) -> list[int]:
         return [shape[0] for shape in self.model.part_shapes(weight)]
 
-    def _cut_groups(self, parts: Sequence[Sliceable], rows: Sequence[int], rank: int, size: int) -> torch.Tensor:
+    def _cut_groups(
+        self, read: Callable[[int, int, int], torch.Tensor], rows: Sequence[int], rank: int, size: int
+    ) -> torch.Tensor:
         # With more ranks than groups a shard is a part of one group.
         heights = [height // self.model.num_key_value_heads for height in rows]
         per_group = sum(heights)
         share = sum(rows) // size
         first, last = rank * share // per_group, -(-(rank + 1) * share // per_group)
         groups = []
-        for part, height in zip(parts, heights, strict=True):
-            own = part[first * height : last * height]
+        for part, height in enumerate(heights):
+            own = read(part, first * height, last * height)
             groups.append(own.view(last - first, height, *own.shape[1:]))
         begin = rank * share - first * per_group
         return torch.cat(groups, 1).flatten(0, 1)[begin : begin + share]
@@ -169,22 +165,6 @@ class WeightMap:
         groups = self.model.num_key_value_heads
         grouped = whole.view(groups, -1, *whole.shape[1:])
         return grouped.split([height // groups for height in rows], 1)
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Shows a tensor from row `first` on, and reads only the rows that are asked for."""
-
-    tensor: Sliceable
-    first: int
-
-    def __getitem__(self, index: slice) -> torch.Tensor:
-        return self.tensor[self.first + index.start : self.first + index.stop]
-
-
-def _windows(tensor: Sliceable, rows: Sequence[int]) -> list[_Window]:
-    """Returns the parts of a tensor that stacks them."""
-    return [_Window(tensor, sum(rows[:index])) for index in range(len(rows))]
 
 
 def _cat(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -261,16 +241,12 @@ def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -
     A critic needs no output layer.
     """
     directory = Path(model_path)
-    stored = stored_tensors(directory)
     output, embedding = model.family.output.tensors[0], model.family.embedding.tensors[0]
     shapes = model.checkpoint_shapes()
     if is_critic:
         shapes.pop(output, None)
-    require_tensors(stored, shapes, directory)
-    if not is_critic:
-        require_known(stored, {*shapes, output})
-    if model.tie_word_embeddings:
-        require_same_if_tied(stored, output, embedding)
+    tied = {output: embedding} if model.tie_word_embeddings else {}
+    require_tensors(stored_tensors(directory), shapes, tied, directory, has_head=not is_critic)
 
 
 def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:
