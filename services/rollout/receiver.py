@@ -1,45 +1,147 @@
-"""Receives publications in an engine worker: a mixin that vLLM adds to its Worker class (worker_extension_cls).
+"""Receives publications and sleeps in an engine worker: a mixin that vLLM adds to its Worker (worker_extension_cls).
 
 All attributes have the prefix `lockstep`, because vLLM refuses a mixin whose attributes collide with the Worker's. The
 code runs inside the engine's processes; calls arrive through `collective_rpc`, with plain values only.
 """
 
 import itertools
+import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TypedDict
 
+import torch
 from lockstep.types.v1 import types_pb2
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 
 from services.common.errors import InternalError, LockstepError
+from services.common.memory import DeviceState, device_state
 from services.common.weights.buckets import Cost, unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.pairs.link import BACKEND as PAIRS
 from services.common.weights.plan import Plan
-from services.rollout.compat.vllm.kept import record_kept
-from services.rollout.compat.vllm.routes import record_routes
-from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
-from services.rollout.weights.adapter import load_adapter
-from services.rollout.weights.loading import Arrivals, Loading
-from services.rollout.weights.sleeping import ReceivingMember, SleepingWorker
+from services.rollout.compat.vllm.recorded import record_experts, record_masks
+from services.rollout.compat.vllm.worker import (
+    KV_CACHE,
+    WEIGHTS,
+    WorkerExtension,
+    asleep_bytes,
+    model_of,
+    rank_of,
+    reload_weights,
+    wake_bytes,
+    weight_loading,
+)
+from services.rollout.loading import Arrivals, Loading
+
+ReceivingMember = WeightGroup | PairReceiver
+
+
+class Fit(TypedDict):
+    """The bytes that a part needs, and those that are free on the device."""
+
+    device_uuid: str
+    needed_bytes: int
+    free_bytes: int
+
+
+class SleepingWorker(WorkerExtension):
+    """Frees and takes the memory of weights and KV cache. The engine calls vLLM's own sleep and wake_up in between.
+
+    vLLM does it on GPU. On CPU it ignores the calls; there the weights are overwritten with zeros, so that an engine
+    that served them would be noticed, and the KV cache stays.
+    """
+
+    _lockstep_asleep: frozenset[str] = frozenset()
+    _lockstep_group: ReceivingMember | None = None
+    _lockstep_plan_message = b""  # empty until a weight group was joined; the other attributes are set with it
+    _lockstep_plan: Plan
+    _lockstep_loading: Loading
+    _lockstep_base_sums: tuple[int, int]
+
+    def lockstep_memory(self) -> DeviceState:
+        """Returns the device's memory, and this worker's share of it."""
+        if self.device.type == "cuda":
+            resident = torch.cuda.memory_reserved(self.device) - asleep_bytes(self._lockstep_asleep)
+        else:
+            resident = 0 if WEIGHTS in self._lockstep_asleep else self._lockstep_weight_bytes()
+        return device_state(self.device, resident_bytes=resident)
+
+    def lockstep_fit(self, part: str) -> Fit:
+        """Returns what waking `part` needs; on CPU nothing."""
+        needed = wake_bytes(part, self._lockstep_asleep) if self.device.type == "cuda" else 0
+        state = self.lockstep_memory()
+        return {
+            "device_uuid": state["device_uuid"],
+            "needed_bytes": needed,
+            "free_bytes": state["device_free_bytes"],
+        }
+
+    def lockstep_before_sleep(self) -> None:
+        """Forgets the weights, and frees memory that vLLM does not know of."""
+        self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
+        if not self._lockstep_plan_message:
+            return
+        if self._lockstep_group is not None and self._lockstep_group.free_buffers():
+            self._lockstep_loading.forget_buffers()
+        if self.device.type == "cpu":
+            with weight_loading(self):
+                reload_weights(model_of(self), self.model_config, _zeros(self._lockstep_plan))
+
+    def lockstep_after_sleep(self) -> None:
+        self._lockstep_asleep = frozenset((WEIGHTS, KV_CACHE))
+
+    def lockstep_after_wake(self, part: str) -> None:
+        self._lockstep_asleep -= {part}
+
+    def _lockstep_weight_bytes(self) -> int:
+        if self._lockstep_plan_message:
+            return self._lockstep_plan.num_bytes
+        return sum(parameter.nbytes for parameter in model_of(self).parameters())
+
+
+def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields zeros instead of all weights of the plan but adapters."""
+    specs = plan.message.tensors[: plan.message.num_base_tensors if plan.has_adapter else None]
+    for spec in specs:
+        yield spec.name, torch.zeros(tuple(spec.shape), dtype=getattr(torch, spec.dtype))
+
+
+# vLLM reads adapters from directories only.
+def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
+    """Returns vLLM's request for the policy's only adapter. `path` matters only for loading it."""
+    return LoRARequest("policy", 1, path, load_inplace=load_inplace)
+
+
+def load_adapter(
+    add_lora: Callable[[LoRARequest], bool], config_json: str, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Replaces the adapter with `tensors`, by their PEFT names, through the worker's `add_lora`."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
+        save_file(dict(tensors), Path(directory) / "adapter_model.safetensors")
+        (Path(directory) / "adapter_config.json").write_text(config_json)
+        add_lora(adapter_request(directory, load_inplace=True))
 
 
 class Failed(TypedDict):
-    """Answers for a worker that failed. `absent` is as in WeightGroup's errors, empty if no absent member is known."""
+    """The answer of a worker that failed. `absent` is as in WeightGroup's errors, empty if nobody is known to be."""
 
     error: str
     absent: str
 
 
 class Joined(TypedDict):
-    """Answers for a worker that has joined the epoch."""
+    """The answer of a worker that has joined the epoch."""
 
     plan_digest: str
 
 
 class Received(TypedDict):
-    """Answers for a worker that has received a publication. Fields are as in rollout.v1.ReceiveWeightsResponse."""
+    """The answer of a worker that has received a publication. Fields are as in rollout.v1.ReceiveWeightsResponse."""
 
     digest: str
     num_bytes: int
@@ -52,13 +154,13 @@ class Received(TypedDict):
 class WeightReceiver(SleepingWorker):
     """Joins an epoch, and receives, loads and hashes weights."""
 
-    def lockstep_record_routes(self) -> None:
-        """Begins to record routes, if the engine was started to return them."""
-        record_routes(self)
+    def lockstep_record_experts(self) -> None:
+        """Begins to record routed experts, if the engine was started to return them."""
+        record_experts(self)
 
-    def lockstep_record_kept(self) -> bool:
-        """Begins to record kept sets. Returns whether this worker can."""
-        return record_kept(self)
+    def lockstep_record_masks(self) -> bool:
+        """Begins to record sampling masks. Returns whether this worker can."""
+        return record_masks(self)
 
     def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
         """Joins the epoch; returns the plan's digest as computed here, or the error."""

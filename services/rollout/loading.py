@@ -1,4 +1,4 @@
-"""Copies received weights directly to the memory that the engine reads them from.
+"""Loads received buckets into the engine: first by a recorded reload, then by a checked one, then by direct copies.
 
 vLLM's layerwise reload takes about 0.1 s of Python, regardless of the model's size. During the first reload, every copy
 from received bytes to a tensor of the engine is recorded (`Recorder`). If the reload did nothing but copy, the next one
@@ -7,23 +7,29 @@ is compared with the recorded copies byte by byte. From the third publication on
 using the reload.
 """
 
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from vllm.config import ModelConfig
 
-from services.common.compat.torch import Copies
+from services.common.compat.torch import Copies, OperatorWatch, OpOverload, writes_input
+from services.common.weights.buckets import unpack
 from services.common.weights.digest import WeightDigest
-from services.common.weights.plan import ALIGN_BYTES, contiguous_stride
-from services.rollout.compat.torch import OperatorWatch, OpOverload, writes_input
+from services.common.weights.plan import ALIGN_BYTES, Bucket, Plan, contiguous_stride
+from services.rollout.compat.vllm.worker import abort_reload, not_plain, reload_weights
+
+log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Describes a strided part of a storage, in elements."""
+    """A strided part of a storage, in elements."""
 
     offset: int
     size: tuple[int, ...]
@@ -32,7 +38,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Describes a part of bucket number `bucket`, in elements of `dtype` from the bucket's start."""
+    """A part of bucket number `bucket`, in elements of `dtype` from the bucket's start."""
 
     bucket: int
     dtype: torch.dtype
@@ -41,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Copy:
-    """Describes a copy of `piece` to the tensor that starts at element `offset` of `storage`."""
+    """A copy of `piece` to the tensor that starts at element `offset` of `storage`."""
 
     piece: Piece
     storage: torch.UntypedStorage
@@ -77,7 +83,6 @@ class Recorder(OperatorWatch):
 
     @property
     def copies(self) -> list[Copy] | None:
-        """Returns all copies from received bytes to the engine's tensors; None if the reload did more than copy."""
         if any(map(self._is_loading, self._between)):
             self._refuse("a weight was loaded but not into the engine")
         return None if self.problem else self._copies
@@ -155,7 +160,7 @@ def _place(tensor: torch.Tensor) -> Place:
 
 
 class DirectMap:
-    """Holds all copies of a publication, ready to run."""
+    """All copies of a publication, ready to run."""
 
     def __init__(self, copies: Sequence[Copy], num_buckets: int):
         self._pieces: list[list[Piece]] = [[] for _ in range(num_buckets)]
@@ -232,3 +237,86 @@ def _add(digest: WeightDigest, tensors: Sequence[torch.Tensor], start: int) -> N
     if tensors:
         flats = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         digest.update(torch.cat([F.pad(flat, (0, -flat.numel() % ALIGN_BYTES)) for flat in flats]), start=start)
+
+
+# (index of the bucket, bucket, its bytes), in the order of arrival.
+Arrivals = Iterator[tuple[int, Bucket, torch.Tensor]]
+
+
+class Loading:
+    """Loads publications of one plan into one engine worker. Call `load` once for every publication."""
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig, plan: Plan, device: torch.device):
+        self._model, self._model_config, self._device = model, model_config, device
+        self._plan = plan
+        self._map: DirectMap | None = None
+        self._is_checked = False
+        self._problem = not_plain(model)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Returns whether a bucket is read at once. Otherwise each needs new memory, because vLLM keeps parts of it."""
+        return self._map is not None and self._is_checked
+
+    def forget_buffers(self) -> None:
+        """Keeps nothing of the memory that buckets arrived in."""
+        if self._map:
+            self._map.forget_buffers()
+
+    def load(self, arrivals: Arrivals) -> None:
+        """Loads one publication and waits for the device."""
+        if self._map and self._is_checked:
+            for index, _, flat in arrivals:
+                self._map.load(index, flat)
+        elif self._map:
+            self._reload_and_check(self._map, arrivals)
+        elif self._problem:
+            self._reload(arrivals)
+        else:
+            self._reload_and_watch(arrivals)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def abort(self) -> None:
+        """Makes the engine reloadable again after an incomplete publication."""
+        if not self._is_checked:
+            abort_reload(self._model)
+            self._map = None
+
+    def _reload(self, arrivals: Arrivals, recorder: Recorder | None = None) -> None:
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for index, bucket, flat in arrivals:
+                if recorder is not None:
+                    recorder.add_bucket(index, flat)
+                yield from unpack(bucket, flat)
+
+        reload_weights(self._model, self._model_config, weights())
+
+    def _reload_and_watch(self, arrivals: Arrivals) -> None:
+        recorder = Recorder([*self._model.parameters(), *self._model.buffers()])
+        with recorder:
+            self._reload(arrivals, recorder)
+        if recorder.copies is None:
+            self._give_up(recorder.problem)
+            return
+        self._map = DirectMap(recorder.copies, len(self._plan.buckets))
+
+    def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
+        received = WeightDigest("", self._device)
+
+        def digested() -> Arrivals:
+            for index, bucket, flat in arrivals:
+                direct.digest_received(received, index, flat, bucket.start)
+                yield index, bucket, flat
+
+        self._reload(digested())
+        loaded = WeightDigest("", self._device)
+        for index, bucket in enumerate(self._plan.buckets):
+            direct.digest_loaded(loaded, index, bucket.start)
+        self._is_checked = loaded.hexdigest() == received.hexdigest()
+        if not self._is_checked:
+            self._give_up("the reload wrote other bytes than the recorded copies would")
+
+    def _give_up(self, problem: str) -> None:
+        self._problem, self._map = problem, None
+        log.info("publications use vLLM's slower reload: %s", problem)
