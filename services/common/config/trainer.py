@@ -255,9 +255,8 @@ class TrainerConfig(Strict):
         check_lag(self.lag, self.loss, self.num_minibatches)
         if self.moe.replay_routes == "on":
             if not self.loss.is_sampled:
-                kind = self.loss.kind
                 raise ValueError(
-                    f"moe.replay_routes on needs sampled tokens, and loss.kind {kind} has none: leave it out"
+                    f"moe.replay_routes on needs sampled tokens, and loss.kind {self.loss.kind} has none: leave it out"
                 )
             if self.strategy == "megatron" and (setting := ignores_routes(self.megatron)):
                 raise ValueError(
