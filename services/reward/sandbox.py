@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.reward.scorers.base import FailureReason, ScoringError
+from services.reward.errors import FailureReason, ScoringError
 
 # linux/audit.h, and the numbers of asm/unistd_64.h and asm-generic/unistd.h.
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

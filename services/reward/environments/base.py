@@ -3,32 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class EnvironmentFailure(StrEnum):
-    """Says why an environment could not reply, by the names of lockstep.reward.v1.EnvironmentFailureReason."""
-
-    TIMEOUT = "TIMEOUT"
-    CRASHED = "CRASHED"
-    REFUSED = "REFUSED"
-    INVALID_REPLY = "INVALID_REPLY"
-    NEIGHBOR = "NEIGHBOR"
-
-
-class EpisodeError(Exception):
-    """The environment failed, not the policy. The episode is over, and nothing is rewarded.
-
-    `traceback` is that of the exception that a class raised in its worker process; empty without one. `alone` says that
-    the episode hung in a process that others shared, or ended it: it should be played again alone.
-    """
-
-    def __init__(self, reason: EnvironmentFailure, detail: str, traceback: str = "", *, alone: bool = False):
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
-        self.traceback = traceback
-        self.alone = alone
+# Users' environments and tools raise these, and import them from here.
+from services.reward.errors import EnvironmentFailure as EnvironmentFailure
+from services.reward.errors import EpisodeError as EpisodeError
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import PreconditionFailed
 from services.reward.environments import messages
-from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Turn
+from services.reward.environments.base import Environment, Turn
 from services.reward.environments.clock import CLOCK, Clock
+from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
 from services.reward.metrics import RewardMetrics
-from services.reward.tracebacks import Tracebacks
 
 log = logging.getLogger(__name__)
 

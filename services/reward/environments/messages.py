@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lockstep.reward.v1 import environment_pb2 as pb
 
-from services.reward.environments.base import EnvironmentFailure, EpisodeError, Message, Reply, ToolCall
+from services.reward.environments.base import Message, Reply, ToolCall
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 
 def reset_response(messages: Sequence[Message], roles: Sequence[str]) -> pb.ResetResponse:

@@ -7,8 +7,9 @@ from services.common.config.environment import (
     ReasoningGymEnvironmentConfig,
     TextArenaEnvironmentConfig,
 )
-from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
+from services.reward.environments.base import Environment, Message, Reply, Turn
 from services.reward.environments.workers import Target, Workers
+from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes.child import Reply as Line
 
 Config = PythonEnvironmentConfig | TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig

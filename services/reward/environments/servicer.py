@@ -11,10 +11,11 @@ from services.common.config.load import parse_json
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
-from services.reward.environments.base import EpisodeError, Turn
+from services.reward.environments.base import Turn
 from services.reward.environments.episode import EpisodeContext
 from services.reward.environments.kinds import make_environment
 from services.reward.environments.table import EpisodeTable
+from services.reward.errors import EpisodeError
 from services.reward.metrics import RewardMetrics
 from services.reward.requests import finish_reason, parse_object, require_run
 

@@ -6,8 +6,9 @@ import itertools
 from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import PreconditionFailed, Reason
-from services.reward.environments.base import EnvironmentFailure, Turn
+from services.reward.environments.base import Turn
 from services.reward.environments.episode import Episode, EpisodeContext
+from services.reward.errors import EnvironmentFailure
 
 
 class EpisodeTable:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from services.common.config.environment import ToolsEnvironmentConfig
-from services.reward.environments.base import EpisodeError, Message, ToolCall
+from services.reward.environments.base import Message, ToolCall
 from services.reward.environments.tool_calls.calling import CallingEnvironment
 from services.reward.environments.tool_calls.schema import find_fault, fitted
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
@@ -13,6 +13,7 @@ from services.reward.environments.toolbox.function import FunctionTools
 from services.reward.environments.toolbox.mcp import McpTools
 from services.reward.environments.toolbox.python import Python
 from services.reward.environments.toolbox.search import Search
+from services.reward.errors import EpisodeError
 
 TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "search": Search, "calculator": Calculator}
 """Maps the kinds of tools that are one tool to their classes. `function` and `mcp` are not among them."""

@@ -55,6 +55,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.asserts import (
     MAX_DIGITS,
     check_imports,
@@ -66,7 +67,6 @@ from services.reward.graders.asserts import (
 from services.reward.graders.completion import after_reasoning, blocks
 from services.reward.inside.checker import PASSED
 from services.reward.inside.wire import pack
-from services.reward.scorers.base import FailureReason, ScoringError
 
 _PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
 _INTEGER = re.compile(r"[-+]?[0-9]+")

@@ -2,7 +2,7 @@
 
 import re
 
-from services.reward.scorers.base import FailureReason, ScoringError
+from services.reward.errors import FailureReason, ScoringError
 
 
 def extract(*, text: str, pattern: str) -> float:

@@ -12,10 +12,10 @@ import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from services.reward.compat.math_verify import refuse_eval
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.completion import after_reasoning
 from services.reward.graders.notation import compare_texts, plain_number, unify
 from services.reward.graders.texts import with_fractions
-from services.reward.scorers.base import FailureReason, ScoringError
 
 refuse_eval()
 

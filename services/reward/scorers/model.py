@@ -10,9 +10,10 @@ from typing import Any
 from services.common.config.reward import RewardConfig
 from services.common.config.scorers import HttpConfig, JudgeConfig, ModelConfig, parse_template
 from services.common.extras import missing_modules
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.pool import Target, WorkerPool
 from services.reward.remote import MayPassError, Remote
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+from services.reward.scorers.base import Item, Scorer
 from services.reward.scorers.worker import columns
 
 LOAD_FIELDS = {"path", "label", "template", "device", "dtype", "batch_size", "max_tokens"}

@@ -17,9 +17,10 @@ from services.common.config.reward import (
     MathConfig,
     RewardConfig,
 )
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.completion import after_reasoning
 from services.reward.graders.texts import normalize, one_width
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected, share_s
+from services.reward.scorers.base import Item, Scorer, expected, share_s
 from services.reward.scorers.worker import WorkerScorer
 
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.tool_calls.schema import function_schema
 from services.reward.environments.toolbox.base import cut_middle
 from services.reward.environments.worker import MAX_REPLY_BYTES
+from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child_setup
 
 Step = tuple[str, float, bool]

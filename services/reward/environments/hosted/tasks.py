@@ -6,7 +6,7 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 from services.common.reasoning_tasks import COLUMN, INSTRUCTION, TAG, make_tasks
-from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 
 class Task:

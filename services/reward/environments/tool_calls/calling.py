@@ -4,18 +4,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from services.common.config.environment import ToolSyntax
-from services.reward.environments.base import (
-    Environment,
-    EnvironmentFailure,
-    EpisodeError,
-    Message,
-    Reply,
-    ToolCall,
-    Turn,
-)
+from services.reward.environments.base import Environment, Message, Reply, ToolCall, Turn
 from services.reward.environments.tool_calls.schema import Schema, only_text_argument, read_texts
 from services.reward.environments.tool_calls.syntax import BadCall, Call, find_calls
 from services.reward.environments.toolbox.base import BadArgumentsError, cut_middle
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 _MAX_RESULT_CHARS = 1 << 20
 """Longer results are cut, so that those of a turn fit into one message of the service."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.common.config.environment import McpToolConfig
-from services.reward.environments.base import EnvironmentFailure, EpisodeError, ToolCall
+from services.reward.environments.base import ToolCall
 from services.reward.environments.tool_calls.schema import Schema, tool_schema
 from services.reward.environments.toolbox.base import BadArgumentsError, cut_middle
 from services.reward.environments.toolbox.mcp_connection import Connection, explain, failed
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 _MAX_TOOLS = 1000
 

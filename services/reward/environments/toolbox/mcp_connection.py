@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.config.environment import McpToolConfig
-from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 if TYPE_CHECKING:
     from mcp import ClientSession

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.common.config.environment import PythonToolConfig
-from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.clock import off_the_clock
 from services.reward.environments.tool_calls.schema import text_tool_schema
 from services.reward.environments.toolbox.base import Tool
+from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import ScoringError
 
 _SUPERVISOR = Path(__file__).with_name("supervise.py").read_text()
 _START_S = 5.0

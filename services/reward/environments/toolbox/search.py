@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.config.environment import SearchToolConfig
-from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.clock import off_the_clock
 from services.reward.environments.tool_calls.schema import text_tool_schema
 from services.reward.environments.toolbox import search_words
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
 from services.reward.environments.toolbox.search_index import open_index
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 _CHUNK_BYTES = 1 << 22
 
