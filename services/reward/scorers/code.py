@@ -9,7 +9,7 @@ from services.common.config.reward import RewardConfig
 from services.common.config.scorers import CodeConfig
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.code import Tests, find_program, read_tests
-from services.reward.graders.completion import unindent
+from services.reward.graders.texts import unindent
 from services.reward.sandbox import Limits, Sandbox
 from services.reward.scorers.base import Item, Scorer, expected, share_s
 
