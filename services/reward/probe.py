@@ -6,8 +6,8 @@ The exit code is 0 if it can; otherwise it is 1, and stderr says why.
 import asyncio
 import sys
 
+from services.reward.errors import ScoringError
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import ScoringError
 
 _LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_processes=8, max_output_bytes=1 << 20)
 

@@ -22,10 +22,10 @@ from prometheus_client import CollectorRegistry
 
 from services.common.config.environment import EnvironmentConfig, EnvironmentSection, WorkerEnvironmentConfig
 from services.common.errors import PreconditionFailed
-from services.reward.environments.base import EpisodeError, Turn
+from services.reward.environments.base import Turn
 from services.reward.environments.episode import EpisodeContext
-from services.reward.environments.kinds import make_environment
-from services.reward.environments.table import EpisodeTable
+from services.reward.environments.servicer import EpisodeTable, make_environment
+from services.reward.errors import EpisodeError
 from services.reward.metrics import RewardMetrics
 
 

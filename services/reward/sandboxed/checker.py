@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from services.reward.inside.proxies import Proxy, lines_of, number_of, set_under_test, value_of
-from services.reward.inside.wire import OPERATORS, Peer, pack, pack_error, unpack
+from services.reward.sandboxed.proxies import Proxy, lines_of, number_of, set_under_test, value_of
+from services.reward.sandboxed.wire import OPERATORS, Peer, pack, pack_error, unpack
 
 PASSED = "passed"
 _RUN_TEST_CASES = """
@@ -91,13 +91,13 @@ class Remote:
         """Returns whether `error` is a check of the test that fails, or would skip one that follows in its `with`."""
         if error is None:
             return False
-        from services.reward.inside.checks import skips_check
+        from services.reward.sandboxed.checks import skips_check
 
         with_line = sys._getframe(2).f_lineno
         return self._is_failed_check(error) or skips_check(self._code, with_line, lines_of(trace, self._variables)[:1])
 
     def _is_failed_check(self, error: BaseException) -> bool:
-        from services.reward.inside.checks import is_check
+        from services.reward.sandboxed.checks import is_check
 
         lines = lines_of(error.__traceback__, self._variables)
         return isinstance(error, AssertionError) and any(is_check(self._code, line) for line in lines)

@@ -1,4 +1,4 @@
-"""Makes JSON schemas of functions, checks and reads arguments by them. Imports nothing heavy."""
+"""Defines the interface of tools."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from services.reward.environments.tool_calls.syntax import is_deep, read_json
+from services.reward.environments.tools.syntax import is_deep, read_json
 
 Schema = Mapping[str, Any]
 _TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
@@ -215,3 +215,44 @@ def _read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
         elif name:
             meanings[name] = f"{meanings[name]} {line.strip()}".strip()
     return summary, meanings
+
+
+class BadArgumentsError(Exception):
+    """The policy called a tool wrongly. The text is its observation, and `outcome` is what metrics call it."""
+
+    def __init__(self, text: str, outcome: str = "refused"):
+        super().__init__(text)
+        self.outcome = outcome
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """Returns `text`; the first and last characters and a mark between them, if there are more than `max_chars`."""
+    half = max_chars // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n[... cut ...]\n{text[len(text) - half :]}"
+
+
+class Tool:
+    """Answers calls, many at the same time."""
+
+    schema: Schema
+    version: str
+    """Text that changes whenever the same call could get another result."""
+
+    async def open(self) -> None:
+        """Starts what the tool needs.
+
+        Raises:
+            EpisodeError: It cannot start.
+        """
+
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
+        """Returns the result of a call, whose arguments fit the schema. It may compute for `limit_s` seconds.
+
+        Raises:
+            BadArgumentsError: The arguments have no result.
+            EpisodeError: The tool failed.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Ends the tool's processes and connections."""

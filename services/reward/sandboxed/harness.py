@@ -34,7 +34,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
-from services.reward.inside.wire import to_plain, unpack
+from services.reward.sandboxed.wire import to_plain, unpack
 
 _FRAMES = 50
 """Depth of the stack below a program, at most, which it can use in addition."""
@@ -97,7 +97,7 @@ def main(job_descriptor: int, tests: int) -> None:
     with os.fdopen(job_descriptor) as file:
         job = json.load(file)
     if any(job["scripts"]):  # imported only for them, but before the forks
-        from services.reward.inside import checker, program  # noqa: F401
+        from services.reward.sandboxed import checker, program  # noqa: F401
     sys.set_int_max_str_digits(0)  # a program may print integers of any length
     sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
@@ -242,8 +242,8 @@ def _value(job: dict, test: dict, write_end: int) -> None:
 
 def _script(job: dict, tests: int, size: int, offset: int, write_end: int) -> NoReturn:
     """Runs the program in a fork, which is made before the test is read, and the test in this process."""
-    from services.reward.inside import checker, program
-    from services.reward.inside.wire import Peer
+    from services.reward.sandboxed import checker, program
+    from services.reward.sandboxed.wire import Peer
 
     requests_end, request_end = os.pipe()
     replies_end, reply_end = os.pipe()

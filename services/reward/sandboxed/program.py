@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from services.reward.inside.wire import OPERATORS, Peer, name_of, pack, pack_error, to_plain, unpack
+from services.reward.sandboxed.wire import OPERATORS, Peer, name_of, pack, pack_error, to_plain, unpack
 
 
 def _items(value: Any) -> object:

@@ -1,5 +1,9 @@
-"""Plays single-player games of textarena, in a worker process."""
+"""Games of textarena and tasks of reasoning-gym, which a worker process plays as it plays a class of a user.
 
+Each imports its package when it is prepared, because a service may have only one of them.
+"""
+
+import json
 import random
 import threading
 from collections.abc import Iterator, Mapping
@@ -8,7 +12,9 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 import numpy as np
-import textarena as ta
+
+from services.common.reasoning_tasks import COLUMN, INSTRUCTION, TAG, make_tasks
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 _PLAYER = 0
 _LOCK = threading.Lock()
@@ -21,7 +27,7 @@ class Game:
     each call, so that a seed gives the same game whatever else the worker plays.
     """
 
-    version = f"textarena-{version_of('textarena')}"
+    version = ""
     roles = ("user",)
 
     @classmethod
@@ -31,9 +37,13 @@ class Game:
         Raises:
             ValueError: It is not a game for one player. Making it may raise anything.
         """
-        Game(game, kwargs).reset(seed=0, row={})
+        cls(game, kwargs).reset(seed=0, row={})
+        cls.version = f"textarena-{version_of('textarena')}"
 
     def __init__(self, game: str, kwargs: Mapping[str, Any]):
+        import textarena as ta
+
+        self._ta = ta
         self._game = self._inner = ta.make(game, **kwargs)
         while isinstance(self._inner, ta.Wrapper):  # wrappers show the whole history again in each turn
             self._inner = self._inner.env
@@ -44,7 +54,7 @@ class Game:
         self._states = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
         with self._own_generators():
             self._game.reset(num_players=1, seed=seed)
-            if not isinstance(self._inner.state, ta.SinglePlayerState):
+            if not isinstance(self._inner.state, self._ta.SinglePlayerState):
                 raise ValueError(f"{self._inner.env_id} is not a game for one player")
             return self._news()
 
@@ -66,15 +76,64 @@ class Game:
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
         with _LOCK:
-            outer = random.getstate(), np.random.get_state()
+            outer = _generators()
             _set_generators(self._states)
             try:
                 yield
             finally:
-                self._states = random.getstate(), np.random.get_state()
+                self._states = _generators()
                 _set_generators(outer)
+
+
+def _generators() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
 
 
 def _set_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
+
+
+class Task:
+    """Scores one answer: the text after the last <answer>, up to </answer>, or all of it if there is none."""
+
+    version = ""
+    roles = ("user",)
+
+    @classmethod
+    def prepare(cls, task: str, kwargs: Mapping[str, Any]) -> None:
+        """Checks that the task can be made.
+
+        Raises:
+            InvalidInput: It cannot.
+        """
+        make_tasks(task, seed=0, size=1, settings=kwargs)
+        cls.version = f"reasoning-gym-{version_of('reasoning-gym')}"
+
+    def __init__(self, task: str, kwargs: Mapping[str, Any]):
+        self._task, self._kwargs = task, kwargs
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> str | None:
+        """Takes the row's task. Without one, the seed makes a task, whose question is returned.
+
+        Raises:
+            EpisodeError: REFUSED if the row has another task.
+        """
+        if COLUMN not in row:
+            self._tasks = make_tasks(self._task, seed=seed % 2**31, size=1, settings=self._kwargs)
+            self._entry = self._tasks[0]
+            return f"{self._entry['question']}\n\n{INSTRUCTION}"
+        made = json.loads(row[COLUMN])
+        if made["task"] != self._task:
+            raise EpisodeError(EnvironmentFailure.REFUSED, f"the row is of task {made['task']}, not {self._task}")
+        self._tasks = make_tasks(self._task, seed=0, size=1, settings=made["settings"])
+        self._entry = made["entry"]
+        return None
+
+    def step(self, text: str) -> tuple[None, float, bool]:
+        """Scores the answer, which ends the episode."""
+        return None, float(self._tasks.score_answer(_answer(text), self._entry)), True
+
+
+def _answer(text: str) -> str:
+    return text.rpartition(f"<{TAG}>")[2].partition(f"</{TAG}>")[0].strip()
