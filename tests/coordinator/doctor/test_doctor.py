@@ -45,7 +45,7 @@ from services.coordinator.fleet.launch import Addresses
 from services.coordinator.runs import ledger
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.rpc.tls_harness import Certificates, serve
-from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
+from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
 from tests.small_disk import small_disk
 from tests.support import PATIENCE_S, ROOT, free_port

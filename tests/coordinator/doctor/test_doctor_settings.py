@@ -13,7 +13,7 @@ from services.coordinator.doctor import settings
 from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import shown
 from services.coordinator.fleet.launch import Addresses
-from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
+from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
 from tests.support import ROOT
 

@@ -17,7 +17,7 @@ from services.coordinator.doctor.finding import Verdict
 from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import literal_console
-from tests.coordinator.checks.findings import FAIL, OK, WARN, config_with
+from tests.coordinator.doctor.findings import FAIL, OK, WARN, config_with
 
 USER = "tests.reward.environments.user_environments"
 
