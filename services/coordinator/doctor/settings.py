@@ -1,10 +1,7 @@
 """Checks settings of a config that only fail once services have started: scorers, engine arguments, lengths, memory."""
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,6 +22,7 @@ from services.common.host_memory import MEMINFO, host_memory
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
+from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, problem
 from services.coordinator.planning.memory import rank_memory
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
@@ -49,10 +47,10 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
             yield from check_memory(config, MEMINFO)
 
 
-def check_scorers(config: Config, command: Sequence[str] = ("-m", "services.reward.probe_scorers")) -> Finding:
+def check_scorers(config: Config) -> Finding:
     """Checks that the scorers of kind python can be imported and take their arguments, in workers as in a run."""
     paths = ", ".join(scorer.path for scorer in config.reward.scorers if scorer.kind == "python")
-    if why := _problem(command, config.reward.model_dump_json()):
+    if why := problem(SCORERS, config.reward.model_dump_json(), _PROBE_TIMEOUT_S):
         fix = "run in the directory from which the module can be imported, or install it where the reward service runs"
         return Finding("scorers", why, Verdict.FAIL, fix_of(why, fix, "path and kwargs in reward.scorers"))
     return Finding("scorers", f"imported {paths}")
@@ -64,7 +62,7 @@ Function = tuple[str, Sequence[str], Mapping[str, Any]]
 
 def check_functions(functions: Mapping[str, Function]) -> Finding:
     """Checks that the user's functions can be imported and take their arguments. `functions` has them by config key."""
-    if why := _problem(("-m", "services.common.probe_functions"), json.dumps(functions)):
+    if why := problem(FUNCTIONS, functions, _PROBE_TIMEOUT_S):
         fix = "run in the directory that has the module, or install it where trainer and coordinator run"
         return Finding("functions", why, Verdict.FAIL, fix_of(why, fix, "import_path and kwargs"))
     return Finding("functions", f"imported {', '.join(path for path, _, _ in functions.values())}")
@@ -110,11 +108,11 @@ def _functions(config: AnyConfig, given: Addresses) -> dict[str, Function]:
     return {key: function for key, function in found.items() if function[0]}
 
 
-def check_engine(config: Config, command: Sequence[str] = ("-m", "services.rollout.probe")) -> Finding:
+def check_engine(config: Config, command: Sequence[str] = ENGINE) -> Finding:
     """Checks that vLLM has the arguments in rollout.engine."""
     if find_spec("vllm") is None:
         return Finding("engine arguments", "not checked: vLLM is not installed here")
-    if why := _problem(command, json.dumps(config.rollout.engine)):
+    if why := problem(command, config.rollout.engine, _PROBE_TIMEOUT_S):
         return Finding("engine arguments", why, Verdict.FAIL, "see EngineArgs in vLLM's documentation")
     return Finding("engine arguments", ", ".join(sorted(config.rollout.engine)))
 
@@ -171,21 +169,3 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
 
 def _longest(config: Config) -> tuple[str, int]:
     return "rollout.max_model_len", config.rollout.max_model_len
-
-
-def _problem(command: Sequence[str], stdin: str) -> str:
-    """Runs Python with `command`; returns the last line of its stderr if it fails, else ""."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_PROBE_TIMEOUT_S:g} s"
-    if done.returncode == 0:
-        return ""
-    return (done.stderr.strip().splitlines() or ["the probe failed without a message"])[-1]

@@ -62,7 +62,7 @@ def test_engine_arguments() -> None:
     finding = settings.check_engine(config)
     assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
     assert "enforce_eager" not in finding.found
-    assert settings.check_engine(config, ("-c", "")).verdict is OK
+    assert settings.check_engine(config, ("-c", "print('{}')")).verdict is OK
 
 
 def test_the_package_for_suffix_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
