@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.cli import environment as command
+from services.coordinator.cli import groups
 from services.coordinator.cli.main import app
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Verdict
@@ -76,7 +76,7 @@ def tried(config: Path, *arguments: str, typed: str = "") -> Result:
 
 @pytest.fixture(autouse=True)
 def console(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_console", literal_console())  # of the output that the runner puts in place
+    monkeypatch.setattr(groups, "_console", literal_console())  # of the output that the runner puts in place
 
 
 @pytest.mark.parametrize("how", ["texts", "file", "typed"])
