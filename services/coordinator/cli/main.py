@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
 from services.coordinator.cli.data import app as data_app
-from services.coordinator.cli.endings import fail, outliving_output
 from services.coordinator.cli.groups import groups
 from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.cli.output import fail, outliving_output
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
 from services.coordinator.observe.console import literal_console

@@ -1,4 +1,4 @@
-"""Checks that this host can play the run's environment, by playing short episodes as the reward service does."""
+"""Checks what a run reads and plays: its models and data, and short episodes of its environment."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -21,6 +21,8 @@ from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
 
+_MAX_CHARS = 400
+
 
 def check_weights(config: AnyConfig, given: Addresses, *, may_download: bool = False) -> None:
     """Checks that the models that a trainer of this host will load have all their weights.
@@ -37,17 +39,10 @@ def check_weights(config: AnyConfig, given: Addresses, *, may_download: bool = F
         role = role_section(config, name)
         directory = Path((role.model if role else None) or config.model)
         is_converted = settings.strategy == "megatron" and bool(settings.megatron.dist_checkpointing_path)
-        is_left = may_download and _is_in_cache(directory) and not any(directory.glob("*.safetensors"))
+        in_cache = directory.parent.name == "snapshots"  # of the Hub: models--OWNER--NAME/snapshots/REVISION
+        is_left = may_download and in_cache and not any(directory.glob("*.safetensors"))
         if directory.is_dir() and not (given.of(name) or is_converted or is_left):
             require_whole_weights(directory)
-
-
-def _is_in_cache(directory: Path) -> bool:
-    """Returns whether a directory is a snapshot in the Hub's cache, `models--OWNER--NAME/snapshots/REVISION`."""
-    return directory.parent.name == "snapshots"
-
-
-_MAX_CHARS = 400
 
 
 def examine_inputs(config: AnyConfig, given: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:

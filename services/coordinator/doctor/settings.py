@@ -7,7 +7,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from services.common.config.load import AnyConfig
@@ -56,7 +55,7 @@ def check_scorers(config: Config) -> Finding:
     return Finding("scorers", f"imported {paths}")
 
 
-Function = tuple[str, Sequence[str], Mapping[str, Any]]
+Function = tuple[str, Sequence[str], Mapping[str, object]]
 """Path, names of the positional arguments, and keyword arguments."""
 
 
@@ -132,11 +131,13 @@ def check_speculation(speculation: SpeculationConfig) -> Iterator[Finding]:
 def check_lengths(config: AnyConfig) -> Iterator[Finding]:
     """Compares the longest samples with the number of positions that the model was made for."""
     content = read_content(config.model)
-    limit: Any = content.get("max_position_embeddings")
+    limit = content.get("max_position_embeddings")
     if not isinstance(limit, int):
         return
-    is_sft = isinstance(config, SftConfig)
-    key, length = ("data.max_tokens", config.data.max_tokens) if is_sft else _longest(config)
+    if is_sft := isinstance(config, SftConfig):
+        key, length = "data.max_tokens", config.data.max_tokens
+    else:
+        key, length = "rollout.max_model_len", config.rollout.max_model_len
     found = f"{key} {length}, the model's max_position_embeddings {limit}"
     if length <= limit:
         yield Finding("lengths", found)
@@ -165,7 +166,3 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
         yield Finding("memory", found, Verdict.FAIL if needed > total else Verdict.WARN, fix)
     else:
         yield Finding("memory", found)
-
-
-def _longest(config: Config) -> tuple[str, int]:
-    return "rollout.max_model_len", config.rollout.max_model_len

@@ -1,4 +1,4 @@
-"""Keeps a command running if its output fails, and reports how it ended."""
+"""The standard output and errors of a command, which goes on if they fail; its last line if it fails itself."""
 
 import errno
 import os
