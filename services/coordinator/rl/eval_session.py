@@ -20,8 +20,8 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import Prompts, load_early, load_eval, load_late
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
+from services.coordinator.fleet.probes import Tools, known_tools
 from services.coordinator.fleet.running import recorded_run, running_services
-from services.coordinator.fleet.tools import Tools, known_tools
 from services.coordinator.observe.frontend import cancel_on_sigterm
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publishing.colocated import make_publisher

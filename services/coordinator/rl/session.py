@@ -15,8 +15,8 @@ from services.coordinator.data.prompts import PromptDataset, Prompts, load_early
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
+from services.coordinator.fleet.probes import Tools, known_tools
 from services.coordinator.fleet.running import Sessions, recorded_run, running_services
-from services.coordinator.fleet.tools import Tools, known_tools
 from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files

@@ -11,7 +11,7 @@ from services.common.config.placement import BUCKET_BYTES
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.coordinator.cli.main import app
 from services.coordinator.clients.gpus import Gpu, read_gpus
-from services.coordinator.planning.suggest import parse_gpus, proposals
+from services.coordinator.planning.suggest import parse_gpus, search
 
 GIB = 1 << 30
 # Qwen3-8B.
@@ -89,7 +89,7 @@ def test_what_fits_is_suggested(args: list[str], gpus: str, first: str | None):
 
 def test_a_proposal_is_a_config_that_fits_and_the_next_bigger_need_is_none(args: list[str]):
     def fitting(gib: int, *more: str) -> list[Any]:
-        return [proposal.overrides for proposal in proposals([*args, *more], [gib * GIB] * 8)]
+        return [proposal.overrides for proposal in search([*args, *more], [gib * GIB] * 8).fitting]
 
     whole = fitting(79)
     assert {overrides[0] for overrides in whole} == {"placement=colocated"}  # four ranks of their own would not fit
@@ -105,7 +105,7 @@ def test_engines_whose_cache_holds_the_samples_come_first(args: list[str]):
     """On a GPU of 40 GiB the KV cache of one engine has room for 24 samples of 4096 tokens; with TP 2, for 76."""
 
     def sizes(max_samples: int) -> list[int]:
-        found = proposals([*args, "trainer.lora.rank=8", f"rollout.max_samples={max_samples}"], [40 * GIB] * 8)
+        found = search([*args, "trainer.lora.rank=8", f"rollout.max_samples={max_samples}"], [40 * GIB] * 8).fitting
         shared = [proposal.overrides[-1] for proposal in found if "placement=colocated" in proposal.overrides]
         return [int(override.rpartition("=")[2]) for override in shared]
 
@@ -133,7 +133,7 @@ def test_a_placement_that_a_rule_refuses_is_not_said_to_be_too_large(args: list[
 
 
 def test_activations_are_recomputed_where_nothing_fits_without(args: list[str]):
-    found = proposals([*args, "trainer.gradient_checkpointing=false"], [79 * GIB] * 8)
+    found = search([*args, "trainer.gradient_checkpointing=false"], [79 * GIB] * 8).fitting
     assert found and all("trainer.gradient_checkpointing=true" in proposal.overrides for proposal in found)
 
 
@@ -143,7 +143,7 @@ def test_wrong_gpus_and_wrong_configs_are_named(args: list[str]):
         with pytest.raises(InvalidInput, match="such as 8x79"):
             parse_gpus(text)
     with pytest.raises(InvalidInput, match="num_rankz"):
-        proposals([*args, "trainer.num_rankz=1"], [79 * GIB])
+        search([*args, "trainer.num_rankz=1"], [79 * GIB])
 
 
 def test_a_host_without_gpus_is_told_to_name_others(args: list[str], monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from services.common.families.architecture import Architecture, make_architectur
 from services.coordinator.planning import activations
 from services.coordinator.planning.memory import Memory, fsdp_memory, publication, rank_memory, stage_memory
 from services.trainer.updates import logprobs
-from tests.coordinator.checks.small_models import DENSE, MOE, make, sizes, write
+from tests.coordinator.planning.small_models import DENSE, MOE, make, sizes, write
 from tests.support import ROOT
 
 # The matrices of q, k and v, with 128 + 64 + 64 rows, and that of o.

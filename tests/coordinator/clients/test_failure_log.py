@@ -23,7 +23,9 @@ DROPS = "prompts with failed samples (reward.on_failure: drop_group)"
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Returns the lines of the terminal, without those of the loop."""
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.endswith("failure_log")]
+    return [
+        r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.endswith("clients.reward")
+    ]
 
 
 def config_of(tmp_path: Path, **sections: Any) -> Config:

@@ -25,7 +25,7 @@ def started_trainers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[st
 
     async def start_toy(child: Child) -> None:
         python, _, _, *flags = child.command
-        toy = ["-m", "tests.coordinator.services.toy_trainer", "--die-in", "1", "--marker", str(tmp_path / "died")]
+        toy = ["-m", "tests.coordinator.fleet.toy_trainer", "--die-in", "1", "--marker", str(tmp_path / "died")]
         child.command = [python, *toy, *flags]
         started.append(child.name)
         await start(child)

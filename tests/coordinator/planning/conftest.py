@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.coordinator.checks.small_models import DENSE, MOE, write
+from tests.coordinator.planning.small_models import DENSE, MOE, write
 
 
 @pytest.fixture

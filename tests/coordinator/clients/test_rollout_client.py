@@ -24,9 +24,9 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.files.transfer import seal
-from services.coordinator.clients import rollout as fleet
-from services.coordinator.clients.replica import Affinity, ReplicaState
-from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients import replicas as replica_set
+from services.coordinator.clients.replica import Replica, ReplicaState
+from services.coordinator.clients.rollout import Affinity, Rollout
 from services.coordinator.data.groups import SampledGroup
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.support import PATIENCE_S, until
@@ -127,12 +127,12 @@ async def test_a_group_without_routes_has_none():
 async def test_an_engine_without_routes_is_refused_if_they_must_be_replayed():
     config = make_config(trainer={"moe": {"replay_routes": "on"}})
     async with replicas(1) as fakes:
-        replica = fleet.Replica(fakes[0].address, config.timeouts)
+        replica = Replica(fakes[0].address, config.timeouts)
         with pytest.raises(InvalidInput, match="replay_routes on: the engine at"):
             await replica.open("run", config, ModelCard())
         await replica.close()
     async with replicas(1, RoutedReplica) as fakes:
-        replica = fleet.Replica(fakes[0].address, config.timeouts)
+        replica = Replica(fakes[0].address, config.timeouts)
         await replica.open("run", config, ModelCard())
         await replica.close()
 
@@ -237,7 +237,7 @@ async def test_a_replica_that_lost_its_weights_is_opened_again(reason: Reason):
 
 async def test_a_replica_that_does_not_open_is_tried_again_after_longer_and_longer_pauses(monkeypatch):
     pauses: list[int] = []
-    monkeypatch.setattr(fleet, "backoff_s", lambda num_retries: pauses.append(num_retries) or 0.0)
+    monkeypatch.setattr(replica_set, "backoff_s", lambda num_retries: pauses.append(num_retries) or 0.0)
     async with replicas(2) as (poor, other), serving([poor, other]) as rollout:
         poor.error["OpenRun"], poor.failures_left = InternalError("out of memory"), 3
         rollout.mark_dead(rollout.replicas[0], Unavailable("gone"))
@@ -247,7 +247,7 @@ async def test_a_replica_that_does_not_open_is_tried_again_after_longer_and_long
 
 @pytest.mark.parametrize("kind", [InvalidInput, PermissionDenied, Unauthenticated])
 async def test_a_replica_that_refuses_the_run_is_asked_once(kind: type[LockstepError], caplog, monkeypatch):
-    monkeypatch.setattr(fleet, "backoff_s", lambda num_retries: 0.0)
+    monkeypatch.setattr(replica_set, "backoff_s", lambda num_retries: 0.0)
     async with replicas(2) as (strict, other), serving([strict, other]) as rollout:
         strict.error["OpenRun"], strict.failures_left = kind("no"), 100
         rollout.mark_dead(rollout.replicas[0], Unavailable("gone"))

@@ -11,7 +11,7 @@ from services.common.errors import InvalidInput
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.doctor import inputs
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.tools import known_tools
+from services.coordinator.fleet.probes import known_tools
 from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import CHATML

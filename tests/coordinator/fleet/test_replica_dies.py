@@ -34,7 +34,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
 
         async def start_toy(child: Child) -> None:
             python, _, _, *flags = child.command
-            toy = ["-m", "tests.coordinator.services.toy_replica", "--die-in", method, "--version", "1"]
+            toy = ["-m", "tests.coordinator.fleet.toy_replica", "--die-in", method, "--version", "1"]
             child.command = [python, *toy, "--marker", str(tmp_path / "died"), *flags]
             started.append(child.name)
             await start(child)

@@ -1,4 +1,4 @@
-"""Keeps a command running if its output fails, and reports how it ended."""
+"""The standard output and errors of a command, which goes on if they fail; its last line if it fails itself."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from services.common.errors import LockstepError, Reason
 from services.common.files.storage import storage_error
@@ -37,7 +37,7 @@ class _Outliving:
     def __init__(self, stream: TextIO, hint: str):
         self._stream, self._hint = stream, hint
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:

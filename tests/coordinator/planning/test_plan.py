@@ -16,7 +16,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli.main import app, main
 from services.coordinator.planning.plan import check_model, show_plan
-from tests.coordinator.checks.small_models import DENSE, MOE, make, sizes, write
+from tests.coordinator.planning.small_models import DENSE, MOE, make, sizes, write
 
 
 def shown(config: Config, width: int = 80) -> str:

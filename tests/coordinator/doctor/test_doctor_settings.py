@@ -13,7 +13,7 @@ from services.coordinator.doctor import settings
 from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import shown
 from services.coordinator.fleet.launch import Addresses
-from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
+from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
 from tests.support import ROOT
 
@@ -62,7 +62,7 @@ def test_engine_arguments() -> None:
     finding = settings.check_engine(config)
     assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
     assert "enforce_eager" not in finding.found
-    assert settings.check_engine(config, ("-c", "")).verdict is OK
+    assert settings.check_engine(config, ("-c", "print('{}')")).verdict is OK
 
 
 def test_the_package_for_suffix_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

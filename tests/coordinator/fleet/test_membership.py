@@ -13,8 +13,8 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.config.rollout import DnsDiscoveryConfig
 from services.common.errors import InvalidInput, Reason, Unavailable
-from services.coordinator.clients.replica import Affinity, ReplicaState
-from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.replica import ReplicaState
+from services.coordinator.clients.rollout import Affinity, Rollout
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import DnsSource, discovered, following_replicas
 from services.coordinator.runs.replicas import REPLICAS, parse_replicas, write_replicas

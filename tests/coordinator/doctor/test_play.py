@@ -10,14 +10,14 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.cli import environment as command
+from services.coordinator.cli import groups
 from services.coordinator.cli.main import app
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Verdict
 from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import literal_console
-from tests.coordinator.checks.findings import FAIL, OK, WARN, config_with
+from tests.coordinator.doctor.findings import FAIL, OK, WARN, config_with
 
 USER = "tests.reward.environments.user_environments"
 
@@ -76,7 +76,7 @@ def tried(config: Path, *arguments: str, typed: str = "") -> Result:
 
 @pytest.fixture(autouse=True)
 def console(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_console", literal_console())  # of the output that the runner puts in place
+    monkeypatch.setattr(groups, "_console", literal_console())  # of the output that the runner puts in place
 
 
 @pytest.mark.parametrize("how", ["texts", "file", "typed"])
