@@ -39,7 +39,7 @@ from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.runs.clock import Busy
 from services.coordinator.runs.replicas import Note
-from services.coordinator.runs.restarts import Restarts
+from services.coordinator.runs.run import Restarts
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from services.common.config.load import AnyConfig
 from services.common.counted import counted
 from services.coordinator.observe.reporters import Terminal
+from services.coordinator.runs.evaluations import change_between
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
-from services.coordinator.runs.scorer_change import change_between
 
 
 class Frontend(Protocol):

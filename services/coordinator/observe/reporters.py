@@ -22,13 +22,11 @@ from services.coordinator.data.groups import Conversation
 from services.coordinator.observe.console import fitting
 from services.coordinator.observe.episodes import show_conversation
 from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.reader import METRICS, metrics_lines
 from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.run import Run
 
 log = logging.getLogger(__name__)
-
-_Place = tuple[int, bool]
-"""Step of a line, and whether it is an evaluation, which comes after the step."""
 
 
 class JsonLines(Reporter):
@@ -82,7 +80,7 @@ class JsonLines(Reporter):
         self._waiting = b""
 
 
-def _recorded(ledger: Ledger) -> Iterator[tuple[_Place, str]]:
+def _recorded(ledger: Ledger) -> Iterator[tuple[tuple[int, bool], str]]:
     for kind in (Kind.FINISHED, Kind.EVALUATED):
         for row in ledger.all(kind):
             version = row.pop("version")
@@ -98,17 +96,10 @@ def _as_recorded(line: str | None, recorded: str) -> str:
     return line if is_same else recorded
 
 
-def _read(path: Path) -> dict[_Place, str]:
-    """Returns the whole lines of `path` by place. A crash may have cut off the last line, which is left out."""
-    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    lines: dict[_Place, str] = {}
+def _read(path: Path) -> dict[tuple[int, bool], str]:
+    """Returns the whole lines of `path` by place. Sets a file with damaged lines aside."""
     damaged: list[int] = []
-    for number, line in enumerate(whole, 1):
-        try:
-            metrics = json.loads(line.decode())
-            lines[int(metrics["step"]), "time/step_s" not in metrics] = line.decode()
-        except (ValueError, KeyError, TypeError):
-            damaged.append(number)
+    lines = {line.place: line.text for line in metrics_lines(path, damaged)}
     if damaged:
         copy = path.with_name("metrics.damaged.jsonl")
         path.rename(copy)
@@ -270,5 +261,5 @@ def _line(cells: Sequence[str]) -> str:
 def files(run: Run[AnyConfig], version: int) -> list[Reporter]:
     """Returns the reporters that write a run's metrics to files; the run continues after step `version`."""
     directory = run.config.run_dir
-    metrics = JsonLines(directory / "metrics.jsonl", version, run.record.ledger)
+    metrics = JsonLines(directory / METRICS, version, run.record.ledger)
     return [metrics, TensorBoard(directory / "tensorboard", version)]

@@ -13,7 +13,7 @@ from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, differences
 
 _DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
@@ -47,7 +47,7 @@ class Record:
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        self._ledger = RecordedLedger(run_dir)
+        self._ledger = LedgerReader(run_dir)
         try:
             self._opened = self._ledger.all(Kind.OPENED)
             self.config = self._read_config()

@@ -27,11 +27,10 @@ from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
+from services.coordinator.runs.evaluations import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import await_ledger
-from services.coordinator.runs.run import Run
-from services.coordinator.runs.scorer_change import warn_of_other_versions
+from services.coordinator.runs.run import Restarts, Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
 _FILES = {

@@ -16,7 +16,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.storage import writing
 from services.common.rpc.address import parse_address
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import RecordedLedger, is_running
+from services.coordinator.runs.reader import LedgerReader, is_running
 
 REPLICAS = "replicas"
 NOTES = "replicas.notes"
@@ -134,7 +134,7 @@ def listed_replicas(run_dir: Path) -> list[ListedReplica]:
 
 def _published(run_dir: Path) -> tuple[int | None, list[str]]:
     """Returns the version of the session's newest publication and the addresses that have received it."""
-    with closing(RecordedLedger(run_dir)) as ledger:
+    with closing(LedgerReader(run_dir)) as ledger:
         published = ledger.last(Kind.PUBLISHED) if ledger.is_newer(Kind.PUBLISHED, Kind.OPENED) else None
     return (published["version"], list(published["received"])) if published else (None, [])
 

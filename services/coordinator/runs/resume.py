@@ -16,7 +16,7 @@ from services.common.config.load import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
 from services.coordinator.runs.database import Database
-from services.coordinator.runs.ledger import Decision, Kind, Ledger
+from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-LEDGER = "ledger.sqlite"
 HISTORY = "history"
 CHECKPOINTS = "checkpoints"
 CRITIC_CHECKPOINTS = "critic_checkpoints"

@@ -1,7 +1,9 @@
 """Holds a run in progress: its config, its version, its record, its clock and its checkpoints."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Generic
 
@@ -10,25 +12,25 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
 from services.common.config.load import AnyConfig
+from services.common.config.placement import RestartConfig
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.telemetry.context import within
-from services.coordinator.runs.checkpoints import (
-    Checkpoints,
-    SavedModel,
+from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
+from services.coordinator.runs.clock import Phase, StepClock
+from services.coordinator.runs.evaluations import (
+    Versions,
     best_of,
-    evaluations,
+    comparable_evaluations,
     is_stalled,
     require_metric,
 )
-from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
 from services.coordinator.runs.reporter import Ending, Reporter, Tolerant
 from services.coordinator.runs.resume import Start, step_of
-from services.coordinator.runs.scorer_change import Versions
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +190,7 @@ class Run(Generic[ConfigT]):
     def _end_if_stalled(self, version: int) -> None:
         """Makes `version` the last step if early stopping says so; reads only the record, so it holds on resuming."""
         config, ledger = self.config.evaluation.early_stopping, self.record.ledger
-        if config is None or not is_stalled(found := evaluations(ledger, version), config):
+        if config is None or not is_stalled(found := comparable_evaluations(ledger, version), config):
             return
         best, last = found[best_of(found, config, config.min_delta) or 0], found[-1]
         numbers = {"metric": config.metric, "value": last[config.metric]}
@@ -239,3 +241,33 @@ class Run(Generic[ConfigT]):
 
 def _due(version: int, freq: int, num_steps: int) -> bool:
     return freq > 0 and (version % freq == 0 or version == num_steps)
+
+
+class Restarts:
+    """Says whether a service that died may be started again."""
+
+    def __init__(self, config: RestartConfig, clock: Callable[[], float] = time.monotonic):
+        """Counts nothing yet; `clock` returns seconds."""
+        self._config, self._clock = config, clock
+        self.run: Run[AnyConfig] | None = None
+        """The session in progress, or the last one."""
+        self.added: list[str] = []
+        """Replicas that joined a session after its start; the next session has them too."""
+        self.removed: list[str] = []
+        """Replicas that left a session; the next session does not have them."""
+        self._times: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    @property
+    def may_resume(self) -> bool:
+        """Returns whether to repeat a session: its services could be opened, and nobody has asked it to stop."""
+        return self.run is not None and self.run.has_begun and not self.run.stopping
+
+    def take(self, service: str) -> bool:
+        """Returns whether `service` may be started again, and counts it if so."""
+        now, times = self._clock(), self._times[service]
+        while times and times[0] <= now - self._config.window_s:
+            times.popleft()
+        if len(times) >= self._config.max:
+            return False
+        times.append(now)
+        return True

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from services.coordinator.observe.report import curves, facts
 from services.coordinator.observe.report.curves import Row
-from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.reader import METRICS, LedgerReader
 from services.coordinator.runs.resume import differences
 
 _NOT_COMPARED = {"name", "runs_dir", "resume"}
@@ -73,8 +73,8 @@ def show_comparison(run_dirs: Sequence[Path], console: Console) -> None:
 
 
 def _read(directory: Path) -> _Compared:
-    with closing(RecordedLedger(directory)) as ledger:
-        rows, _ = curves.read_metrics(directory / "metrics.jsonl", ledger)
+    with closing(LedgerReader(directory)) as ledger:
+        rows, _ = curves.read_metrics(directory / METRICS, ledger)
         head = facts.head(directory, ledger, rows)
     return _Compared(directory, head, json.loads(head["config"]), rows)
 

@@ -1,6 +1,5 @@
 """Turns metrics.jsonl into the curves and phase times of the page."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.reader import metrics_lines
 
 Row = Mapping[str, float]
 Item = TypeVar("Item")
@@ -71,18 +71,14 @@ def read_metrics(path: Path, ledger: Ledger) -> tuple[list[Row], list[str]]:
     """Reads the steps and evaluations of metrics.jsonl, and takes what it lacks from the ledger.
 
     Returns:
-        The rows in order, and a note about each damaged line, as a full disk may leave it. A line that is still being
-        written is no such line.
+        The rows in order, and a note about each damaged line.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    rows: dict[tuple[int, bool], Row] = {}  # by step, and whether it is an evaluation, which comes after the step
-    notes = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = {name: value for name, value in json.loads(line).items() if isinstance(value, int | float)}
-            rows[int(row["step"]), "time/step_s" not in row] = row
-        except (ValueError, KeyError, AttributeError):
-            notes.append(f"Line {number} of {path.name} is damaged; the ledger has its numbers.")
+    damaged: list[int] = []
+    rows: dict[tuple[int, bool], Row] = {}
+    for line in metrics_lines(path, damaged):
+        numbers = {name: value for name, value in line.metrics.items() if isinstance(value, int | float)}
+        rows[line.place] = {"step": line.step, **numbers}
+    notes = [f"Line {number} of {path.name} is damaged; the ledger has its numbers." for number in damaged]
     finished = ledger.last_finished() or 0
     for kind in (Kind.FINISHED, Kind.EVALUATED):
         for version, metrics in ((row.pop("version"), row) for row in ledger.all(kind)):

@@ -9,9 +9,9 @@ from typing import TypedDict
 
 from services.common.errors import DataLoss
 from services.coordinator.observe.report.curves import Row
+from services.coordinator.runs.evaluations import change_between
 from services.coordinator.runs.ledger import Decision, Kind
-from services.coordinator.runs.recorded import RecordedLedger, is_running
-from services.coordinator.runs.scorer_change import change_between
+from services.coordinator.runs.reader import LedgerReader, is_running
 
 
 class Head(TypedDict):
@@ -24,7 +24,7 @@ class Head(TypedDict):
     config: str
 
 
-def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
+def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
     """Returns the facts of a run from its ledger, and its last step from `rows`.
 
     Raises:
@@ -60,7 +60,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
     }
 
 
-def _state(run_dir: Path, ledger: RecordedLedger, version: int, num_steps: int | None) -> str:
+def _state(run_dir: Path, ledger: LedgerReader, version: int, num_steps: int | None) -> str:
     if is_running(run_dir):
         return "running"
     if ledger.failure():
@@ -70,7 +70,7 @@ def _state(run_dir: Path, ledger: RecordedLedger, version: int, num_steps: int |
     return "done" if version >= num_steps or ledger.last(Kind.STOPPED, version) else "stopped"
 
 
-def _early(ledger: RecordedLedger, version: int) -> str:
+def _early(ledger: LedgerReader, version: int) -> str:
     """Returns why early stopping ended the run after `version`; an empty string if it did not."""
     stopped = ledger.last(Kind.STOPPED, version)
     if stopped is None:
@@ -78,13 +78,13 @@ def _early(ledger: RecordedLedger, version: int) -> str:
     return f"{stopped['metric']} was best after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
 
 
-def _error(ledger: RecordedLedger) -> str:
+def _error(ledger: LedgerReader) -> str:
     """Returns the error that ended the last session; an empty string if none did."""
     failed = ledger.failure()
     return f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else ""
 
 
-def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:
+def _sessions(ledger: LedgerReader) -> list[tuple[float, float]]:
     """Returns the times of the first and last decision of each session, in seconds since 1970.
 
     A session is one opening of the run by a coordinator.
@@ -97,7 +97,7 @@ def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:
     return sessions
 
 
-def _held_out(ledger: RecordedLedger) -> str:
+def _held_out(ledger: LedgerReader) -> str:
     """Returns the first and last reward, or loss, of the first held-out set as text."""
     evaluations = ledger.all(Kind.EVALUATED)
     names = [name for name in (evaluations[0] if evaluations else {}) if name.endswith(("/reward", "/nll"))]

@@ -19,7 +19,7 @@ from services.coordinator.observe.report import curves, facts, samples
 from services.coordinator.observe.report.curves import Row, number, steps_of, thin
 from services.coordinator.runs.clock import LANES
 from services.coordinator.runs.database import reading
-from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.reader import METRICS, LedgerReader
 from services.coordinator.text.tokenizer import Tokenizer
 
 # Match log lines of common.rpc.server and of the coordinator's reward and rollout clients, written as text or JSON.
@@ -169,8 +169,8 @@ def gather(run_dir: Path) -> dict[str, object]:
     Raises:
         LockstepError: See `write_report`.
     """
-    with closing(RecordedLedger(run_dir)) as ledger:
-        rows, notes = curves.read_metrics(run_dir / "metrics.jsonl", ledger)
+    with closing(LedgerReader(run_dir)) as ledger:
+        rows, notes = curves.read_metrics(run_dir / METRICS, ledger)
         with reading(f"{run_dir}: the config or a number in the ledger"):
             data = facts.head(run_dir, ledger, rows)
     decode, note = _decoder(run_dir, data["facts"])
