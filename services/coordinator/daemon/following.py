@@ -107,4 +107,4 @@ def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:
         table.step(answer.step.version, dict(answer.step.values))
     elif answer.HasField("evaluation"):
         table.evaluation(answer.evaluation.version, dict(answer.evaluation.values))
-    table.phase(run.phase if run.state == pb.RUN_STATE_RUNNING else state_name(run), run.version)
+    table.begin_phase(run.phase if run.state == pb.RUN_STATE_RUNNING else state_name(run), run.version)

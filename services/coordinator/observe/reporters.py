@@ -5,7 +5,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -168,11 +167,10 @@ class Terminal(Reporter):
         else:
             console.print(_line(_NAMES), style="bold", soft_wrap=True)
 
-    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+    def begin_phase(self, name: str, version: int) -> None:
         self._phase = name
         if version < self._num_steps:
             self._phase = f"step {version + 1} of {self._num_steps}: {name}{self._time_left(version)}"
-        return nullcontext()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]

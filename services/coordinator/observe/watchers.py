@@ -1,8 +1,7 @@
 """Creates the reporters that follow a run from start to end, according to the config section `observability`."""
 
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge, Histogram, Info
@@ -63,13 +62,8 @@ class Prometheus(Reporter):
     def watch(self, rollout: ReplicaCounts) -> None:
         self._rollout = rollout
 
-    @contextmanager
-    def phase(self, name: str, version: int) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._phase_seconds.labels(name).observe(time.perf_counter() - begin)
+    def end_phase(self, name: str, seconds: float) -> None:
+        self._phase_seconds.labels(name).observe(seconds)
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         self._step.set(version)
@@ -95,32 +89,16 @@ def trace_path(run_dir: Path, name: str) -> Path:
 
 
 class RunTrace(Reporter):
-    """Records a span per step with the loop's phases in it. At the end, joins all spans of the run in trace.json."""
+    """Opens the trace that the run's clock writes. At the end, joins all spans of the run in trace.json."""
 
-    def __init__(self, config: AnyConfig):
-        self._run_dir = config.run_dir if config.trace else None
+    def __init__(self, run: Run[AnyConfig]):
+        config, self._run_dir = run.config, run.config.run_dir if run.config.trace else None
         path = trace_path(self._run_dir, "coordinator") if self._run_dir else ""
         endpoint, field = config.observability.otel_endpoint, "observability.otel_endpoint"
         otel = Otel(endpoint, "lockstep-coordinator", INCARNATION, field=field) if endpoint else None
-        self._trace = Trace(path, "coordinator", otel)
-        self._step, self._is_in_step = ExitStack(), False
-
-    @contextmanager
-    def phase(self, name: str, version: int) -> Iterator[None]:
-        if (
-            not self._is_in_step
-        ):  # a step begins with the checkpoint and the evaluation of its version, if there are any
-            self._step.enter_context(self._trace.span("step", version=version))
-            self._is_in_step = True
-        with self._trace.span(name, version=version):
-            yield
-
-    def step(self, version: int, metrics: dict[str, float]) -> None:
-        self._step.close()
-        self._is_in_step = False
+        self._trace = run.clock.trace = Trace(path, "coordinator", otel)
 
     def close(self) -> None:
-        self._step.close()
         self._trace.close()
         if self._run_dir:
             join(sorted((self._run_dir / "trace").glob("*.json")), self._run_dir / "trace.json")
@@ -143,7 +121,7 @@ def watchers(run: Run[AnyConfig]) -> list[Reporter]:
 def _open(run: Run[AnyConfig]) -> Iterator[Reporter]:
     settings = run.config.observability
     if run.config.trace or settings.otel_endpoint:
-        yield RunTrace(run.config)
+        yield RunTrace(run)
     if settings.metrics_address:
         consent = "set observability.metrics_insecure=true"
         page = Page(settings.metrics_address, settings.metrics_insecure, "observability.metrics_address", consent)

@@ -18,6 +18,7 @@ from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.telemetry.context import within
+from services.common.telemetry.trace import Span
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
 from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.evaluations import (
@@ -67,13 +68,16 @@ class Run(Generic[ConfigT]):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Measures the time of the block as `phase` and notifies the reporters."""
-        with ExitStack() as stack:
-            stack.enter_context(within(step=self.version))
-            for reporter in self.reporters:
-                stack.enter_context(reporter.phase(phase.value, self.version))
-            stack.enter_context(self.clock.measure(phase))
+        """Measures the block as `phase`, in one span for the clock, the trace and the reporters."""
+        for reporter in self.reporters:
+            reporter.begin_phase(phase.value, self.version)
+        with ExitStack() as ended, within(step=self.version), self.clock.measure(phase, self.version) as span:
+            ended.callback(self._end_phase, phase, span)
             yield
+
+    def _end_phase(self, phase: Phase, span: Span) -> None:
+        for reporter in self.reporters:
+            reporter.end_phase(phase.value, span.seconds)
 
     def last_finished(self, held: int, last_batch_id: str) -> int:
         """Returns the newest finished step, which is `held`, the trainer's version, or the step before.
@@ -231,6 +235,7 @@ class Run(Generic[ConfigT]):
         """Closes the reporters and the ledger. A save in progress is not recorded."""
         self.is_closed = True
         self.checkpoints.abandon()
+        self.clock.close()
         is_cut = self.stopping and self.version < self.num_steps
         ending = self.ending or (Ending.INTERRUPTED if is_cut else Ending.FINISHED)
         for reporter in self.reporters or [Tolerant(one) for one in self.watchers]:

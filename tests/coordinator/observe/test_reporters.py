@@ -108,8 +108,8 @@ def test_the_live_table_says_how_long_the_rest_takes():
     terminal = Terminal(console, NUM_STEPS)
     captions = []
     for version, step_s in enumerate((10.0, 200.0, 12.0)):
-        with terminal.phase("generating", version):
-            captions.append(terminal._table(24).caption)
+        terminal.begin_phase("generating", version)
+        captions.append(terminal._table(24).caption)
         terminal.step(version + 1, STEP | {"time/step_s": step_s})
     terminal.close()
     assert captions == [

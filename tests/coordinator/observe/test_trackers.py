@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -356,16 +356,8 @@ class Failing(Reporter):
     """A reporter whose every method raises."""
 
     def __init__(self, error: Exception):
-        for name in ("watch", "step", "evaluation", "note_ending", "close"):
+        for name in ("watch", "begin_phase", "end_phase", "step", "evaluation", "note_ending", "close"):
             setattr(self, name, raising(error))
-        self._error = error
-
-    @contextlib.contextmanager
-    def phase(self, name: str, version: int) -> Iterator[None]:
-        if version:
-            raise self._error
-        yield
-        raise self._error
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), ValueError("no"), KeyError("x"), PreconditionFailed("p")])
@@ -393,7 +385,7 @@ def test_every_reporter_takes_what_a_run_tells_it():
         found.append(kinds.pop(0))
     assert {HostedRun, Terminal, Prometheus} <= {*found}
     for kind in found:
-        for name in ("watch", "phase", "step", "evaluation", "note_ending", "close"):
+        for name in ("watch", "begin_phase", "end_phase", "step", "evaluation", "note_ending", "close"):
             arguments = inspect.signature(getattr(Reporter, name)).parameters
             assert len(inspect.signature(getattr(kind, name)).parameters) == len(arguments), (kind, name)
             assert not inspect.iscoroutinefunction(getattr(kind, name)), (kind, name)
