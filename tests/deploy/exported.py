@@ -11,7 +11,7 @@ from services.common.errors import InvalidInput
 from services.common.rpc.metrics_server import Metrics
 from services.common.rpc.server import RpcMetrics
 from services.common.telemetry.trace import Span
-from services.coordinator.observe.watchers import Prometheus
+from services.coordinator.observe.reporters import Prometheus
 from services.reward.metrics import RewardMetrics
 from services.rollout.metrics import RolloutMetrics, State
 from services.trainer.metrics import TrainerMetrics

@@ -17,7 +17,7 @@ from services.coordinator.daemon.history import from_message, state_name
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import fitting
 from services.coordinator.observe.frontend import Outcome
-from services.coordinator.observe.reporters import Terminal
+from services.coordinator.observe.terminal import Terminal
 from services.coordinator.rl.session import show_outcome
 from services.coordinator.runs.reporter import in_order
 

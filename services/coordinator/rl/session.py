@@ -17,9 +17,9 @@ from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
 from services.coordinator.fleet.running import Sessions, recorded_run, running_services
 from services.coordinator.fleet.tools import Tools, known_tools
-from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files
+from services.coordinator.observe.terminal import LastSample
 from services.coordinator.rl.advantages.estimators import require_importable
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.lagged import train_lagged

@@ -12,8 +12,8 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console
 
 from services.coordinator.daemon.following import _runs_table
-from services.coordinator.observe.log_files import log_to
-from services.coordinator.observe.reporters import Terminal
+from services.coordinator.observe.frontend import log_to
+from services.coordinator.observe.terminal import Terminal
 from tests.coordinator.fake_services import make_config
 
 STEP = {

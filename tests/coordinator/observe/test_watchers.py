@@ -19,7 +19,7 @@ from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.groups import to_table
 from services.coordinator.fleet import launch
 from services.coordinator.fleet.launch import TARGETS, ServiceFlags
-from services.coordinator.observe.watchers import watchers
+from services.coordinator.observe.reporters import watchers
 from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.runs.clock import Phase

@@ -25,11 +25,11 @@ from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal
-from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config, with_own_config
 from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas

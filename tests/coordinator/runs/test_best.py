@@ -13,7 +13,7 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from services.common.errors import InvalidInput
 from services.coordinator.daemon.history import read_run
 from services.coordinator.observe.frontend import Outcome
-from services.coordinator.observe.report.facts import head
+from services.coordinator.observe.report.summary import head
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.resume import open_run

@@ -12,7 +12,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.files.transfer import seal
 from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
-from services.coordinator.observe.report.facts import head
+from services.coordinator.observe.report.summary import head
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.runs.evaluations import warn_of_other_versions
 from services.coordinator.runs.reader import LedgerReader

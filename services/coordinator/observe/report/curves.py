@@ -1,4 +1,4 @@
-"""Turns metrics.jsonl into the curves and phase times of the page."""
+"""Reads the metrics of a run, and makes the curves and phase times of the report's page from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
 
 
 class Series(TypedDict):
-    """Holds a curve: its name, and a value `y` for each step `x`."""
+    """A curve: its name, and a value `y` for each step `x`."""
 
     name: str
     x: list[float]
@@ -28,7 +28,7 @@ class Series(TypedDict):
 
 
 class Plot(TypedDict):
-    """Holds curves that share their axes; `log` makes the y axis logarithmic."""
+    """Curves that share their axes; `log` makes the y axis logarithmic."""
 
     title: str
     log: bool
@@ -37,8 +37,7 @@ class Plot(TypedDict):
 
 @dataclass(frozen=True)
 class _Panel:
-    """Describes a plot: title and series (name -> metric). `held_out` adds a series eval/<set>/<held_out> for every
-    set."""
+    """A plot: title and series (name -> metric). `held_out` adds a series eval/<set>/<held_out> for every set."""
 
     title: str
     series: Mapping[str, str]
