@@ -11,9 +11,7 @@ from typing import Protocol
 from services.common.config.run import CheckpointConfig
 from services.coordinator.runs.evaluations import best_of, comparable_evaluations
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
-from services.coordinator.runs.resume import CHECKPOINTS, CRITIC_CHECKPOINTS
-
-_DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
+from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
 
 class SavedModel(Protocol):
@@ -87,7 +85,7 @@ class Checkpoints:
         return None if index is None else found[index]
 
     def _path(self, kind: Kind, step: int) -> str:
-        return str((self._run_dir / _DIRECTORIES[kind] / f"step-{step:06d}").absolute())
+        return str((self._run_dir / CHECKPOINT_DIRECTORIES[kind] / f"step-{step:06d}").absolute())
 
     async def _save(self, models: Sequence[SavedModel], version: int) -> None:
         for model in models:

@@ -1,4 +1,4 @@
-"""Holds a run in progress: its config, its version, its record, its clock and its checkpoints."""
+"""A run in progress: its config, its version, its record, its clock and its checkpoints; and what restarts it."""
 
 import logging
 import time
@@ -79,13 +79,14 @@ class Run(Generic[ConfigT]):
         for reporter in self.reporters:
             reporter.end_phase(phase.value, span.seconds)
 
-    def last_finished(self, held: int, last_batch_id: str) -> int:
-        """Returns the newest finished step, which is `held`, the trainer's version, or the step before.
+    def last_finished(self, trainer_version: int, last_batch_id: str) -> int:
+        """Returns the newest finished step: the trainer's version, or the step before.
 
         It is the step before if the coordinator ended between sending the trainer's last batch and recording the step.
         """
-        is_recorded = self.record.ledger.last_finished() != held - 1 or last_batch_id != self._batch_id(held - 1)
-        return held if is_recorded else held - 1
+        before = trainer_version - 1
+        is_recorded = self.record.ledger.last_finished() != before or last_batch_id != self._batch_id(before)
+        return trainer_version if is_recorded else before
 
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """Starts the loop after step `version`. Later steps in the record will be repeated."""
@@ -95,10 +96,11 @@ class Run(Generic[ConfigT]):
         self.version, self.reporters = version, [Tolerant(one) for one in (*self.watchers, *reporters)]
         self.clock.restart()
 
-    def describe_start(self, version: int, held: int) -> str:
-        """Returns a line for the user that says after which step the run starts; the trainer holds version `held`."""
-        if held > version:
-            return f"resuming with step {held}, which the trainer has applied and the record does not have yet"
+    def describe_start(self, version: int, trainer_version: int) -> str:
+        """Returns a line for the user that says after which step the run starts."""
+        if trainer_version > version:
+            applied = f"resuming with step {trainer_version}, which the trainer has applied"
+            return f"{applied} and the record does not have yet"
         if version:
             return f"resuming after step {version}" + (f", from {self.resume_from}" if self.resume_from else "")
         if self.record.ledger.last(Kind.FINISHED):
@@ -141,9 +143,9 @@ class Run(Generic[ConfigT]):
         is_finished = self.record.ledger.last(Kind.FINISHED, version) is not None
         return is_finished and _due(version, self.config.checkpoint.save_freq, self.num_steps)
 
-    def adopt_checkpoint(self, held: int) -> None:
-        """Records the newest due checkpoint before `held`, the trainer's version, if only its record is missing."""
-        due = next((version for version in range(held - 1, 0, -1) if self.checkpoint_due(version)), None)
+    def adopt_checkpoint(self, trainer_version: int) -> None:
+        """Records the newest due checkpoint before the trainer's version, if only its record is missing."""
+        due = next((version for version in range(trainer_version - 1, 0, -1) if self.checkpoint_due(version)), None)
         if due is not None:
             self.checkpoints.adopt(due, self._batch_id(due - 1))
 
@@ -168,12 +170,7 @@ class Run(Generic[ConfigT]):
 
     def finish_evaluation(self, version: int, metrics: dict[str, float], scored: Versions | None = None) -> None:
         """Reports and records the metrics of an evaluation, and ends the run if early stopping says so. Its time is not
-        counted in the next step.
-
-        Args:
-            version: The version that was evaluated.
-            metrics: Its metrics.
-            scored: The versions of scorers and environment, if the samples have rewards.
+        counted in the next step. `scored` has the versions of scorers and environment, if the samples have rewards.
 
         Raises:
             InvalidInput: It does not have the metric that the config names.
@@ -249,10 +246,9 @@ def _due(version: int, freq: int, num_steps: int) -> bool:
 
 
 class Restarts:
-    """Says whether a service that died may be started again."""
+    """Counts the restarts of the services that a run has started, and keeps what a repeated session needs."""
 
     def __init__(self, config: RestartConfig, clock: Callable[[], float] = time.monotonic):
-        """Counts nothing yet; `clock` returns seconds."""
         self._config, self._clock = config, clock
         self.run: Run[AnyConfig] | None = None
         """The session in progress, or the last one."""
@@ -264,7 +260,7 @@ class Restarts:
 
     @property
     def may_resume(self) -> bool:
-        """Returns whether to repeat a session: its services could be opened, and nobody has asked it to stop."""
+        """Whether to repeat a session: its services could be opened, and nobody has asked it to stop."""
         return self.run is not None and self.run.has_begun and not self.run.stopping
 
     def take(self, service: str) -> bool:
