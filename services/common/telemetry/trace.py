@@ -46,11 +46,7 @@ class Span:
 
 
 class Otel:
-    """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller.
-
-    Raises:
-        InvalidInput: The endpoint is not a URL, or the extra `otel` is not installed.
-    """
+    """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller."""
 
     def __init__(self, endpoint: str, process: str, instance: str, *, field: str):
         parts = urlsplit(endpoint)
@@ -94,7 +90,6 @@ class Otel:
             sent.end(span.ended_ns)
 
     def close(self) -> None:
-        """Sends the remaining spans."""
         self._provider.shutdown()
 
 
@@ -122,7 +117,6 @@ class Trace:
             self._write(ph="e", name=name, id2=number, ts=span.ended_ns / 1e3)
 
     def close(self) -> None:
-        """Sends the remaining spans to `otel`. The file needs no close."""
         if self._otel:
             self._otel.close()
 
