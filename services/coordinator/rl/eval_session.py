@@ -26,7 +26,8 @@ from services.coordinator.observe.frontend import cancel_on_sigterm
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
-from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
+from services.coordinator.runs.ledger import LEDGER
+from services.coordinator.runs.resume import CHECKPOINTS
 from services.coordinator.runs.run import Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 

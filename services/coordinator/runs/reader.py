@@ -1,23 +1,24 @@
-"""Reads a run's directory without keeping a lock and without creating or changing files."""
+"""Reads a run's ledger and metrics.jsonl, also while the run goes on, without creating or changing files."""
 
 import fcntl
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from services.common.errors import DataLoss, LockstepError, NotFound
-from services.coordinator.runs.database import Database, checked_row
-from services.coordinator.runs.ledger import Ledger
-from services.coordinator.runs.resume import LEDGER
+from services.coordinator.runs.database import Database, damaged, reading
+from services.coordinator.runs.ledger import LEDGER, Decision, Ledger, checked_row
 
+METRICS = "metrics.jsonl"
 # How long a command waits for a process that keeps others from reading.
 _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Row:
-    """Holds a decision as it is in the ledger."""
+class LedgerRow:
+    """A decision as it is in the ledger."""
 
     seq: int
     """Counts rows from 1."""
@@ -26,7 +27,7 @@ class Row:
     kind: str
     """A `Kind`, or one of a newer release."""
     version: int | None
-    body: dict[str, Any]
+    body: Decision
 
     @property
     def required_version(self) -> int:
@@ -36,11 +37,11 @@ class Row:
             DataLoss: It has none.
         """
         if self.version is None:
-            raise DataLoss(f"row {self.seq} of the ledger, {self.kind}, has no version: the file is damaged")
+            raise damaged(f"row {self.seq} of the ledger, {self.kind},", "it has no version")
         return self.version
 
 
-class RecordedLedger(Ledger):
+class LedgerReader(Ledger):
     """Reads the ledger of a run, which another process may still be writing.
 
     While another process writes it, SQLite stores read marks in its shared-memory file; nothing else changes.
@@ -60,24 +61,21 @@ class RecordedLedger(Ledger):
         self._path = path
         self._db = Database(path, f"file:{quote(str(path.absolute()))}?mode={_mode(path)}", patience_s=_PATIENCE_S)
         try:
-            self._require_rows()
+            has_table = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'")
+            if not has_table or not self.num_rows():  # its coordinator was killed before it had opened the run
+                raise DataLoss(f"{path}: the ledger is empty; the run was never opened")
         except LockstepError:
             self.close()
             raise
 
-    def _require_rows(self) -> None:
-        has_table = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'")
-        if not has_table or not self.num_rows():  # its coordinator was killed before it had opened the run
-            raise DataLoss(f"{self._path}: the ledger is empty; the run was never opened")
-
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """Returns all decisions, oldest first.
 
         Raises:
             DataLoss: A row is damaged.
         """
         return [
-            Row(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
+            LedgerRow(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
             for seq, time_s, kind, version, body in self._db.execute(
                 "SELECT seq, time, kind, version, body FROM decisions ORDER BY seq"
             )
@@ -90,11 +88,10 @@ class RecordedLedger(Ledger):
 
     def _seconds(self, seq: int, time_s: object) -> float:
         if not isinstance(time_s, float):
-            raise DataLoss(f"{self._path}: row {seq} of the ledger is damaged: its time is {time_s!r}")
+            raise damaged(f"{self._path}: row {seq} of the ledger", f"its time is {time_s!r}")
         return time_s
 
     def close(self) -> None:
-        """Closes the file."""
         self._db.close()
 
 
@@ -120,3 +117,45 @@ def is_running(run_dir: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """A whole line of metrics.jsonl: the numbers of a step, or of an evaluation after it."""
+
+    number: int
+    """Counts lines from 1."""
+    text: str
+    step: int
+    metrics: dict[str, float]
+
+    @property
+    def is_step(self) -> bool:
+        return "time/step_s" in self.metrics
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """Returns what orders the lines of a run: an evaluation comes after the step."""
+        return self.step, not self.is_step
+
+
+def metrics_lines(path: Path, damaged_lines: list[int] | None = None) -> Iterator[MetricsLine]:
+    """Yields the lines of the metrics.jsonl at `path`; none if there is no file.
+
+    A last line without an end is left out: it is still being written, or its writer was killed. The numbers of damaged
+    lines, as a full disk may leave them, are added to `damaged_lines`.
+
+    Raises:
+        DataLoss: A line is damaged, and `damaged_lines` is None.
+    """
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
+        try:
+            with reading(f"line {number} of {path}", "resuming the run takes it from the ledger"):
+                metrics: dict[str, float] = json.loads(line.decode())
+                found = MetricsLine(number, line.decode(), int(metrics.pop("step")), metrics)
+        except DataLoss:
+            if damaged_lines is None:
+                raise
+            damaged_lines.append(number)
+        else:
+            yield found

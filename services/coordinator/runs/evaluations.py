@@ -1,19 +1,20 @@
-"""Notices that a run has scored with several versions of a scorer or environment, so that its rewards may differ."""
+"""Compares a run's evaluations: which were scored alike, which is the best, and whether they have stopped improving."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from services.coordinator.runs.ledger import Kind, Ledger
+from services.common.config.evaluation import BestConfig, EarlyStoppingConfig
+from services.common.errors import InvalidInput
+from services.coordinator.runs.ledger import Decision, Kind, Ledger
 
 log = logging.getLogger(__name__)
 
-Versions = Mapping[str, Any]
+Versions = Mapping[str, str]
 """Name, version and weight of the scorers (`scorer`), and name and version of the environment (`environment`)."""
 
 
@@ -46,7 +47,7 @@ def warn_of_other_versions(
 def change_between(ledger: Ledger, first: int, last: int) -> str:
     """Returns what changed from the evaluation of version `first` to that of `last`; an empty text if nothing did."""
     before, now = ledger.last(Kind.SCORED, first), ledger.last(Kind.SCORED, last)
-    if before is None or now is None:  # evaluations without scorers, or recorded by an earlier version
+    if before is None or now is None:  # evaluations without scorers, as of SFT
         return ""
     return ", ".join(f"{what} {old} became {new}" for what, old, new in _changes(before, now))
 
@@ -66,3 +67,43 @@ def _changes(before: Versions, now: Versions) -> Iterator[tuple[str, str, str]]:
         for old, new in zip_longest(before[what].split(" + "), now[what].split(" + "), fillvalue=""):
             if old != new:
                 yield what, old or "none", new or "none"
+
+
+def comparable_evaluations(ledger: Ledger, last: int) -> list[Decision]:
+    """Returns the evaluation of each version up to `last`, oldest first.
+
+    A run that went back to an older checkpoint may have evaluated a version twice: only the weights that the run has
+    now count. Only evaluations by the scorers and the environment of the newest one count: those by others cannot be
+    compared with it.
+    """
+    newest = {row["version"]: row for row in ledger.all(Kind.EVALUATED) if row["version"] <= last}
+    versions = [one for one in sorted(newest) if ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, one)]
+    return [newest[version] for version in versions if not change_between(ledger, version, versions[-1])]
+
+
+def require_metric(metrics: Mapping[str, float], config: BestConfig, field: str) -> None:
+    """Raises InvalidInput if the metrics of an evaluation do not have the one that the config names."""
+    if config.metric not in metrics:
+        has = ", ".join(sorted(metrics))
+        raise InvalidInput(f"{field}: there is no metric {config.metric}, only {has}", field=field)
+
+
+def best_of(found: Sequence[Decision], config: BestConfig, by: float = 0.0) -> int | None:
+    """Returns the index of the best evaluation, the first if several are equal; None if no value is a number.
+
+    With `by`, a later value counts as better only if the difference is larger.
+    """
+    best: int | None = None
+    for index, row in enumerate(found):
+        value = row.get(config.metric)
+        if value is None or value != value:
+            continue
+        if best is None or config.is_better(value, found[best][config.metric], by):
+            best = index
+    return best
+
+
+def is_stalled(found: Sequence[Decision], config: EarlyStoppingConfig) -> bool:
+    """Returns whether the last `patience` evaluations have brought no better value."""
+    best = best_of(found, config, config.min_delta)
+    return best is not None and len(found) - 1 - best >= config.patience
