@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from services.common.config.data import FilesConfig
 from services.common.files.model_card import write_model_card
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import VOCABULARIES, Tokenizer
 
 _TEMPLATE, _TOKENIZER, _GENERATION = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
 
@@ -26,7 +26,7 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
     Raises:
         LockstepError: See Tokenizer.load.
     """
-    if "tokenizer.json" not in card.files:
+    if not card.files.keys() & set(VOCABULARIES):
         return ModelCard()
     with TemporaryDirectory(prefix="lockstep-served-") as directory:
         write_model_card(card, Path(directory))

@@ -17,7 +17,7 @@ _DATASET_FILE = re.compile(r"hf:/{1,2}datasets/(?P<id>[\w.-]+/[\w.-]+?)(@(?P<rev
 # How files of the training split are named on the Hub: train.parquet, data/train-00000-of-00002.parquet, train/1.jsonl.
 _OF_TRAINING = re.compile(r"(^|[/._-])train([/._-])")
 # The files of a model card, and weights. Other files of a repository are often the same weights in another format.
-_CARD = ("*.json", "*.jinja", "*.txt")
+_CARD = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model")
 _WEIGHTS = ("model*.safetensors",)
 _ROLES = ("reference", "critic")
 
