@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from services.common.batches.blocks import content_sha256
 from services.common.errors import DataLoss
 from services.common.rpc.history import scores_hashes
-from services.coordinator.data.curriculum import REFILLS
 from services.coordinator.data.order import EpochOrder, seed_of, shuffled
+from services.coordinator.data.prompts import REFILLS
 
 _NUMBERS = ["prompt_id", "group", "sample", "seed", "policy_version", "policy_digest", "reward"]
 
