@@ -1,4 +1,7 @@
-"""Loads the prompts of a run. A step's batch depends only on (dataset, seed, step), so no loader state is saved."""
+"""Loads the prompts of a run, and orders those that a step tries.
+
+Both are pure functions of (dataset, seed, step) and of recorded success rates, so no loader state is saved.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +28,7 @@ _MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Holds one prompt.
+    """A prompt of a run.
 
     Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "", "content": "6 * 7 ="},),
     row_prompt="6 * 7 =")
@@ -48,7 +51,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """Holds prompts in file order."""
+    """Prompts in file order."""
 
     def __init__(self, rows: Sequence[PromptRow]):
         self._rows = rows
@@ -78,7 +81,7 @@ class Prompts(Sequence[Prompt]):
 
 
 class PromptDataset:
-    """Holds the training prompts, and the order that assigns them to the steps' batches."""
+    """The training prompts, and the order that assigns them to the steps' batches."""
 
     def __init__(self, prompts: Prompts, order: EpochOrder):
         self.prompts = prompts
@@ -97,7 +100,6 @@ class PromptDataset:
 
     @property
     def digest(self) -> str:
-        """Returns Prompts.digest."""
         return self.prompts.digest
 
     def __len__(self) -> int:
@@ -153,7 +155,7 @@ Load = Callable[[ConfigT, Tokenizer], Data]
 """Reads the data that a config names, with the tokenizer of its model."""
 
 
-def load_with_local_model(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: bool) -> Data | None:
+def load_if_local(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: bool) -> Data | None:
     """Returns the run's data; None if only the trainer's host has the model.
 
     Raises:
@@ -165,7 +167,7 @@ def load_with_local_model(config: ConfigT, load: Load[ConfigT, Data], *, model_i
     return _load(config, Path(config.model), load)
 
 
-def load_with_model_card(config: ConfigT, card: ModelCard, load: Load[ConfigT, Data]) -> Data:
+def load_from_card(config: ConfigT, card: ModelCard, load: Load[ConfigT, Data]) -> Data:
     """Returns the run's data, read with the model card that the trainer sent."""
     directory = config.run_dir / "model_card"
     directory.mkdir(exist_ok=True)

@@ -103,11 +103,11 @@ _FIX_TURN = (
 
 
 class Renders(Protocol):
-    """Describes a ChatTemplate or a Tokenizer."""
+    """A ChatTemplate or a Tokenizer."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
-        """Renders `messages`; see ChatTemplate.render."""
-        ...
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object
+    ) -> str: ...
 
 
 def check_prefix_stable(template: Renders, messages: Sequence[Message], **variables: object) -> None:

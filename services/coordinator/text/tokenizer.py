@@ -90,31 +90,27 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Returns the number of tokens, including added ones. A model's embedding may have more rows, as padding."""
+        """With added tokens. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
-        """Returns whether the model has a chat template, which `render` needs."""
         return self._template is not None
 
     @property
     def template_source(self) -> str | None:
-        """Returns the Jinja source of the chat template; None without one."""
         return self._template.source if self._template else None
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Returns the names of the variables that the chat template uses; none without a template."""
         return self._template.variables if self._template else frozenset()
 
     @property
     def template_digest(self) -> str:
-        """Returns a 128-bit hex digest of the chat template; that of an empty text without a template."""
+        """A 128-bit hex digest of the chat template, or of an empty text."""
         return hashlib.blake2b((self.template_source or "").encode(), digest_size=16).hexdigest()
 
     def has_token(self, text: str) -> bool:
-        """Returns whether `text` is one token of the vocabulary."""
         return self._backend.token_to_id(text) is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -158,7 +154,6 @@ class Tokenizer:
         return [_to_continue(encoding) if add_special_tokens else encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `tokens`."""
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:

@@ -26,7 +26,7 @@ _TEST_ONE_IN = 10
 
 
 class Problem(TypedDict):
-    """Holds one row. `level` is the number of carries, or of borrows for a subtraction: 0 to 2."""
+    """A row. `level` is the number of carries, or of borrows for a subtraction: 0 to 2."""
 
     prompt: str
     answer: str
@@ -85,7 +85,7 @@ _SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "answer", "sourc
 
 
 def make_files(
-    task: str, settings: Mapping[str, Any], *, num_rows: Mapping[Split, int], seed: int, out: Path
+    task: str, settings: Mapping[str, object], *, num_rows: Mapping[Split, int], seed: int, out: Path
 ) -> ConversionReport:
     """Writes the splits to `out`: one sequence of tasks, those of train first.
 
@@ -101,7 +101,7 @@ def make_files(
     return ConversionReport(f"reasoning-gym {task}", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0)
 
 
-def parse_settings(text: str) -> dict[str, Any]:
+def parse_settings(text: str) -> dict[str, object]:
     """Returns the settings of a task from JSON.
 
     Raises:
@@ -116,7 +116,7 @@ def parse_settings(text: str) -> dict[str, Any]:
     return settings
 
 
-def _row(task: str, settings: Mapping[str, Any], tasks: Any, index: int) -> dict[str, str]:
+def _row(task: str, settings: Mapping[str, object], tasks: Any, index: int) -> dict[str, str]:
     entry = tasks[index]
     answer, stored = str(entry["answer"]), json.dumps({"task": task, "settings": settings, "entry": entry})
     # JSON has no tuples, and two tasks (arc_agi and rearc in 0.1.25) score an answer to a list as wrong.

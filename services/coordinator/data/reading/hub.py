@@ -4,10 +4,13 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from services.common.config.load import AnyConfig
 from services.common.errors import InvalidInput, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import DatasetInfo
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
@@ -107,7 +110,7 @@ def dataset_files(url: str, field: str, *, endings: tuple[str, ...]) -> list[str
     return [f"hf://datasets/{dataset}@{found.sha}/{name}" for name in chosen]
 
 
-def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> Any:
+def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> "DatasetInfo":
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
