@@ -15,9 +15,9 @@ from services.common.config.rollout import SpeculationConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
-from services.common.extras import require_suffix_decoding
 from services.common.families.architecture import read_architecture, read_content
-from services.common.host_memory import MEMINFO, host_memory
+from services.common.memory import MEMINFO, host_memory
+from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas

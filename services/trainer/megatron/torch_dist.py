@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
 from services.common.files.storage import writing
+from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
-from services.trainer.compat.megatron.checkpoint import torch_tensors
-from services.trainer.megatron.weights.stream import gather_json
+from services.trainer.compat.megatron.state import torch_tensors
 
 # Nested dicts whose leaves are Megatron's sharded tensors, or factories that make them.
 Sharded = dict[Any, Any]
@@ -36,7 +36,7 @@ _NUM_NAMED = 3
 _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
 
 
-def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any]:
+def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, object]:
     """Returns the tensors of `sharded` that this rank writes; parts in `copied` are copied to host memory.
 
     All ranks call it.
@@ -50,12 +50,10 @@ def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any
     return torch_tensors(tensors)
 
 
-def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup | None) -> None:
+def write(staged: Mapping[str, object], directory: Path, group: dist.ProcessGroup | None) -> None:
     """Writes the staged tensors. All ranks of `group` (None for all ranks) call it, and return when all are done.
 
-    Raises:
-        PreconditionFailed: STORAGE_FAILED: the disk of a rank failed. Every rank raises it, except for the two files.
-        InternalError: A rank could not write. Every rank raises it.
+    If a rank cannot write, every rank raises the error, except for the two files, which rank 0 writes.
     """
     # Torch's own writer: Megatron's forks processes, which outlive a trainer that is killed.
     writer = ThreadedWriter(directory, num_threads=2)
@@ -71,11 +69,7 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
 
 
 def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the names of a checkpoint's tensors and their global shapes.
-
-    Raises:
-        InvalidInput: There is no checkpoint in `directory`.
-    """
+    """Returns the names of a checkpoint's tensors and their global shapes."""
     if not (directory / ".metadata").is_file():
         raise InvalidInput(f"path: {directory} is not a torch_dist checkpoint: it has no .metadata", field="path")
     metadata = dcp.FileSystemReader(directory).read_metadata()
@@ -92,8 +86,7 @@ def read(
     the checkpoint, except `ignored`, and the tensors to load `later` exist too. The checkpoint's names have `prefix`.
 
     Raises:
-        InvalidInput: A tensor is missing, unexpected or has another global shape. The message has the first ones. Every
-            rank raises it.
+        InvalidInput: A tensor is missing, unexpected or has another global shape. Every rank raises it.
         InternalError: A rank could not read. Every rank raises it, and some tensors may be overwritten.
     """
     _require({"now": sharded, "later": later or {}}, directory, prefix, ignored)
@@ -101,11 +94,7 @@ def read(
 
 
 def load(sharded: Sharded, directory: Path) -> Sharded:
-    """Does what `read` does, without its checks. Meta tensors are loaded into new host memory. All ranks call it.
-
-    Raises:
-        InternalError: A rank could not read. Every rank raises it, and some tensors may be overwritten.
-    """
+    """Does what `read` does, without its checks. Meta tensors are loaded into new host memory. All ranks call it."""
     tensors, kept, factories = load_preprocess(sharded)
     dict_list_map_inplace(lambda shard: shard.without_data() if shard.data.is_meta else shard, tensors)
     with typed_errors(directory, done="read"):

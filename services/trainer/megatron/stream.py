@@ -1,49 +1,37 @@
-"""Streams whole weights from the ranks that hold the shards."""
+"""Streams whole weights, or a policy's adapters, from the ranks that hold the shards to those that send them."""
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from services.common.weights.buckets import Item, Span
 from services.common.weights.plan import ALIGN_BYTES, take_together
-from services.common.weights.span import Computed, Item, Span
+from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.compat.torch import storage_id
-from services.trainer.megatron.experts import GroupedExperts
-from services.trainer.megatron.model import Chunk, ValueModel
+from services.trainer.megatron.lora import AdaptedLinear
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weights.weight_map import Part
+from services.trainer.megatron.weights import LocalTensor, Part
 
 # A run is consecutive parameters with the same holders, which are sent together: up to this many bytes over all ranks.
 _RUN_BYTES = 64 << 20
 # A run smaller than a bucket divided by this, such as a layer's norms, may be sent by a rank that does not hold it.
 _SMALL = 256
-HEAD = "output_layer.weight"
-"""Names the head of a language model and of a critic. The checkpoint that a critic starts from has no critic head."""
-
 _EMPTY = torch.empty(0)
 
 Streamed = Iterator[tuple[str, torch.Tensor]]
 Slot = tuple[int, Sequence[int]]
-"""Pairs a sender's rank with the indices of the consecutive runs that it sends."""
-
-
-@dataclass(frozen=True)
-class LocalTensor:
-    """Holds a parameter of this rank, under its name in the whole model."""
-
-    name: str
-    tensor: torch.Tensor
+"""A sender's rank, and the indices of the consecutive runs that it sends."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Describes a parameter of the whole model: the ranks that hold its shards, in shard order, and one shard."""
+    """A parameter of the whole model: the ranks that hold its shards, in shard order, and one shard."""
 
     name: str
     holders: tuple[int, ...]
@@ -56,83 +44,34 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class CheckpointNames(Protocol):
-    """Maps the parameters of a stream to checkpoint tensors, as WeightMap does."""
-
-    def part(self, name: str) -> Part:
-        """Returns the checkpoint tensors of a parameter, and how to join its shards."""
-        ...
-
-    def is_published(self, name: str) -> bool:
-        """Returns whether the stream contains the parameter."""
-        ...
-
-
-class Adapted(Protocol):
-    """Describes a layer with an adapter, whose weight W is published as W + scale * B A."""
-
-    def merged_weight(self) -> torch.Tensor:
-        """Returns this rank's shard of the sum."""
-        ...
-
-    def merged_parts(self, views: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Computed]:
-        """Returns the tensors that `views` would return as views of the sum."""
-        ...
-
-
-def is_adapter(name: str) -> bool:
-    """Returns whether a model tensor belongs to a LoRA adapter."""
-    return ".lora_" in name
-
-
-def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[LocalTensor]:
-    """Returns this rank's parameters without adapters and critic heads, or with `adapters` only the adapters."""
-    parameters = []
-    for chunk in chunks:
-        layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.layers())}
-        for name, tensor in _named_matrices(chunk):
-            is_new = isinstance(chunk, ValueModel) and name == HEAD
-            if is_adapter(name) == adapters and not is_new:
-                parameters.append(LocalTensor(_global_name(name, layers, chunk, parallelism), tensor))
-    return parameters
-
-
-def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters of a chunk; experts that share a parameter have a view of it each."""
-    for prefix, module in chunk.named_modules():
-        own = module.expert_weights() if isinstance(module, GroupedExperts) else module.named_parameters(recurse=False)
-        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own)
-
-
 class WeightStream:
     """Streams the policy under checkpoint names, always in the same order; no rank ever holds all of it.
 
-    `adapted` returns the layer whose adapter is merged into a parameter, or None.
+    `part_of` maps the name of a parameter in the whole model to checkpoint tensors. `adapted` returns the layer whose
+    adapter is merged into a parameter, or None.
     """
 
     def __init__(
         self,
         parameters: Sequence[LocalTensor],
-        names: CheckpointNames,
+        part_of: Callable[[str], Part],
         parallelism: Parallelism,
         device: torch.device,
-        adapted: Callable[[LocalTensor], Adapted | None] = lambda parameter: None,
+        adapted: Callable[[LocalTensor], AdaptedLinear | None] = lambda parameter: None,
     ):
-        self._map, self._adapted = names, adapted
+        self._part_of, self._adapted = part_of, adapted
         self._rank = dist.get_rank()
         self._local = {parameter.name: parameter for parameter in parameters}
         self._device = device
         self._entries = self._find_holders(parallelism)
-        self._parts = {entry.name: names.part(entry.name) for entry in self._entries}
+        self._parts = {entry.name: part_of(entry.name) for entry in self._entries}
         self._runs = list(_runs(self._entries))
         self._neighbors = [list(self._together(run)) for run in self._runs]
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
-        # Views of each parameter, by name. Making new ones for every publication would take longer than copying the
-        # numbers.
+        # Views of each parameter. Making new ones for every publication would take longer than copying the numbers.
         self._views: dict[str, list[tuple[str, torch.Tensor]]] = {}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and meta tensors."""
         meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
         return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
 
@@ -222,7 +161,7 @@ class WeightStream:
         """Returns the tensors of a parameter that only this rank holds."""
         part, parameter = self._parts[entry.name], self._local[entry.name].tensor
         if part.views is None or parameter.device != self._device:
-            return list(self._joined(entry, self._own([entry])))
+            return list(self._joined(entry, list(self._own([entry]))))
         if layer := self._adapted(self._local[entry.name]):
             return list(zip(part.names, layer.merged_parts(part.views), strict=True))
         views = self._views.get(entry.name, [])
@@ -258,12 +197,10 @@ class WeightStream:
             and first.storage_offset() + first.numel() == second.storage_offset()
         )
 
-    def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
-        return [self._value(self._local[entry.name]).detach().to(self._device) for entry in run]
-
-    def _value(self, parameter: LocalTensor) -> torch.Tensor:
-        layer = self._adapted(parameter)
-        return layer.merged_weight() if layer else parameter.tensor
+    def _own(self, run: Sequence[Entry]) -> Iterator[torch.Tensor]:
+        for parameter in (self._local[entry.name] for entry in run):
+            layer = self._adapted(parameter)
+            yield (layer.merged_weight() if layer else parameter.tensor).detach().to(self._device)
 
     def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
         flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]
@@ -277,8 +214,8 @@ class WeightStream:
         """Returns the entries of all ranks' parameters. The holders are in the first replica, in shard order."""
         own = []
         for parameter in self._local.values():
-            part, tensor = self._map.part(parameter.name), parameter.tensor
-            if parallelism.is_holder(tensor, is_expert=part.is_expert) and self._map.is_published(parameter.name):
+            part, tensor = self._part_of(parameter.name), parameter.tensor
+            if parallelism.is_holder(tensor, is_expert=part.is_expert):
                 index, _ = parallelism.shard_index(tensor, is_expert=part.is_expert)
                 own.append([parameter.name, index, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
         shards: dict[str, dict[int, int]] = {}
@@ -287,19 +224,8 @@ class WeightStream:
             for name, index, shape, dtype in theirs:
                 shards.setdefault(name, {})[index] = rank
                 kinds[name] = (tuple(shape), getattr(torch, dtype))
-        names = sorted(shards, key=lambda name: self._map.part(name).order)
+        names = sorted(shards, key=lambda name: self._part_of(name).order)
         return [Entry(name, tuple(rank for _, rank in sorted(shards[name].items())), *kinds[name]) for name in names]
-
-
-def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | None = None) -> list:
-    """Gathers every rank's `value` in rank order. Values are JSON data."""
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]), group=group)
-    return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
 
 
 def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
@@ -336,20 +262,3 @@ def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         run.append(entry)
     if run:
         yield run
-
-
-def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:
-    parts = name.split(".")
-    if name.startswith("decoder.layers."):
-        parts[2] = str(layers[int(parts[2])])
-    if ".experts." not in name:
-        return ".".join(parts)
-    config = chunk.config
-    assert config.num_moe_experts is not None
-    first = parallelism.expert_rank * (config.num_moe_experts // config.expert_model_parallel_size)
-    if "local_experts" in parts:
-        place = parts.index("local_experts") + 1
-        parts[place] = str(int(parts[place]) + first)
-    else:  # ...linear_fc1.weight3
-        parts[-1] = "weight" + str(int(parts[-1].removeprefix("weight")) + first)
-    return ".".join(parts)

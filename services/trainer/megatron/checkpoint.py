@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,24 +22,26 @@ from megatron.core.optimizer import MegatronOptimizer
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
 from services.common.files.storage import writing
+from services.trainer.adapters import is_adapter
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.compat.megatron.groups import group_of
-from services.trainer.compat.megatron.random import rng_tracker
-from services.trainer.megatron.checkpoint.optimizer_state import (
+from services.trainer.checkpoint.agreement import gather_json
+from services.trainer.compat.megatron.state import group_of, rng_tracker
+from services.trainer.megatron.model import Chunk, ValueModel
+from services.trainer.megatron.optimizer import (
     Resharding,
     is_gathered,
+    load_pieces,
     num_updates,
     set_num_updates,
     set_state,
+    shard_pieces,
     sharded_state,
 )
-from services.trainer.megatron.checkpoint.shard_state import load_pieces, shard_pieces
-from services.trainer.megatron.checkpoint.torch_dist import Sharded, read, saved_shapes, stage, write
-from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import MegatronModel
-from services.trainer.megatron.weights.stream import HEAD, gather_json, is_adapter
+from services.trainer.megatron.torch_dist import Sharded, read, saved_shapes, stage, write
+from services.trainer.megatron.weights import HEAD
 
 _LAYOUT = "layout.json"
 _FIELD = "trainer.megatron.dist_checkpointing_path"
@@ -50,7 +51,7 @@ _PREFIXES = ("", "model.", "module.")
 
 @dataclass(frozen=True)
 class SavedUnder:
-    """Describes the run that saved a checkpoint. `sizes` maps names to parallel sizes."""
+    """The run that saved a checkpoint. `sizes` maps names to parallel sizes."""
 
     model_type: str
     lora_rank: int
@@ -62,7 +63,6 @@ class SavedUnder:
 
     @classmethod
     def of(cls, config: TrainerConfig, role: Role, model_type: str, device: torch.device) -> "SavedUnder":
-        """Returns the description of this run."""
         megatron = config.megatron
         is_by_bucket = megatron.use_distributed_optimizer and not megatron.fully_reshardable
         return cls(
@@ -87,10 +87,6 @@ class SavedUnder:
         adapters = f", adapters of rank {self.lora_rank}" if self.lora_rank else ""
         return f"a {self.role}, {self.model_type}{adapters} on {self.num_ranks} ranks of {sizes} ({self.resharding})"
 
-    def has_ranks_of(self, other: "SavedUnder") -> bool:
-        """Returns whether each rank has the same place in the layout of `other`."""
-        return (self.device, self.num_ranks, self.sizes) == (other.device, other.num_ranks, other.sizes)
-
     def require_loadable(self, own: "SavedUnder") -> None:
         """Raises PreconditionFailed if a run with layout `own` cannot load a checkpoint of this one."""
         hint = ""
@@ -114,20 +110,8 @@ class Checkpointer:
         is_async = config.megatron.async_save
         self._writers = group_of(dist.new_group(backend="gloo", timeout=timeout)) if is_async else None
 
-    def save(self, directory: Path) -> None:
-        """Writes a checkpoint into `directory`.
-
-        Raises:
-            PreconditionFailed: STORAGE_FAILED: the disk of a rank failed.
-            InternalError: A file could not be written.
-        """
-        self._staged(directory, is_copied=False)()
-
-    def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Copies the state and returns a function that writes the copy into `directory` from another thread."""
-        return self._staged(directory, is_copied=True)
-
-    def _staged(self, directory: Path, *, is_copied: bool) -> Callable[[], None]:
+    def begin_save(self, directory: Path, *, is_copied: bool) -> Callable[[], None]:
+        """Returns a function that writes the state into `directory`; if it is a copy, also from another thread."""
         self._model.parallelism.activate()
         alive = ["model"] if is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
         sharded = self._sharded(self._own.resharding, is_loading=False)
@@ -145,18 +129,18 @@ class Checkpointer:
         return write_all
 
     def load(self, directory: Path) -> None:
-        """Loads a checkpoint that `save` wrote under any layout.
+        """Loads a checkpoint that was saved under any layout.
 
         Raises:
             PreconditionFailed: It cannot be loaded under this run's layout. Nothing is changed.
             InvalidInput: Its tensors do not match this model's. Nothing is changed.
-            DataLoss: layout.json is damaged.
         """
         saved, number = _read_layout(directory)
         saved.require_loadable(self._own)
         self._model.parallelism.activate()
         sharded = self._sharded(saved.resharding, is_loading=True)
-        if not saved.has_ranks_of(self._own):
+        own = self._own
+        if (saved.device, saved.num_ranks, saved.sizes) != (own.device, own.num_ranks, own.sizes):
             del sharded["rng"]
         is_by_parameter = saved.resharding == "fully_reshardable"
         pieces = shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
@@ -195,10 +179,8 @@ def model_tensors(chunks: Sequence[Chunk], parallelism: Parallelism, *, has_laye
 def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, path: str) -> None:
     """Loads the model from a torch_dist checkpoint: a converted one, or the `state` of a Lockstep checkpoint.
 
-    Adapters and a critic's head keep their values.
-
-    Raises:
-        InvalidInput: The checkpoint does not have exactly this model's tensors, or does not match its manifest.
+    Adapters and a critic's head keep their values. Any other difference between the checkpoint's tensors and this
+    model's is InvalidInput.
     """
     directory = Path(path)
     problem = ""
@@ -232,14 +214,14 @@ def _tensors(sharded: Sharded) -> dict[str, torch.Tensor]:
     return {name: shard.data for name, shard in sharded.items()}
 
 
+@torch.no_grad()
 def _copy_into(targets: dict[str, torch.Tensor], loaded: Sharded) -> None:
-    with torch.no_grad():
-        for name, tensor in targets.items():
-            tensor.copy_(loaded[name])
+    for name, tensor in targets.items():
+        tensor.copy_(loaded[name])
 
 
 def _generators() -> Sharded:
-    states: dict[str, Any] = {"cpu": torch.get_rng_state(), **rng_tracker().get_states()}
+    states: dict[str, torch.Tensor] = {"cpu": torch.get_rng_state(), **rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     place = (0, dist.get_rank(), dist.get_world_size())

@@ -1,7 +1,7 @@
-"""Implements norm and attention in plain torch, for CPU, where TransformerEngine is missing.
+"""Cuts sequences for context parallelism, and implements norm and attention for CPU, without TransformerEngine.
 
-Reason: in Megatron's local layer spec the norm does not support sequence parallelism, and the attention supports
-neither packed sequences nor context parallelism. Seen with Megatron-Core 0.16.1.
+Reason for these: in Megatron's local layer spec the norm does not support sequence parallelism, and the attention
+supports neither packed sequences nor context parallelism. Seen with Megatron-Core 0.16.1.
 """
 
 import dataclasses
@@ -10,18 +10,31 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from services.trainer.compat.megatron.context_parallel import zigzag
+
+def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Returns the positions, int64 [length / cp_size], of a sequence's tokens on `cp_rank`.
+
+    Reason: Megatron's rotary embedding of packed sequences (rope_utils.py) and TransformerEngine's attention expect
+    this layout, and Megatron's own function for it (utils.get_batch_on_this_cp_rank) does not support packed sequences.
+    Seen with TransformerEngine 2.12.0 too.
+    """
+    if cp_size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).view(2 * cp_size, -1)
+    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]])
 
 
 def with_torch_modules(spec: Any) -> Any:
-    """Returns a layer or block spec with the local norm and attention replaced by the classes of this file."""
+    """Returns a layer or block spec with the local norm and attention replaced by those of this module."""
     if isinstance(spec, type):
         return {WrappedTorchNorm: RMSNorm, DotProductAttention: SDPAttention}.get(spec, spec)
     if isinstance(spec, (list, tuple)):
@@ -38,7 +51,7 @@ def with_torch_modules(spec: Any) -> Any:
 class RMSNorm(torch.nn.Module):
     """Computes the root mean square norm (arXiv 1910.07467) of the last dimension in float32."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object):
         super().__init__()
         self._eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -62,12 +75,12 @@ class SDPAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         attn_mask_type: AttnMaskType,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **kwargs: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: object,
     ):
         super().__init__(config=config)
         if config.softmax_type != "vanilla" or config.window_size is not None:
@@ -86,16 +99,15 @@ class SDPAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: object,
     ) -> torch.Tensor:
         """Maps [s, b, heads, dim] to [s, b, heads * dim], or packed [t, heads, dim] to [t, heads * dim]."""
         if attention_mask is not None:
             raise NotImplementedError("attention on CPU is causal and takes no mask")
         cp = self._cp_group.size()
-        is_packed = packed_seq_params is not None
         lengths = [query.size(0) * cp]
-        if is_packed:
+        if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if cp > 1:  # gathers the rows of all ranks in rank order; the backward is a reduce-scatter
@@ -105,7 +117,7 @@ class SDPAttention(MegatronModule):
             out.append(self._attend(query, key, value, start, length))
             start += length // cp
         mixed = torch.cat(out).flatten(2)
-        return mixed.squeeze(1) if is_packed else mixed
+        return mixed if packed_seq_params is None else mixed.squeeze(1)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, length: int
@@ -113,15 +125,16 @@ class SDPAttention(MegatronModule):
         """Attends within one sequence of `length` tokens; this rank's rows of it begin at row `start`."""
         cp, rank, num_rows = self._cp_group.size(), self._cp_group.rank(), query.size(0)
         end = start + length // cp
-        mask: dict[str, Any] = {"is_causal": True}
         if cp > 1:
             key = torch.cat([key[r * num_rows + start : r * num_rows + end] for r in range(cp)])
             value = torch.cat([value[r * num_rows + start : r * num_rows + end] for r in range(cp)])
             key_positions = torch.cat([zigzag(length, cp, r) for r in range(cp)])
-            mask = {"attn_mask": zigzag(length, cp, rank)[:, None] >= key_positions[None, :]}
+            mask = zigzag(length, cp, rank)[:, None] >= key_positions[None, :]
         else:
-            key, value = key[start:end], value[start:end]
+            key, value, mask = key[start:end], value[start:end], None
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query[start:end], key, value))
         is_grouped = q.size(1) != k.size(1)
-        mixed = F.scaled_dot_product_attention(q, k, v, scale=self._scale, enable_gqa=is_grouped, **mask)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=is_grouped
+        )
         return mixed.permute(2, 0, 1, 3)

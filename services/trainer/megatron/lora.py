@@ -6,8 +6,7 @@ A [rank, in] and B [out, rank] are parameters of the layer itself, so all other 
     row parallel (linear_proj, linear_fc2):    A is cut by columns like W, B is whole on every rank
 
 In both cases the product of a rank's own matrices is its shard of B A: merging needs no communication, and the forward
-communicates `rank` channels. The rest of the model is frozen. Experts get no adapters, except a shared expert; a layer
-whose MLP has no shared expert and is not dense has adapters only in its attention.
+communicates `rank` channels. The rest of the model is frozen.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -31,16 +31,16 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InternalError, InvalidInput
-from services.common.families.lora import FUSED, PARTS
-from services.common.weights.span import Computed
-from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
-from services.trainer.compat.megatron.random import rng_tracker
+from services.common.families.architecture import Architecture
+from services.common.families.registry import FUSED, PARTS
+from services.common.weights.buckets import Computed
+from services.trainer.adapters import AdaptedLayer, adapter_sites, initial_a, peft_name, write_merged
+from services.trainer.compat.megatron.state import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
+from services.trainer.megatron.experts import Offsets
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weights.stream import LocalTensor, gather_json
-from services.trainer.megatron.weights.weight_map import Part, WeightMap
-from services.trainer.merging import write_merged
+from services.trainer.megatron.weights import LocalTensor, Part, WeightMap
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
@@ -49,7 +49,7 @@ _Factors = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Site:
-    """Names a layer that can have adapters. `prefix` is its parent in the whole model, such as decoder.layers.3.mlp."""
+    """A layer that can have adapters. `prefix` is its parent in the whole model, such as decoder.layers.3.mlp."""
 
     prefix: str
     layer: str
@@ -58,7 +58,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Describes a layer's adapters on this rank: the rows of each part, in `num_groups` interleaved groups."""
+    """A layer's adapters on this rank: the rows of each part, in `num_groups` interleaved groups."""
 
     rows: Mapping[str, int]
     num_groups: int
@@ -75,17 +75,17 @@ class _Shape:
         return torch.cat([part.unflatten(-1, (self.num_groups, -1)) for part in parts], -1).flatten(-2)
 
 
-class _Adapted(AdaptedLayer):
-    """Adds adapters to a parallel linear layer. `lora_A` and `lora_B` map parts to matrices; a part may have none."""
+class AdaptedLinear(AdaptedLayer):
+    """A parallel linear layer with adapters. `lora_A` and `lora_B` map parts to matrices; a part may have none."""
 
     lora_A: CallableParameters
     lora_B: CallableParameters
     lora_shape: _Shape
     weight: torch.nn.Parameter
     training: bool
-    state_dict: Callable[..., dict[str, Any]]
+    state_dict: Callable[..., dict[str, torch.Tensor]]
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return (out + self._adapter(x), bias) if self.lora_is_on else (out, bias)
 
@@ -124,8 +124,8 @@ class _Adapted(AdaptedLayer):
         return whole.unflatten(0, (shape.num_groups, -1)).split(heights, 1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
         assert metadata is not None
         shape, groups = self.lora_shape, {"tp_group": self.lora_shape.group, "dp_cp_group": metadata["dp_cp_group"]}
         own = {name: value for name, value in self.state_dict(keep_vars=True).items() if name.startswith("lora_")}
@@ -168,38 +168,26 @@ class _Adapted(AdaptedLayer):
             return F.dropout(x, shape.dropout)
 
 
-def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Parallelism, *, seed: int) -> None:
-    """Freezes the chunks and adds adapters, the same in every layout; they change no output until trained.
-
-    All ranks call it together.
-
-    Raises:
-        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, or no target is left.
-    """
-    targets = target_parts(lora)
-    sites = [site for chunk in chunks for site in _sites(chunk)]
-    candidates = {site: [part for part in PARTS[lora.kind][site.layer] if part in targets] for site in sites}
-    names = [f"{site.prefix}.{part}" for site, parts in candidates.items() for part in parts]
-    everywhere = gather_json(names, next(chunks[0].parameters()).device)
-    excluded = excluded_modules(lora, {name for theirs in everywhere for name in theirs})
+def add_adapters(
+    chunks: Sequence[Chunk], model: Architecture, lora: LoraConfig, parallelism: Parallelism, *, seed: int
+) -> None:
+    """Freezes the chunks and adds adapters, the same in every layout; they change no output until trained."""
+    names = adapter_sites(model, lora)
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.pre_process:  # recomputation builds a graph only if its inputs require gradients
             chunk.embedding.register_forward_hook(_require_gradient)
-    for site, parts in candidates.items():
-        kept = [part for part in parts if f"{site.prefix}.{part}" not in excluded]
-        if kept:
-            _adapt(site, kept, lora, parallelism, seed)
+        for site in list(_sites(chunk)):
+            parts = [part for part in PARTS[lora.kind][site.layer] if f"{site.prefix}.{part}" in names]
+            if parts:
+                _adapt(site, parts, _shape(site, model, lora, parallelism), lora.rank, parallelism.tp_index, seed)
 
 
-def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], _Adapted | None]:
+def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], AdaptedLinear | None]:
     """Returns a function for WeightStream that returns the layer that adapts a parameter, if there is one."""
-    owners = {id(module.weight): module for module in _adapted(chunks)}
+    modules = (module for chunk in chunks for module in chunk.modules())
+    owners = {id(module.weight): module for module in modules if isinstance(module, AdaptedLinear)}
     return lambda parameter: owners.get(id(parameter.tensor))
-
-
-def _adapted(chunks: Sequence[Chunk]) -> list[_Adapted]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _Adapted)]
 
 
 def _sites(chunk: Chunk) -> Iterator[_Site]:
@@ -210,42 +198,42 @@ def _sites(chunk: Chunk) -> Iterator[_Site]:
                 yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module)
 
 
-def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Parallelism, seed: int) -> None:
-    module, shape = site.module, _shape(site, lora, parallelism)
-    tp_rank, tp_size = parallelism.tp_index
-    weight = module.get_parameter("weight")
+def _adapt(
+    site: _Site, parts: Sequence[str], shape: _Shape, lora_rank: int, tp_index: tuple[int, int], seed: int
+) -> None:
+    module, weight = site.module, site.module.get_parameter("weight")
+    tp_rank, tp_size = tp_index
     module.lora_A, module.lora_B = CallableParameters(), CallableParameters()
     for part in parts:
         num_inputs = weight.size(1) * (1 if shape.is_column else tp_size)
-        a = initial_a(f"{site.prefix}.{part}", lora.rank, num_inputs, seed=seed)
+        a = initial_a(f"{site.prefix}.{part}", lora_rank, num_inputs, seed=seed)
         a = a if shape.is_column else a.chunk(tp_size, 1)[tp_rank]
         module.lora_A[part] = torch.nn.Parameter(a.to(weight).contiguous())
-        module.lora_B[part] = torch.nn.Parameter(weight.new_zeros(shape.rows[part], lora.rank))
-        cut, axis, whole = ("lora_B", 0, "lora_A") if shape.is_column else ("lora_A", 1, "lora_B")
-        cut, whole = getattr(module, cut)[part], getattr(module, whole)[part]
-        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, axis, 1)
+        module.lora_B[part] = torch.nn.Parameter(weight.new_zeros(shape.rows[part], lora_rank))
+        matrices = module.lora_A[part], module.lora_B[part]
+        whole, cut = matrices if shape.is_column else reversed(matrices)
+        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, 0 if shape.is_column else 1, 1)
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
         # finalize_model_grads then sums the gradient over the tensor-parallel ranks, as each had a part of the tokens.
         whole.sequence_parallel = shape.has_sequence_parallel
-    set_class(module, type(f"Adapted{type(module).__name__}", (_Adapted, type(module)), {}))
-    assert isinstance(module, _Adapted)
+    set_class(module, type(f"Adapted{type(module).__name__}", (AdaptedLinear, type(module)), {}))
+    assert isinstance(module, AdaptedLinear)
     module.lora_shape = shape
 
 
-def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
-    config: Any = site.module.config
-    parts = PARTS[lora.kind][site.layer]
+def _shape(site: _Site, model: Architecture, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
+    parts, tp_size = PARTS[lora.kind][site.layer], parallelism.tp_index[1]
     num_rows, num_groups = site.module.get_parameter("weight").size(0), 1
     weights = [1] * len(parts)
     if len(parts) == 3:
-        if config.num_query_groups % parallelism.tp_index[1]:
+        if model.num_key_value_heads % tp_size:
             raise InvalidInput(
-                f"lora.kind {lora.kind}: tensor_model_parallel_size {parallelism.tp_index[1]} cuts the model's "
-                f"{config.num_query_groups} key-value groups; use kind lora, or a size that divides them",
+                f"lora.kind {lora.kind}: tensor_model_parallel_size {tp_size} cuts the model's "
+                f"{model.num_key_value_heads} key-value groups; use kind lora, or a size that divides them",
                 field="lora.kind",
             )
-        num_groups = config.num_query_groups // parallelism.tp_index[1]
-        weights = [config.num_attention_heads // config.num_query_groups, 1, 1]
+        num_groups = model.num_key_value_heads // tp_size
+        weights = [model.num_attention_heads // model.num_key_value_heads, 1, 1]
     return _Shape(
         rows={part: num_rows * weight // sum(weights) for part, weight in zip(parts, weights, strict=True)},
         num_groups=num_groups,
@@ -264,44 +252,30 @@ def _write_merged(target: torch.Tensor, *, weight: torch.Tensor, factors: _Facto
         write_merged(target, weight, *factors, scale)
 
 
-def _require_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _require_gradient(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-class AdapterMap:
-    """Maps adapters as WeightMap maps weights. A fused layer's adapter becomes one per matrix, all with the same A."""
+def adapter_part(weights: WeightMap, name: str) -> Part:
+    """Returns the part of an adapter matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
 
-    def __init__(self, weights: WeightMap):
-        self._weights = weights
-
-    def part(self, name: str) -> Part:
-        """Returns the part of an adapter matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
-
-        Raises:
-            InternalError: The name is not an adapter's.
-            InvalidInput: The adapter is for one part of a matrix that checkpoints store whole.
-        """
-        match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
-        if match is None:
-            raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
-        module, layer, matrix, part = match.groups()
-        base, is_column, place = self._weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
-        names = base.names
-        if part != layer:
-            if base.is_fused:
-                raise refuse_part(layer, names[0])
-            place = PARTS["canonical_lora"][layer].index(part)
-            names = (names[place],)
-        if matrix == ("A" if is_column else "B"):
-            join = lambda shards: [shards[0]] * len(names)  # noqa: E731
-        else:
-            join = _join_rows if part != layer else base.join
-        peft_names = tuple(peft_name(name, matrix) for name in names)
-        return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
-
-    def is_published(self, name: str) -> bool:
-        """Returns True: all adapters are published."""
-        return True
+    A fused layer's adapter becomes one per matrix of the checkpoint, all with the same A.
+    """
+    match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
+    if match is None:
+        raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
+    module, layer, matrix, part = match.groups()
+    base, is_column, place = weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
+    names = base.names
+    if part != layer:
+        place = FUSED[layer].index(part)
+        names = (names[place],)
+    if matrix == ("A" if is_column else "B"):
+        join = lambda shards: [shards[0]] * len(names)  # noqa: E731
+    else:
+        join = _join_rows if part != layer else base.join
+    peft_names = tuple(peft_name(name, matrix) for name in names)
+    return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
 
 
 def _cut(*args: object) -> NoReturn:

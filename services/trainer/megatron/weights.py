@@ -1,14 +1,16 @@
-"""Maps Megatron's parameters to checkpoint tensors, and cuts and joins their shards.
+"""Maps Megatron's parameters to checkpoint tensors, cuts and joins their shards, and loads them.
 
 The record of the model's family lists the tensors of each parameter. Megatron fuses q, k, v into one matrix with rows
 interleaved by key-value group, and stacks gate and up in another. Each tensor-parallel rank holds a slice of those.
 Megatron's local layers and TransformerEngine's have different names for some parameters; this module knows both.
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,14 @@ import torch
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.registry import Weight
+from services.trainer.adapters import is_adapter
+from services.trainer.checkpoint.model_files import opened, require_finite, require_tensors, stored_tensors
+from services.trainer.megatron.experts import GroupedExperts
+from services.trainer.megatron.model import Chunk, ValueModel
+from services.trainer.megatron.parallel import Parallelism
+
+HEAD = "output_layer.weight"
+"""The head of a language model and of a critic. The checkpoint that a critic starts from has no critic head."""
 
 EXPERT_BLOCKS = 16
 """Number of blocks of experts in a layer. A publication has each matrix of all experts of a block together. So with up
@@ -23,20 +33,19 @@ to this many expert-parallel ranks, all that a rank has of a layer is together t
 
 
 class Sliceable(Protocol):
-    """Describes a tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
+    """A tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """Describes the checkpoint tensors of one parameter of the model, and makes the parameter's shards.
+    """The checkpoint tensors of one parameter of the model, and how to make the parameter's shards.
 
     `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
-    of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
-    one tensor. `is_plain` says that the numbers of a whole parameter are those of its tensors, one after another.
-    `views(whole)` returns these tensors as views of a whole parameter; where their rows are interleaved, with a
-    dimension for the groups. It is None if joining has to copy.
+    of `names` and with the `shapes`. `is_plain`: the numbers of a whole parameter are those of its tensors, one after
+    another. `views(whole)` returns these tensors as views of a whole parameter; where their rows are interleaved, with
+    a dimension for the groups. It is None if joining has to copy.
     """
 
     names: tuple[str, ...]
@@ -45,7 +54,6 @@ class Part:
     is_expert: bool = False
     order: tuple[int, ...] = ()
     shapes: tuple[Shape, ...] = ()
-    is_fused: bool = False
     is_plain: bool = False
     views: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None
 
@@ -68,11 +76,7 @@ class WeightMap:
         }
 
     def part(self, name: str) -> Part:
-        """Returns the part of a parameter, whose `name` counts layers and experts over the whole model.
-
-        Raises:
-            InternalError: Megatron has built a parameter that this map does not know.
-        """
+        """Returns the part of a parameter, whose `name` counts layers and experts over the whole model."""
         if name in self._outside:
             weight, place = self._outside[name]
             return self._part(weight, weight.tensors, order=(place * (self.model.num_layers + 1),))
@@ -102,7 +106,6 @@ class WeightMap:
             is_expert=weight.is_expert,
             order=order,
             shapes=tuple(self.model.tensor_shapes(weight)),
-            is_fused=weight.is_fused,
             is_plain=weight.cut != "groups",
             views=None if weight.is_fused else functools.partial(self._views, weight),
         )
@@ -114,11 +117,15 @@ class WeightMap:
             columns = self.model.part_shapes(weight)[0][1] // size
             return tensors[0][:, rank * columns : (rank + 1) * columns]
         rows = self._rows(weight)
-        parts: Sequence[Sliceable] = _windows(tensors[0], rows) if weight.is_fused else tensors
+
+        def read(part: int, first: int, last: int) -> torch.Tensor:
+            tensor, start = (tensors[0], sum(rows[:part])) if weight.is_fused else (tensors[part], 0)
+            return tensor[start + first : start + last]
+
         if weight.cut == "groups":
-            return self._cut_groups(parts, rows, rank, size)
+            return self._cut_groups(read, rows, rank, size)
         shares = [height // size for height in rows]
-        return torch.cat([part[rank * n : (rank + 1) * n] for part, n in zip(parts, shares, strict=True)])
+        return torch.cat([read(part, rank * share, (rank + 1) * share) for part, share in enumerate(shares)])
 
     def _join(self, weight: Weight, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if weight.cut in ("whole", "columns"):
@@ -138,15 +145,17 @@ class WeightMap:
     def _rows(self, weight: Weight) -> list[int]:
         return [shape[0] for shape in self.model.part_shapes(weight)]
 
-    def _cut_groups(self, parts: Sequence[Sliceable], rows: Sequence[int], rank: int, size: int) -> torch.Tensor:
+    def _cut_groups(
+        self, read: Callable[[int, int, int], torch.Tensor], rows: Sequence[int], rank: int, size: int
+    ) -> torch.Tensor:
         # With more ranks than groups a shard is a part of one group.
         heights = [height // self.model.num_key_value_heads for height in rows]
         per_group = sum(heights)
         share = sum(rows) // size
         first, last = rank * share // per_group, -(-(rank + 1) * share // per_group)
         groups = []
-        for part, height in zip(parts, heights, strict=True):
-            own = part[first * height : last * height]
+        for part, height in enumerate(heights):
+            own = read(part, first * height, last * height)
             groups.append(own.view(last - first, height, *own.shape[1:]))
         begin = rank * share - first * per_group
         return torch.cat(groups, 1).flatten(0, 1)[begin : begin + share]
@@ -156,22 +165,6 @@ class WeightMap:
         groups = self.model.num_key_value_heads
         grouped = whole.view(groups, -1, *whole.shape[1:])
         return grouped.split([height // groups for height in rows], 1)
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Shows a tensor from row `first` on, and reads only the rows that are asked for."""
-
-    tensor: Sliceable
-    first: int
-
-    def __getitem__(self, index: slice) -> torch.Tensor:
-        return self.tensor[self.first + index.start : self.first + index.stop]
-
-
-def _windows(tensor: Sliceable, rows: Sequence[int]) -> list[_Window]:
-    """Returns the parts of a tensor that stacks them."""
-    return [_Window(tensor, sum(rows[:index])) for index in range(len(rows))]
 
 
 def _cat(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -195,3 +188,79 @@ def _local_name(parameter: str) -> tuple[str, int]:
     if match:
         return f"mlp.experts.{match['layer']}.weight", int(match["expert"])
     return _FUSED_NORMS.get(parameter, parameter), 0
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A parameter of this rank, under its name in the whole model."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[LocalTensor]:
+    """Returns this rank's parameters without adapters and critic heads, or with `adapters` only the adapters."""
+    parameters = []
+    for chunk in chunks:
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.layers())}
+        for name, tensor in _named_matrices(chunk):
+            is_new = isinstance(chunk, ValueModel) and name == HEAD
+            if is_adapter(name) == adapters and not is_new:
+                parameters.append(LocalTensor(_global_name(name, layers, chunk, parallelism), tensor))
+    return parameters
+
+
+def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters of a chunk; experts that share a parameter have a view of it each."""
+    for prefix, module in chunk.named_modules():
+        own = module.expert_weights() if isinstance(module, GroupedExperts) else module.named_parameters(recurse=False)
+        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own)
+
+
+def load_checkpoint_weights(
+    parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
+) -> None:
+    """Copies only this rank's slices from the files of `model_path`, which `require_loadable` has checked."""
+    stored = stored_tensors(Path(model_path))
+    with contextlib.ExitStack() as stack:
+        files = {tensor.file for tensor in stored.values()}
+        tensors = {file: stack.enter_context(opened(file)) for file in files}
+        for parameter in parameters:
+            part = weight_map.part(parameter.name)
+            slices = [tensors[stored[name].file].get_slice(name) for name in part.names]
+            shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
+            with torch.no_grad():
+                parameter.tensor.copy_(shard)
+    named = ((" and ".join(weight_map.part(one.name).names), one.tensor.detach()) for one in parameters)
+    require_finite(named, model_path)
+
+
+def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -> None:
+    """Checks, before a model of that size is made, that the files have exactly its tensors.
+
+    A critic needs no output layer.
+    """
+    directory = Path(model_path)
+    output, embedding = model.family.output.tensors[0], model.family.embedding.tensors[0]
+    shapes = model.checkpoint_shapes()
+    if is_critic:
+        shapes.pop(output, None)
+    tied = {output: embedding} if model.tie_word_embeddings else {}
+    require_tensors(stored_tensors(directory), shapes, tied, directory, has_head=not is_critic)
+
+
+def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        parts[2] = str(layers[int(parts[2])])
+    if ".experts." not in name:
+        return ".".join(parts)
+    config = chunk.config
+    assert config.num_moe_experts is not None
+    first = parallelism.expert_rank * (config.num_moe_experts // config.expert_model_parallel_size)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        parts[place] = str(int(parts[place]) + first)
+    else:  # ...linear_fc1.weight3
+        parts[-1] = "weight" + str(int(parts[-1].removeprefix("weight")) + first)
+    return ".".join(parts)
