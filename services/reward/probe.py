@@ -24,12 +24,11 @@ from services.common.errors import PreconditionFailed
 from services.common.probe import Answers, Requests, answer_with
 from services.reward.environments.base import EpisodeError, Turn
 from services.reward.environments.episode import EpisodeContext
-from services.reward.environments.kinds import make_environment
-from services.reward.environments.table import EpisodeTable
+from services.reward.environments.servicer import EpisodeTable, make_environment
+from services.reward.errors import ScoringError
 from services.reward.metrics import RewardMetrics
 from services.reward.run import ScoringRun
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import ScoringError
 
 _LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_processes=8, max_output_bytes=1 << 20)
 

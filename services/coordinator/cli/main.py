@@ -187,8 +187,8 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML page with a run's curves, samples and failures, or compare several runs in a table."""
-    from services.coordinator.observe.report.compare import show_comparison
     from services.coordinator.observe.report.page import write_report
+    from services.coordinator.observe.report.summary import show_comparison
 
     if len(run_dir) == 1:
         _console.print(f"wrote {write_report(run_dir[0], out)}", soft_wrap=True)

@@ -21,7 +21,7 @@ from services.coordinator.clients.replica import (
     why_not_open,
 )
 from services.coordinator.runs.replicas import Note
-from services.coordinator.runs.restarts import Restarts
+from services.coordinator.runs.run import Restarts
 
 log = logging.getLogger(__name__)
 

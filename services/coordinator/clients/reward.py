@@ -253,6 +253,13 @@ class Rewards:
                     message = f"{first.address} has {mine}, but {service.address} has {others}: install one version"
                     raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
 
+    async def score(
+        self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
+    ) -> ScoredGroup | None:
+        """Does the same as `Reward.score`, on the service with the fewest groups in progress."""
+        with self.least_loaded() as service:
+            return await service.score(group, tokenizer, keep_failed=keep_failed)
+
     @contextmanager
     def least_loaded(self) -> Iterator[Reward]:
         """Yields the service for one group."""

@@ -27,9 +27,8 @@ from services.coordinator.fleet.launch import Addresses, started_ranks, starts_r
 from services.coordinator.fleet.probes import SANDBOX, problem
 from services.coordinator.planning.memory import colocated_phases, rank_memory, utilization
 from services.coordinator.runs.database import is_shared
-from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.recorded import RecordedLedger
-from services.coordinator.runs.resume import LEDGER
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
+from services.coordinator.runs.reader import LedgerReader
 
 _GIB = 2**30
 # The oldest driver for each major version of CUDA (NVIDIA's table of minor-version compatibility).
@@ -273,7 +272,7 @@ def check_ledger(runs_dir: Path) -> Finding:
             closing(Ledger(Path(probe) / LEDGER)) as ledger,
         ):
             ledger.record(Kind.EPOCH)
-            with closing(RecordedLedger(Path(probe))) as reader:
+            with closing(LedgerReader(Path(probe))) as reader:
                 ledger.record(Kind.EPOCH)
                 if reader.num_rows() != 2:
                     raise DataLoss(f"a reader in {there} does not see what was written")

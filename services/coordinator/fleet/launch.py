@@ -23,9 +23,9 @@ from services.common.rpc.address import hold_free_port, parse_address
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.clients.gpus import split_gpus, visible_gpus
-from services.coordinator.observe.watchers import trace_path
-from services.coordinator.runs.restarts import Restarts
+from services.coordinator.observe.reporters import trace_path
 from services.coordinator.runs.resume import CHECKPOINTS
+from services.coordinator.runs.run import Restarts
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import Row
+from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.verify.history import require
 from services.coordinator.verify.samples import Facts, Json
 
@@ -60,7 +60,7 @@ class _Session:
 class CallChecks:
     """What may come next after the lines that were given to `follow`."""
 
-    def __init__(self, rows: Sequence[Row], facts: Mapping[int, Facts]):
+    def __init__(self, rows: Sequence[LedgerRow], facts: Mapping[int, Facts]):
         """Takes all rows of the ledger, and facts of the batches that are on disk, by the version that they update."""
         self._rows, self._facts = {row.seq: row for row in rows}, facts
         self._collected = [row for row in rows if row.kind == Kind.COLLECTED]
@@ -166,7 +166,7 @@ class CallChecks:
             digest = session.saved[row.body["path"]]
             require(row.body["manifest_digest"].startswith(digest), f"the trainer saved a manifest of SHA-256 {digest}")
 
-    def _is_published(self, row: Row) -> None:
+    def _is_published(self, row: LedgerRow) -> None:
         session, stamp = self._session, _stamp_of(row)
         if session.is_whole:
             require(session.sent == stamp, f"{_show(stamp)} was published, but the trainer sent {_show(session.sent)}")
@@ -176,7 +176,7 @@ class CallChecks:
             require(served == stamp or not is_known, f"{_show(stamp)} was published before {replica} had committed it")
         session.published = stamp
 
-    def _is_collected(self, row: Row) -> None:
+    def _is_collected(self, row: LedgerRow) -> None:
         """Compares the rewards of a batch that is still on disk with the answers of the reward services."""
         session, facts = self._session, self._facts_of(row)
         for prompt, hashes in facts.scores.items() if facts and session.is_whole else ():
@@ -185,13 +185,13 @@ class CallChecks:
             # An empty answer is one of a release that did not keep the hashes.
             require(is_known or [] in answers, f"the scores of prompt {prompt} are not those that were answered")
 
-    def _batches(self, version: int) -> Sequence[Row]:
+    def _batches(self, version: int) -> Sequence[LedgerRow]:
         """Returns the row of the newest batch for `version` so far; all of them if lines were lost."""
         session = self._session
         rows = [row for row in self._collected if row.version == version]
         return [row for row in rows if row.seq <= session.row][-1:] if session.is_whole else rows
 
-    def _facts_of(self, row: Row) -> Facts | None:
+    def _facts_of(self, row: LedgerRow) -> Facts | None:
         """Returns what is known of the batch of a row; None if a later one has taken its place on disk."""
         newest = max(one.seq for one in self._collected if one.version == row.version)
         return self._facts.get(row.required_version) if row.seq == newest else None
@@ -348,7 +348,7 @@ def _stamp(pair: tuple[int, str]) -> Stamp:
     return pair[0], pair[1]
 
 
-def _stamp_of(row: Row) -> Stamp:
+def _stamp_of(row: LedgerRow) -> Stamp:
     return row.required_version, row.body["digest"]
 
 

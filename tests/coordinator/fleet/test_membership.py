@@ -18,7 +18,7 @@ from services.coordinator.clients.rollout import Affinity, Rollout
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import DnsSource, discovered, following_replicas
 from services.coordinator.runs.replicas import REPLICAS, parse_replicas, write_replicas
-from services.coordinator.runs.restarts import Restarts
+from services.coordinator.runs.run import Restarts
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.support import PATIENCE_S, until
 

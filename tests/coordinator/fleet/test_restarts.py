@@ -8,7 +8,7 @@ from services.common.config.placement import RestartConfig
 from services.common.errors import InternalError, LockstepError, Reason, Unavailable
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.running import Sessions
-from services.coordinator.runs.restarts import Restarts
+from services.coordinator.runs.run import Restarts
 from tests.coordinator.fake_services import make_config
 
 STARTED_HERE = Addresses()
