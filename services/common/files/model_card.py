@@ -7,12 +7,12 @@ to the Hugging Face hub.
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import cast
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.regular_files import is_there, parse_object, read_regular
+from services.common.files.storage import JsonObject, is_there, parse_object, read_regular
 
 _REQUIRED = "config.json"
 _OPTIONAL = (
@@ -149,11 +149,7 @@ def shard_names(weight_map: Mapping[str, str]) -> list[str]:
 
 
 def require_whole_weights(directory: Path) -> None:
-    """Checks that all files of a model's weights are there, and as long as their headers say.
-
-    Raises:
-        InvalidInput: One is missing or damaged, or see `read_weight_map`. The message has the file.
-    """
+    """Checks that all files of a model's weights are there, and as long as their headers say."""
     for name in shard_names(read_weight_map(directory)):
         file = directory / name
         if not is_there(file, field="model"):
@@ -170,7 +166,7 @@ def _problem(file: Path) -> str:
             if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
                 return "its header is cut off" if size else "it is empty"
             header = parse_object(opened.read(length), file, field="model")
-        tensors = [cast(dict[str, Any], tensor) for name, tensor in header.items() if name != "__metadata__"]
+        tensors = [cast(JsonObject, tensor) for name, tensor in header.items() if name != "__metadata__"]
         expected = _LENGTH_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except (InvalidInput, OSError, ValueError, TypeError, LookupError):
         return "its header cannot be read"
