@@ -31,7 +31,7 @@ from deploy.quickstart.words import make_tokenizer
 from services.common.config.environment import SearchToolConfig
 from services.common.config.load import load
 from services.common.config.sft import SftConfig
-from services.coordinator.data.prepare.search_r1 import INSTRUCTION
+from services.coordinator.data.prepare.convert import SEARCH_INSTRUCTION
 from services.reward.environments.tools.search import Search
 
 SFT = Path(__file__).with_name("search_sft.yaml")
@@ -91,7 +91,7 @@ async def write_demonstrations() -> list[str]:
         world = World(SEED + seed)
         found = await _search_for(world, [*PEOPLE, *CITIES, *WRONG_WORDS])
         for question in world.questions():
-            prompt = f"{INSTRUCTION}\n\nQuestion: {question.text}"
+            prompt = f"{SEARCH_INSTRUCTION}\n\nQuestion: {question.text}"
             rows.append({"prompt": prompt, "response": demonstration(question, found, rng)})
     pq.write_table(pa.Table.from_pylist(rows), OUT / "demonstrations.parquet")
     return [text for row in rows for text in row.values()]
@@ -100,9 +100,9 @@ async def write_demonstrations() -> list[str]:
 def write_start(folder: str, texts: list[str]) -> None:
     """Writes the model with random weights, and a tokenizer for the words of `texts`. The instruction is one token."""
     words = {f" {name}" for name in (*PEOPLE, *CITIES, *COUNTRIES, *WORKS)}
-    words |= {word for text in texts for word in re.findall(PATTERN, text.replace(INSTRUCTION, ""))}
+    words |= {word for text in texts for word in re.findall(PATTERN, text.replace(SEARCH_INSTRUCTION, ""))}
     tokenizer = make_tokenizer(sorted(words), PATTERN, MAX_TOKENS)
-    tokenizer.add_tokens([AddedToken(INSTRUCTION, normalized=False)])
+    tokenizer.add_tokens([AddedToken(SEARCH_INSTRUCTION, normalized=False)])
     make_start(128, 2, len(tokenizer), MAX_TOKENS).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -101,7 +101,7 @@ def _search_r1(
     ] = _DEFAULTS.bad_rows,
 ) -> None:
     """Convert questions and documents for episodes with a search (.parquet, .json or .jsonl), as Search-R1 has them."""
-    from services.coordinator.data.prepare.search_r1 import make_search_files
+    from services.coordinator.data.prepare.convert import make_search_files
 
     files: dict[Split, Path] = {"train": questions, **({"test": test_questions} if test_questions else {})}
     _show(make_search_files(files, corpus, out, bad_rows))

@@ -1,28 +1,31 @@
-"""Extends the token stream of an episode by an environment's messages; no token is rendered a second time.
+"""Extends the token stream of an episode by an environment's messages, and proves that the template agrees.
 
-The tokens between two turns of the policy are those that the chat template writes after an assistant's text in a
-made-up conversation: the end of the turn, the new messages and the next assistant header. They begin with a stop token.
-A tokenizer splits text at such an added token before anything else, so these tokens are the same as within the
-tokenized whole, and the policy's own tokens stay as they were sampled.
+No token is rendered a second time. The tokens between two turns of the policy are those that the chat template writes
+after an assistant's text in a sample conversation: the end of the turn, the new messages and the next assistant header.
+They begin with a stop token. A tokenizer splits text at such an added token before anything else, so these tokens are
+the same as within the tokenized whole, and the policy's own tokens stay as they were sampled.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import cycle, islice, product
+from typing import Any, NoReturn
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.bridge_check import (
-    ANSWER,
-    QUESTION,
-    answer,
-    call,
-    check_episode,
-    check_keeps_turns,
-    with_call_ids,
-)
-from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.chat_template import Message, TemplateRefusal, show_difference
 from services.coordinator.text.tokenizer import Tokenizer
 
+_ANSWER = "LockstepAnswer"
+"""Text that can be found in rendered conversations, because no template changes letters."""
+_QUESTION: Message = {"role": "user", "content": "LockstepQuestion"}
+_SYSTEM: Message = {"role": "system", "content": "LockstepSystem"}
+_THINKING = "<think>\nEasy.\n</think>\n\n"
+_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'
+_SAID = ("Paris.", _THINKING + "Paris.", "", "  Paris \n\n", "Zoë 🎉 漢字", _CALL, _THINKING + _CALL, "<think>\nEasy")
+_SAID += ("<|channel|>final<|message|>4", "<answer>4</answer>", "```python\n1\n```", "\\boxed{4}", "[TOOL_CALLS][]")
+_SAID += ("So [THINK]x[/THINK]4", "<tool_response>\n4\n</tool_response>", "### {{ 1 }}\n\n- 4")
+_LONG = 12
+"""Number of turns of a long conversation."""
 _ANCHOR = "a"
 
 
@@ -106,7 +109,7 @@ class Bridge:
         return tokens[1:] if stream[-1] == self.end_token else tokens
 
     def check(self, roles: Collection[str], *, with_system: bool = False) -> None:
-        """Proves on made-up conversations that the chat template fulfills the assumptions of `extend`.
+        """Proves on sample conversations that the chat template fulfills the assumptions of `extend`.
 
         In the rendering of a whole conversation, the first prompt must be as it was rendered alone, each turn of the
         assistant must be the text that was said (but for white space around it) and a stop token, and the text between
@@ -123,7 +126,7 @@ class Bridge:
         """
         templated = sorted(role for role in set(roles) if role)
         if templated and self._tokenizer.has_chat_template:
-            check_keeps_turns(self, templated, with_system=with_system)
+            _check_keeps_turns(self, templated, with_system=with_system)
 
     def check_episode(
         self,
@@ -156,8 +159,13 @@ class Bridge:
             return
         ends = self._tokenizer.eos_token_ids
         texts = [turn[:-1] if turn[-1] in ends else turn for turn in turns]
-        shown = [self._tokenizer.decode(turn, skip_special_tokens=False) for turn in texts]
-        check_episode(self, first, shown, list(map(self._as_texts, replies)))
+        shown = [_answer(self._tokenizer.decode(turn, skip_special_tokens=False)) for turn in texts]
+        sent = list(map(self._as_texts, replies))
+        try:
+            whole = self.render(_conversation(first, shown, list(map(with_call_ids, sent))))
+        except TemplateRefusal:  # some templates take results only of calls that they render themselves
+            return
+        _compare(self, first, shown, sent, whole)
 
     def after_turn(self, messages: Sequence[Message]) -> str:
         """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` between.
@@ -167,13 +175,13 @@ class Bridge:
         """
         messages, end = with_call_ids(messages), self.end_text
         try:
-            text = self.render([QUESTION, answer(ANSWER), *messages])
+            text = self.render([_QUESTION, _answer(_ANSWER), *messages])
         except TemplateRefusal:
             if messages[0]["role"] != "tool":
                 raise
-            text = self.render([QUESTION, call(ANSWER), *messages])  # some take results only of calls that they saw
-        begin = text.find(end, text.find(ANSWER))
-        if ANSWER not in text or begin < 0:
+            text = self.render([_QUESTION, _call(_ANSWER), *messages])  # some take results only of calls that they saw
+        begin = text.find(end, text.find(_ANSWER))
+        if _ANSWER not in text or begin < 0:
             message = (
                 "the chat template does not keep the assistant's turn when messages follow: set data.chat_template"
             )
@@ -188,9 +196,9 @@ class Bridge:
             InvalidInput: It writes something else.
         """
         rendered = self._tokenizer.render(
-            [QUESTION, answer(ANSWER), QUESTION], add_generation_prompt=False, **self._variables
+            [_QUESTION, _answer(_ANSWER), _QUESTION], add_generation_prompt=False, **self._variables
         )
-        after = rendered.partition(ANSWER)[2]
+        after = rendered.partition(_ANSWER)[2]
         tokens = self._tokenizer.encode(after)
         if tokens and tokens[0] in self._tokenizer.eos_token_ids and self._splits_at(after, tokens):
             return tokens[0]
@@ -239,3 +247,123 @@ class Bridge:
             return encode(text)
         is_apart = tokens[: len(anchor)] == anchor
         return tokens[len(anchor) :] if is_apart else encode(text)
+
+
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _call(name: str) -> Message:
+    """An assistant's turn that calls the tool `name` and says nothing else."""
+    function = {"name": name, "arguments": {}}
+    calls = [{"id": _call_id(0), "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Adds a `tool_call_id` to tool messages without one, which some templates require."""
+    return [
+        {"tool_call_id": _call_id(index), **message} if message["role"] == "tool" else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _call_id(index: int) -> str:
+    return f"call{index:05d}"  # Mistral's templates take 9 letters and digits only
+
+
+def _check_keeps_turns(bridge: Bridge, roles: Sequence[str], *, with_system: bool) -> None:
+    """Compares whole sample conversations of 1, 2 and 12 turns with what `bridge` puts together; see Bridge.check.
+
+    Raises:
+        InvalidInput: They differ, or the template rejects or leaves out a message.
+    """
+    for role in roles:
+        _check_shown(bridge, role)
+    first = [_SYSTEM, _QUESTION] if with_system else [_QUESTION]
+    texts = list(_texts(bridge.render(first)))
+    for said in texts:
+        for order in (*product(roles), *product(roles, repeat=2)):
+            _check_conversation(bridge, first, order, [said])
+    for order in ([role] * _LONG for role in roles):
+        _check_conversation(bridge, first, order, [texts[0]])
+        _check_conversation(bridge, first, order, texts)
+    _check_conversation(bridge, first, [*islice(cycle(roles), _LONG)], texts[::-1])
+
+
+def _check_shown(bridge: Bridge, role: str) -> None:
+    try:
+        text = bridge.after_turn([{"role": role, "content": "LockstepReply"}])
+    except TemplateRefusal as error:
+        _refuse(f"rejects messages of role {role} after the assistant's turn ({error.message})", "takes them")
+    if "LockstepReply" not in text:
+        _refuse(f"leaves out messages of role {role}", "shows them")
+
+
+def _texts(prompt: str) -> Iterator[str]:
+    begins_thinking = prompt.rstrip().endswith("<think>")
+    for said in _SAID:
+        if not begins_thinking:
+            yield said
+        elif not said.startswith("<think>"):
+            yield _THINKING.removeprefix("<think>\n") + said
+
+
+def _check_conversation(bridge: Bridge, first: Sequence[Message], order: Sequence[str], texts: Sequence[str]) -> None:
+    """Compares a conversation with replies of these roles, in which the assistant says `texts`, over and over."""
+    said = with_call_ids([{"role": role, "content": f"LockstepReply{index}"} for index, role in enumerate(order)])
+    replies = [[reply] for reply in said]
+    turns = [_answer(said) for said, _ in zip(cycle(texts), order, strict=False)]
+    try:
+        whole = bridge.render(_conversation(first, turns, replies))
+    except TemplateRefusal:
+        # Some accept a tool's result only after a call that they render themselves.
+        turns = [_call(_ANSWER) if role == "tool" else turn for role, turn in zip(order, turns, strict=True)]
+        try:
+            whole = bridge.render(_conversation(first, turns, replies))
+        except TemplateRefusal as error:
+            _refuse(f"rejects an environment's replies {', '.join(order)} ({error.message})", "takes them")
+    _compare(bridge, first, turns, replies, whole)
+
+
+def _compare(
+    bridge: Bridge,
+    first: Sequence[Message],
+    turns: Sequence[Message],
+    replies: Sequence[Sequence[Message]],
+    whole: str,
+) -> None:
+    rest = _remove(bridge.render(first), whole)
+    for turn, reply in zip(turns, replies, strict=True):
+        text = turn["content"].strip()
+        if "tool_calls" in turn:
+            rest = rest[max(0, rest.find(bridge.end_text)) :]
+        else:
+            rest = _remove(text, rest.lstrip()).lstrip()
+        rest = _remove(bridge.after_turn(reply), rest)
+    _remove(rest, "")
+
+
+def _conversation(
+    first: Sequence[Message], turns: Sequence[Message], replies: Sequence[Sequence[Message]]
+) -> list[Message]:
+    return [*first, *(message for turn, reply in zip(turns, replies, strict=True) for message in (turn, *reply))]
+
+
+def _remove(expected: str, rest: str) -> str:
+    if rest.startswith(expected):
+        return rest[len(expected) :]
+    where = show_difference(expected, rest)
+    if "think>" in where:
+        _refuse(f"removes or changes <think> of earlier turns: {where}", "keeps it", contradicts=True)
+    if _QUESTION["content"] in expected or _SYSTEM["content"] in expected:
+        what = "changes the first prompt when messages follow, such as its tools or system message"
+        _refuse(f"{what}: {where}", "keeps it", contradicts=True)
+    _refuse(f"changes earlier turns when messages follow: {where}", "keeps them", contradicts=True)
+
+
+def _refuse(fault: str, remedy: str, *, contradicts: bool = False) -> NoReturn:
+    why = ", so a later turn would contradict the tokens that were sampled" if contradicts else ""
+    raise InvalidInput(
+        f"the chat template {fault}{why}: set data.chat_template to one that {remedy}", field="data.chat_template"
+    )

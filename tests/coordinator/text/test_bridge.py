@@ -6,8 +6,7 @@ import random
 import pytest
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.bridge import Bridge
-from services.coordinator.text.bridge_check import with_call_ids
+from services.coordinator.text.bridge import Bridge, with_call_ids
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from tests.coordinator.text.bridge_families import FAMILIES, TEMPLATES, TOOLS, Family, make_tokenizer
 from tests.coordinator.text.test_prefix_stable import LATE_END, STRIPS_THINKING
