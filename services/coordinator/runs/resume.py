@@ -161,7 +161,7 @@ def _same_resume(ledger: Ledger, resume: str) -> Decision | None:
     The same command then resumes the run's own newest state instead of going back again.
     """
     opened = ledger.last(Kind.OPENED)
-    if not opened or opened["resume"] != resume:
+    if not opened or opened.get("resume") != resume:
         return None
     has_worked = any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
     return opened if opened["has_gone_on"] or has_worked else None

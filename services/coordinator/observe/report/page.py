@@ -39,7 +39,7 @@ _MAX_TEXT = 400
 
 @dataclass
 class Failure:
-    """Describes one kind of failure: how often it occurred, when it last did, and its last message."""
+    """One kind of failure: how often it occurred, when it last did, and its last message."""
 
     what: str
     reason: str
