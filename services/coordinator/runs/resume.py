@@ -218,11 +218,7 @@ def _abandon_later(ledger: Ledger, step: int) -> None:
 
 
 def step_of(checkpoint: str) -> int:
-    """Returns the number of policy updates in a checkpoint.
-
-    Raises:
-        DataLoss: The manifest is damaged.
-    """
+    """Returns the number of policy updates in a checkpoint."""
     manifest = Path(checkpoint) / "manifest.json"
     try:
         return int(json.loads(manifest.read_text())["state"]["version"])
