@@ -1,4 +1,4 @@
-"""Opens and closes the services of a run together."""
+"""Opens and closes the services of a run together, and says when a run has nothing left to do."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -119,7 +119,7 @@ def _is_due(run: Run[AnyConfig], version: int, *, is_early: bool) -> bool:
 
 @dataclass(frozen=True)
 class Services:
-    """Holds the open services of a run."""
+    """The open services of a run."""
 
     trainer: Trainer
     rollout: Rollout

@@ -1,4 +1,4 @@
-"""Defines context managers that keep a run and its services open."""
+"""Keeps a run and its services open inside a block, and repeats the session of a run whose trainer died."""
 
 import asyncio
 import logging

@@ -7,28 +7,27 @@ from typing import Any
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.verify.history import require
-from services.coordinator.verify.samples import Facts
+from services.coordinator.verify.samples import Facts, Json
 
-Line = Mapping[str, Any]
 Stamp = tuple[int, str]
 _POLICY = (0, 1)  # ROLE_UNSPECIFIED means the policy too
 
 
 @dataclass
 class _Call:
-    """Describes a call that was sent, and its answers once it has ended."""
+    """A call that was sent, and its answers once it has ended."""
 
     method: str
     peer: str
     sent: dict[str, Any]
-    got: Sequence[Mapping[str, Any]] = ()
+    got: Sequence[Json] = ()
 
     @property
-    def answer(self) -> Mapping[str, Any]:
+    def answer(self) -> Json:
         return self.got[-1] if self.got else {}
 
     @property
-    def header(self) -> Mapping[str, Any]:
+    def header(self) -> Json:
         return self.sent.get("header", {})
 
     @property
@@ -38,7 +37,7 @@ class _Call:
 
 @dataclass
 class _Session:
-    """Holds the state that one coordinator's lines imply so far; if `is_whole` is false, lines were lost."""
+    """The state that one coordinator's lines imply so far; if `is_whole` is false, lines were lost."""
 
     run_id: str
     is_whole: bool
@@ -59,7 +58,7 @@ class _Session:
 
 
 class CallChecks:
-    """Knows what may come next after the lines that were given to `follow`."""
+    """What may come next after the lines that were given to `follow`."""
 
     def __init__(self, rows: Sequence[LedgerRow], facts: Mapping[int, Facts]):
         """Takes all rows of the ledger, and facts of the batches that are on disk, by the version that they update."""
@@ -98,7 +97,7 @@ class CallChecks:
             "trainer.SaveCheckpoint": self._has_saved,
         }
 
-    def follow(self, line: Line) -> None:
+    def follow(self, line: Json) -> None:
         """Takes the next line.
 
         Raises:
@@ -124,7 +123,7 @@ class CallChecks:
         else:
             require(not session.is_whole, f"call {line['n']} was never sent")
 
-    def _begins(self, line: Line) -> None:
+    def _begins(self, line: Json) -> None:
         if line["continues"] and self._session.run_id == line["session"]:
             return
         published = None
@@ -135,7 +134,7 @@ class CallChecks:
             line["session"], is_whole=not line["continues"], row=line["rows"], time_s=line["t"], published=published
         )
 
-    def _goes_on(self, call: _Call, line: Line) -> None:
+    def _goes_on(self, call: _Call, line: Json) -> None:
         if "end" not in line:
             call.sent |= line["sent"]
             self._when_sent.get(call.method, _nothing)(call)
@@ -145,7 +144,7 @@ class CallChecks:
             self._when_answered.get(call.method, _nothing)(call)
         del self._session.calls[line["n"]]
 
-    def _row(self, line: Line) -> None:
+    def _row(self, line: Json) -> None:
         session, number = self._session, line["row"]
         row = self._rows.get(number)
         require(row is not None, f"the ledger has lost row {number}")
@@ -345,7 +344,7 @@ def _nothing(call: _Call) -> None:
     pass
 
 
-def _stamp(pair: Sequence[Any]) -> Stamp:
+def _stamp(pair: tuple[int, str]) -> Stamp:
     return pair[0], pair[1]
 
 

@@ -3,29 +3,28 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.runs.record import batch_path
-from services.coordinator.verify.samples import SampleChecks, differing
+from services.coordinator.verify.samples import Json, SampleChecks, differing
 
 # Sections of the config that decide how weights are cut into buckets, which the digest covers.
 _LAYOUT = ("model", "trainer", "weights")
 
 
 class ViolationError(Exception):
-    """Says in a sentence which rule a row breaks."""
+    """A sentence: which rule a row breaks."""
 
 
 @dataclass
 class _Session:
-    """Holds the actions of one coordinator since it opened the run."""
+    """The actions of one coordinator since it opened the run."""
 
-    config: Mapping[str, Any]
+    config: Json
     checkpoint: str
     begun: int | None = None
     version: int = 0
@@ -36,7 +35,7 @@ class _Session:
 
 
 class History:
-    """Knows what may come next after the rows that were given to `follow`."""
+    """What may come next after the rows that were given to `follow`."""
 
     def __init__(self, run_dir: Path, rows: Sequence[LedgerRow]):
         self._run_dir = run_dir
@@ -47,10 +46,10 @@ class History:
         self._finished = 0  # the newest finished step of the current history
         self._ever_finished: set[int] = set()
         self._published: dict[int, set[tuple[str, str]]] = {}  # version -> layouts and digests
-        self._collected: dict[int, Mapping[str, Any]] = {}
+        self._collected: dict[int, Json] = {}
         self._saved: dict[str, int] = {}
         self._dataset = ""
-        self._selected: dict[int, Mapping[str, Any]] = {}
+        self._selected: dict[int, Json] = {}
         self._evaluations: dict[int, list[Path]] = {}
         self.samples = SampleChecks()
         self._follow: dict[str, Callable[[LedgerRow], None]] = {

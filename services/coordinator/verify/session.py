@@ -1,4 +1,4 @@
-"""Implements `lockstep verify`, which checks that a run's record is possible in the only legal order of actions."""
+"""Checks that a run's record is possible in the only legal order of actions, for `lockstep verify`."""
 
 import json
 from collections import deque
@@ -25,7 +25,7 @@ _HIDDEN = ("config", "versions", "metrics")  # too long for a line
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the result of a verification."""
+    """The result of a verification."""
 
     rows: Sequence[LedgerRow]
     """The shortest prefix of the ledger that is illegal; all of it if none is."""
