@@ -90,7 +90,7 @@ def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the result of a run that finished or was stopped."""
+    """The result of a run that finished or was stopped."""
 
     directory: Path
     version: int

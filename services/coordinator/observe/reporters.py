@@ -42,9 +42,6 @@ class JsonLines(Reporter):
         path: The file.
         version: Last step that the run will not repeat.
         ledger: The run's decisions.
-
-    Raises:
-        PreconditionFailed: STORAGE_FAILED: the file cannot be written.
     """
 
     def __init__(self, path: Path, version: int, ledger: Ledger):

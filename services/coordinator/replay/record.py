@@ -64,12 +64,7 @@ class Record:
             raise NotFound(f"--step {step}: {self.run_dir} {has}", field="step")
 
     def batch(self, step: int) -> Batch:
-        """Returns the samples that `step` trained on.
-
-        Raises:
-            NotFound: The samples were not kept.
-            DataLoss: The file of samples cannot be read.
-        """
+        """Returns the samples that `step` trained on."""
         path = batch_path(self.run_dir, step - 1)
         collected = self._ledger.last(Kind.COLLECTED, step - 1)
         if collected is None or not path.is_file():
@@ -114,9 +109,6 @@ class Record:
         """Like `start`, for the critic; None if no such weights exist.
 
         A critic with warm-up can only start from a checkpoint, because the batches of its warm-up are not kept.
-
-        Raises:
-            DataLoss: The checkpoint is not the one that was saved.
         """
         if saved := self._newest(Kind.SAVED_CRITIC, version):
             return saved

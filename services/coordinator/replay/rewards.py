@@ -25,12 +25,7 @@ _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
 async def replay_rewards(
     batch: Batch, rewards: Rewards, data: PromptDataset, tokenizer: Tokenizer
 ) -> tuple[int, list[Difference]]:
-    """Scores every group of `batch` with the opened `rewards`. Returns the number of samples and the differences.
-
-    Raises:
-        PreconditionFailed: The prompts are no longer those that were sampled.
-        NotFound: The prompt of a sample is not in the data.
-    """
+    """Scores every group of `batch` with the opened `rewards`. Returns the number of samples and the differences."""
     prompts = prompts_of(batch, data)
     groups: dict[int, list[Row]] = {}
     for row in batch.samples.to_pylist():
@@ -90,13 +85,7 @@ def _sample(row: Row, score: Score, scorer: str) -> Iterator[Difference]:
 async def replay_environment(
     batch: Batch, environments: Environments, data: PromptDataset, dialog: Dialog, config: Config
 ) -> tuple[int, list[Difference]]:
-    """Returns the number of turns that were played, and the differences in messages, rewards and ends.
-
-    Raises:
-        PreconditionFailed: The prompts are no longer those that were sampled.
-        NotFound: The prompt of a sample is not in the data.
-        EpisodeFailed: The environment failed.
-    """
+    """Returns the number of turns that were played, and the differences in messages, rewards and ends."""
     rows, prompts = batch.samples.to_pylist(), prompts_of(batch, data)
     player = _Player(environments, dialog, config)
     found = await gather(player.play(row, prompts[row["prompt_id"]]) for row in rows)

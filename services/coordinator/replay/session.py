@@ -39,11 +39,7 @@ class What(StrEnum):
 
 
 def parse_what(text: str) -> list[What]:
-    """Returns the part named in `text`; rewards and training if it is empty.
-
-    Raises:
-        InvalidInput: `text` is no part.
-    """
+    """Returns the part named in `text`; rewards and training if it is empty."""
     if text and text not in list(What):
         raise InvalidInput(f"--what {text}: must be rewards, train or environment", field="what")
     return [What(text)] if text else [What.REWARDS, What.TRAIN]

@@ -23,13 +23,12 @@ async def replay_training(
     """Trains all versions up to `step` again. Returns the number of values compared and the differences.
 
     Compares the weights of every version by their content digest, and the metrics of `step`.
-
-    Raises:
-        NotFound: The samples of one of the steps were not kept.
     """
     version = await trainer.open(run.run_id, run.resume_from)
-    stamps = _Stamps(run, trainer)
-    stamp, found, compared = await stamps.of(version), [], 0
+    # Publishes to a group without receivers, to get a stamp of the weights, which training requires.
+    epoch = run.record.next_epoch(0)
+    await trainer.join(weight_group(run, trainer.opened, epoch, 0))
+    stamp, found, compared = await trainer.send(epoch, version), [], 0
     while True:
         digest = record.digest(version)
         if digest:
@@ -41,30 +40,12 @@ async def replay_training(
         found += batch.differences
         say(f"training on the batch of step {version + 1}")
         version, metrics = await trainer.train(_with_stamp(stamp, batch), run.batch_id(stamp), stamp)
-        stamp = await stamps.of(version)
+        stamp = await trainer.send(epoch, version)
         if version == step:
             now = batch_metrics(batch.samples) | {f"train/{name}": value for name, value in metrics.items()}
             now = {name: value for name, value in now.items() if not name.endswith("_s")}  # without timings
             compared += len(now)
             found += compare(record.metrics(step), now)
-
-
-class _Stamps:
-    """Publishes the policy to a group without receivers, to get a stamp of its weights, which training requires."""
-
-    def __init__(self, run: Run, trainer: Trainer):
-        self._run, self._trainer = run, trainer
-        self._epoch = 0
-
-    async def of(self, version: int) -> PolicyStamp:
-        """Returns the stamp of the weights that the trainer holds."""
-        if not self._epoch:
-            await self._join()
-        return await self._trainer.send(self._epoch, version)
-
-    async def _join(self) -> None:
-        self._epoch = self._run.record.next_epoch(0)
-        await self._trainer.join(weight_group(self._run, self._trainer.opened, self._epoch, 0))
 
 
 def _with_stamp(stamp: PolicyStamp, batch: Batch) -> pa.Table:
@@ -92,9 +73,6 @@ async def replay_critic(
 
     Compares the metrics of every step from the checkpoint on and, if the run kept the critic's checkpoint of `step`,
     the final weights and optimizer state.
-
-    Raises:
-        NotFound: The samples of one of the steps were not kept.
     """
     assert run.config.critic
     start, warmup_steps = record.critic_start(step - 1), run.config.critic.warmup_steps

@@ -33,20 +33,12 @@ class Checkpoints:
         self._saving: asyncio.Task[None] | None = None
 
     async def begin(self, models: Sequence[SavedModel], version: int) -> None:
-        """Waits until the previous checkpoint is saved, then starts to save `models`; the policy must be the last.
-
-        Raises:
-            LockstepError: The previous checkpoint could not be saved.
-        """
+        """Waits until the previous checkpoint is saved, then starts to save `models`; the policy must be the last."""
         await self.finish()
         self._saving = asyncio.create_task(self._save(models, version))
 
     async def finish(self) -> None:
-        """Waits for the save in progress, if there is one.
-
-        Raises:
-            LockstepError: The checkpoint could not be saved.
-        """
+        """Waits for the save in progress, if there is one."""
         if self._saving is not None:
             await self._saving
             self._saving = None

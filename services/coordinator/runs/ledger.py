@@ -134,11 +134,7 @@ _ANY = TypeAdapter(_Body)
 
 
 def checked_row(path: Path, seq: int, kind: str, version: object, text: object) -> Decision:
-    """Returns the body of a row of the ledger at `path`, which is the JSON `text`.
-
-    Raises:
-        DataLoss: It is no JSON object, lacks a field or has one of another type, or its version is missing.
-    """
+    """Returns the body of a row of the ledger at `path`, which is the JSON `text`."""
     is_sft = kind == Kind.COLLECTED and version is None
     needs_version = kind in _BODIES.keys() - _WITHOUT_VERSION and not is_sft
     with reading(f"{path}: row {seq} of the ledger, {kind},"):
@@ -208,11 +204,7 @@ class Ledger:
         self._db.patience_s = seconds
 
     def record(self, kind: Kind, version: int | None = None, **body: object) -> int:
-        """Appends a decision and syncs it to disk. Returns its sequence number.
-
-        Raises:
-            PreconditionFailed: STORAGE_FAILED: the disk is full or read-only, or the file was deleted.
-        """
+        """Appends a decision and syncs it to disk. Returns its sequence number."""
         self._require_file()
         row = (time.time(), kind.value, version, json.dumps(body))
         sql = "INSERT INTO decisions (time, kind, version, body, crc) VALUES (?, ?, ?, ?, ?)"
@@ -307,11 +299,7 @@ class Ledger:
         return [file for file in (self._path, self._path.with_name(f"{self._path.name}-wal")) if file.exists()]
 
     def _require_file(self) -> None:
-        """Checks that the open files are still those at their paths: writes to a deleted file succeed and are lost.
-
-        Raises:
-            PreconditionFailed: STORAGE_FAILED: one is gone, or another file has taken its place.
-        """
+        """Checks that the open files are still those at their paths: writes to a deleted file succeed and are lost."""
         for file, inode in self._inodes.items():
             with writing(file), suppress(FileNotFoundError):
                 if file.stat().st_ino == inode:

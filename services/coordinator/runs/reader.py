@@ -31,11 +31,7 @@ class LedgerRow:
 
     @property
     def required_version(self) -> int:
-        """Returns the version of a kind that always has one.
-
-        Raises:
-            DataLoss: It has none.
-        """
+        """Returns the version of a kind that always has one."""
         if self.version is None:
             raise damaged(f"row {self.seq} of the ledger, {self.kind},", "it has no version")
         return self.version
@@ -69,11 +65,7 @@ class LedgerReader(Ledger):
             raise
 
     def rows(self) -> list[LedgerRow]:
-        """Returns all decisions, oldest first.
-
-        Raises:
-            DataLoss: A row is damaged.
-        """
+        """Returns all decisions, oldest first."""
         return [
             LedgerRow(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
             for seq, time_s, kind, version, body in self._db.execute(

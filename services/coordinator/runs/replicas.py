@@ -63,11 +63,7 @@ def parse_replicas(text: str) -> list[str]:
 
 
 def write_replicas(run_dir: Path, addresses: Sequence[str]) -> None:
-    """Replaces the file.
-
-    Raises:
-        PreconditionFailed: STORAGE_FAILED: the disk is full or read-only, or the directory is gone.
-    """
+    """Replaces the file."""
     _replace(run_dir / REPLICAS, "".join(f"{address}\n" for address in addresses))
 
 
@@ -111,11 +107,7 @@ def change_replicas(run_dir: Path, *, add: Sequence[str] = (), remove: Sequence[
 
 
 def listed_replicas(run_dir: Path) -> list[ListedReplica]:
-    """Returns the replicas of a run in progress: those that served its newest weights, then those that join.
-
-    Raises:
-        PreconditionFailed: The run is not in progress.
-    """
+    """Returns the replicas of a run in progress: those that served its newest weights, then those that join."""
     _require_running(run_dir)
     version, served = _published(run_dir)
     wanted, notes = _wanted(run_dir), read_notes(run_dir)

@@ -1,4 +1,4 @@
-"""Defines the interface for everything that follows a run: terminal, files, Prometheus, trackers and the daemon."""
+"""The interface of everything that follows a run: terminal, files, Prometheus, trackers and the daemon."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -53,7 +53,7 @@ class Reporter:
         """Reports an evaluation of the weights of `version`: `eval/<set>/<metric>` and `time/evaluating_s`."""
 
     def note_ending(self, ending: Ending) -> None:
-        """Says how the run ended, just before `close`."""
+        """Reports how the run ended, just before `close`."""
 
     def close(self) -> None:
         """Is called once, at the end of the run."""

@@ -161,7 +161,7 @@ def _same_resume(ledger: Ledger, resume: str) -> Decision | None:
     The same command then resumes the run's own newest state instead of going back again.
     """
     opened = ledger.last(Kind.OPENED)
-    if not opened or opened["resume"] != resume:
+    if not opened or opened.get("resume") != resume:
         return None
     has_worked = any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
     return opened if opened["has_gone_on"] or has_worked else None
@@ -218,11 +218,7 @@ def _abandon_later(ledger: Ledger, step: int) -> None:
 
 
 def step_of(checkpoint: str) -> int:
-    """Returns the number of policy updates in a checkpoint.
-
-    Raises:
-        DataLoss: The manifest is damaged.
-    """
+    """Returns the number of policy updates in a checkpoint."""
     manifest = Path(checkpoint) / "manifest.json"
     try:
         return int(json.loads(manifest.read_text())["state"]["version"])

@@ -125,11 +125,7 @@ class Run(Generic[ConfigT]):
         return batch
 
     def unfinished_stamp(self) -> PolicyStamp:
-        """Returns the stamp of the recorded batch that the trainer has applied and whose step is not finished.
-
-        Raises:
-            DataLoss: The batch is missing or damaged.
-        """
+        """Returns the stamp of the recorded batch that the trainer has applied and whose step is not finished."""
         stamp = self.record.recorded_stamp(self.version)
         if self.record.recorded_batch(self.version, stamp) is None:
             raise DataLoss(
@@ -152,9 +148,6 @@ class Run(Generic[ConfigT]):
     async def end_checkpoints(self, models: Sequence[SavedModel]) -> None:
         """Saves a final checkpoint if the run was stopped between two, or ended early and checkpoints are saved at all,
         and waits until everything is saved.
-
-        Raises:
-            LockstepError: A checkpoint could not be saved.
         """
         is_between = self.stopping and 0 < self.version < self.num_steps and not self.checkpoint_due(self.version)
         if is_between or (self.is_stalled and self.config.checkpoint.save_freq):
@@ -171,9 +164,6 @@ class Run(Generic[ConfigT]):
     def finish_evaluation(self, version: int, metrics: dict[str, float], scored: Versions | None = None) -> None:
         """Reports and records the metrics of an evaluation, and ends the run if early stopping says so. Its time is not
         counted in the next step. `scored` has the versions of scorers and environment, if the samples have rewards.
-
-        Raises:
-            InvalidInput: It does not have the metric that the config names.
         """
         keep_best, early_stopping = self.config.checkpoint.keep_best, self.config.evaluation.early_stopping
         if keep_best:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
+from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reader import metrics_lines
 
@@ -15,7 +16,6 @@ Item = TypeVar("Item")
 MAX_STEPS = 2000
 """Maximum number of steps in a curve, about as many as a screen has pixels; longer runs are thinned evenly."""
 
-_PHASES = ("generating", "training", "publishing", "checkpointing", "evaluating")
 _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
 
 
@@ -119,7 +119,7 @@ def phases(rows: Sequence[Row]) -> dict[str, object]:
     step.
     """
     steps = thin(steps_of(rows))
-    columns = {name: [row.get(f"time/{name}_s", 0.0) for row in steps] for name in _PHASES}
+    columns = {phase.value: [row.get(f"time/{phase.value}_s", 0.0) for row in steps] for phase in Phase}
     known = [sum(seconds) for seconds in zip(*columns.values(), strict=True)]
     total = sum(row["time/step_s"] for row in steps)
     twice = [max(0.0, sum_s - row["time/step_s"]) for row, sum_s in zip(steps, known, strict=True)]

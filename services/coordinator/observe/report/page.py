@@ -39,7 +39,7 @@ _MAX_TEXT = 400
 
 @dataclass
 class Failure:
-    """Describes one kind of failure: how often it occurred, when it last did, and its last message."""
+    """One kind of failure: how often it occurred, when it last did, and its last message."""
 
     what: str
     reason: str
@@ -164,11 +164,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def gather(run_dir: Path) -> dict[str, object]:
-    """Returns everything that the page shows, as JSON values.
-
-    Raises:
-        LockstepError: See `write_report`.
-    """
+    """Returns everything that the page shows, as JSON values."""
     with closing(LedgerReader(run_dir)) as ledger:
         rows, notes = curves.read_metrics(run_dir / METRICS, ledger)
         with reading(f"{run_dir}: the config or a number in the ledger"):

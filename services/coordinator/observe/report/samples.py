@@ -31,7 +31,7 @@ _NAME = re.compile(r"(?:(?P<set>.+)-)?step-(?P<version>\d+)\.parquet")
 
 @dataclass(frozen=True)
 class Source:
-    """Describes a Parquet file of samples: the batch of a step, or an evaluation of a held-out set after a step."""
+    """A Parquet file of samples: the batch of a step, or an evaluation of a held-out set after a step."""
 
     path: Path
     step: int
@@ -39,12 +39,11 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Returns the label for users."""
         return f"held-out {self.held_out} after step {self.step}" if self.held_out else f"step {self.step}"
 
 
 class Shown(TypedDict):
-    """Holds samples of a source; each of `columns` has one value per sample."""
+    """Samples of a source; each of `columns` has one value per sample."""
 
     label: str
     step: int
@@ -148,9 +147,8 @@ def _read(source: Source, columns: Sequence[str] | None = None) -> pa.Table | No
 def _fit(source: Source, table: pa.Table, decode: Decode, max_bytes: int) -> tuple[Shown, int]:
     """Returns a source's samples and their size in bytes, with every k-th prompt group so that they fit."""
     groups = np.unique(table["group"].to_numpy())
-    every = max(
-        1, table.nbytes // (8 * max_bytes)
-    )  # a first guess: tokens and numbers take over 8 times the bytes of their text
+    # A first guess: tokens and numbers take over 8 times the bytes of their text.
+    every = max(1, table.nbytes // (8 * max_bytes))
     while True:
         samples = _rows(source, table, groups[::every], decode)
         num_bytes = len(to_json(samples).encode())

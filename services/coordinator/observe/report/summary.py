@@ -37,11 +37,7 @@ class Head(TypedDict):
 
 
 def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
-    """Returns the facts of a run from its ledger, and its last step from `rows`.
-
-    Raises:
-        DataLoss: The ledger has no record that the run was opened.
-    """
+    """Returns the facts of a run from its ledger, and its last step from `rows`."""
     opened = ledger.last(Kind.OPENED)
     if opened is None:
         raise DataLoss(f"{run_dir}: the ledger has no row that opened the run")
@@ -171,12 +167,7 @@ class _Compared:
 
 
 def show_comparison(run_dirs: Sequence[Path], console: Console) -> None:
-    """Prints a table with a column for each run, which may still be running.
-
-    Raises:
-        NotFound: A directory holds no run.
-        DataLoss: A file of a run is damaged.
-    """
+    """Prints a table with a column for each run, which may still be running."""
     runs = [_read(directory) for directory in run_dirs]
     names = [run.head["name"] for run in runs]
     table = Table("", *(names if len({*names}) == len(names) else map(str, run_dirs)), expand=False)
