@@ -12,7 +12,7 @@ import torch
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
-from services.common.families.lora import PARTS, lora_layer
+from services.common.families.registry import PARTS, lora_layer
 
 
 class AdaptedLayer:

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import torch
 
-from services.common.device_memory import DeviceState, device_state
+from services.common.memory import DeviceState, device_state
 from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.plan import Plan

@@ -10,8 +10,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from services.common.weights.buckets import Item, Span
 from services.common.weights.plan import ALIGN_BYTES, take_together
-from services.common.weights.span import Item, Span
 from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.lora import AdaptedLinear
