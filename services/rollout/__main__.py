@@ -55,7 +55,7 @@ def _prepare(files: contextlib.ExitStack) -> None:
         import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
         from services.rollout.compat.vllm.engine_fork import fork_engines
 
-        fork_engines(preload=["services.rollout.weights.receiver"])
+        fork_engines(preload=["services.rollout.receiver"])
 
 
 async def run(options: ServeOptions) -> int:
