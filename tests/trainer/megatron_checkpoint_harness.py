@@ -22,7 +22,7 @@ import torch.distributed as dist
 from services.common.errors import LockstepError
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.megatron import checkpoint as megatron_checkpoint
-from services.trainer.megatron import optimizer as shard_state
+from services.trainer.megatron import optimizer as megatron_optimizer
 from services.trainer.megatron import torch_dist
 from tests.support import PATIENCE_S, descendants
 from tests.trainer.fsdp_harness import SMALL, samples, write
@@ -233,9 +233,9 @@ def count_read(harness: MegatronHarness, directory: Path) -> None:
         rounds.append(sum(tensor.nbytes for tensor in nested_values(dict(loaded))))
         return loaded
 
-    with _instead(shard_state, "load", load):
+    with _instead(megatron_optimizer, "load", load):
         harness.open(LAYOUTS["dp2"], checkpoint=str(directory / "checkpoints" / "dp2"))
-    pieces = shard_state.shard_pieces(harness.backend._optimizer, harness.backend._checkpointer._all_tensors())
+    pieces = megatron_optimizer.shard_pieces(harness.backend._optimizer, harness.backend._checkpointer._all_tensors())
     later = {index: piece.wanted for index, piece in enumerate(pieces)}
     if harness.rank == 1:
         later[0] = {key: dataclasses.replace(shard, key=f"{key}.elsewhere") for key, shard in later[0].items()}
@@ -346,7 +346,7 @@ def play(world: int, directory: Path, acts: list[Callable[[MegatronHarness, Path
 
 
 def main(directory: Path) -> None:
-    shard_state._BATCH_BYTES = BATCH_BYTES
+    megatron_optimizer._BATCH_BYTES = BATCH_BYTES
     for world in (1, 2, 4):
         more = [save_in_background, stage_all] if world == 2 else []
         play(world, directory, [save_all, *more])
