@@ -10,10 +10,9 @@ from services.common.errors import InvalidInput, Reason
 from services.common.rewards import weighted_sum
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import Item, Scorer, expected
+from services.reward.scorers.base import Item, PythonScorer, Scorer, expected
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.model import HttpScorer, JudgeScorer, ModelScorer
-from services.reward.scorers.python import PythonScorer
 from services.reward.scorers.text import AnswerScorer, ExactScorer, FormatScorer, Gsm8kScorer, LengthScorer, MathScorer
 
 SCORERS: dict[str, Callable[..., Scorer]] = {

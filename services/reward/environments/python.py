@@ -8,7 +8,7 @@ from services.common.config.environment import (
     TextArenaEnvironmentConfig,
 )
 from services.reward.environments.base import Environment, Message, Reply, Turn
-from services.reward.environments.workers import Target, Workers
+from services.reward.environments.pool import EpisodePool, class_target
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes.child import Reply as Line
 
@@ -24,8 +24,8 @@ class WorkerEnvironment(Environment):
 
     def __init__(self, path: str, kwargs: Mapping[str, object], config: Config, reasoning_tags: Sequence[str] = ()):
         self._reasoning_tags = reasoning_tags
-        target = Target(path, kwargs, int(config.max_memory_gib * 2**30))
-        self._workers = Workers(target, config.num_workers)
+        target = class_target(path, kwargs, int(config.max_memory_gib * 2**30))
+        self._workers = EpisodePool(target, config.num_workers)
 
     async def open(self) -> None:
         """Starts the workers."""

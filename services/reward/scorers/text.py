@@ -19,8 +19,7 @@ from services.common.config.reward import (
 )
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.texts import after_reasoning, normalize, one_width
-from services.reward.scorers.base import Item, Scorer, expected, share_s
-from services.reward.scorers.worker import WorkerScorer
+from services.reward.scorers.base import Item, Scorer, WorkerScorer, expected, share_s
 
 
 class ExactScorer(Scorer):

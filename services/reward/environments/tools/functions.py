@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from services.reward.environments.base import ToolCall
+from services.reward.environments.executor import MAX_REPLY_BYTES
+from services.reward.environments.pool import EpisodePool, class_target
 from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, function_schema
-from services.reward.environments.worker import MAX_REPLY_BYTES
-from services.reward.environments.workers import Target, Workers
 from services.reward.errors import EnvironmentFailure, EpisodeError
-from services.reward.processes import child_setup
+from services.reward.processes import child
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,10 @@ class FunctionTools:
 
     def __init__(self, paths: Sequence[str], num_workers: int, max_memory_bytes: int):
         self.schemas: Sequence[Schema] = ()
-        target = Target("services.reward.environments.tools.functions:Functions", {"paths": paths}, max_memory_bytes)
-        self.workers = Workers(target, num_workers)
+        target = class_target(
+            "services.reward.environments.tools.functions:Functions", {"paths": paths}, max_memory_bytes
+        )
+        self.workers = EpisodePool(target, num_workers)
         """The processes."""
         self._logged: set[tuple[str, str]] = set()
 
@@ -115,16 +117,16 @@ class Functions:
         """
         digests = []
         for path in paths:
-            function, module = child_setup.load(path)
+            function, module = child.load(path)
             function_schema(function)
-            digests.append(child_setup.source_digest(module))
+            digests.append(child.source_digest(module))
         if len({path.partition(":")[2] for path in paths}) < len(paths):
             raise TypeError(f"two functions have the same name: {', '.join(paths)}")
         cls.version = hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
 
     def __init__(self, paths: Sequence[str]):
         self._functions: Mapping[str, Callable[..., Any]] = {
-            path.partition(":")[2]: child_setup.load(path)[0] for path in paths
+            path.partition(":")[2]: child.load(path)[0] for path in paths
         }
 
     def reset(self, seed: int, row: Mapping[str, object]) -> str:
@@ -205,8 +207,8 @@ def _error(error: Exception) -> Step:
     """
     text = str(error) if isinstance(error, ValueError) else ""
     answer = {
-        "error": child_setup.explain(text or error),
+        "error": child.explain(text or error),
         "raised": type(error).__name__,
-        "traceback": child_setup.traceback_text(error, __file__),
+        "traceback": child.traceback_text(error, __file__),
     }
     return json.dumps(answer), 0.0, False
