@@ -85,7 +85,7 @@ Response = TypeVar("Response", pb.ResetResponse, pb.StepResponse)
 
 
 class Call(Generic[Response]):
-    """Holds a request and its answer, which may be in progress."""
+    """A request and its answer, which may be in progress."""
 
     def __init__(self, request: pb.ResetRequest | pb.StepRequest, answer: Awaitable[Response]):
         self.request, self.answer = request, asyncio.ensure_future(answer)
@@ -103,7 +103,7 @@ class Call(Generic[Response]):
 
 @dataclass(frozen=True)
 class EpisodeContext:
-    """Holds the objects and limits that all episodes of an environment share."""
+    """The objects and limits that all episodes of an environment share."""
 
     environment: Environment
     turn_s: float
@@ -130,7 +130,6 @@ class Episode:
 
     @property
     def has_stepped(self) -> bool:
-        """Returns whether the last call is a step."""
         return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
@@ -202,11 +201,7 @@ class Episode:
     async def _limited(
         self, call: Literal["reset", "step"], play: Coroutine[object, object, Played], to: str = ""
     ) -> Played:
-        """Returns the environment's reply `to` a text.
-
-        Raises:
-            EpisodeError: It failed, exceeded its time limit, or the episode was ended.
-        """
+        """Returns the environment's reply `to` a text."""
         began, clock = time.monotonic(), Clock(self._context.turn_s)
         context = copy_context()
         context.run(CLOCK.set, clock)

@@ -105,7 +105,7 @@ def _roles(environment: object) -> list[str]:
 
 
 class _Episode:
-    """Holds an object of the class, and the thread in which its methods run that are not async.
+    """An object of the class, and the thread in which its methods run that are not async.
 
     Classes of ours that keep nothing in an episode may have more threads.
     """
@@ -128,7 +128,6 @@ class _Episode:
         return await self._run(function, *args, **kwargs)
 
     async def close(self) -> None:
-        """Calls the object's close, if it has it, and drops the object in its thread."""
         close = getattr(self._object, "close", None)
         try:
             if inspect.iscoroutinefunction(close):

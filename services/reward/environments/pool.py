@@ -71,7 +71,6 @@ class EpisodeWorker(Worker):
         return await self.call({"episode": episode, **message})
 
     async def kill(self, why: str = "the run was closed") -> None:
-        """Kills the process, which is no fault of its episodes."""
         if not self._why_killed:
             self._is_fault = False
         await super().kill(why)
@@ -155,7 +154,6 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         return await self._places[episode].play(episode, message)
 
     async def end(self, episode: str) -> None:
-        """Ends an episode, if it is still there."""
         worker = self._places.pop(episode, None)
         if worker is None:
             self._isolated.discard(episode)

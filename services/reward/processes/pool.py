@@ -298,7 +298,6 @@ class WorkerPool(Generic[W]):
                 raise error
 
     async def close(self) -> None:
-        """Kills all workers; their calls fail as CRASHED."""
         self._closed = True
         for restart in self._restarts:
             restart.cancel()

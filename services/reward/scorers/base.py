@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Item:
-    """Holds one sample with the dataset row that it answers. `extra` has the row's other columns, as JSON values."""
+    """One sample with the dataset row that it answers. `extra` has the row's other columns, as JSON values."""
 
     prompt: str
     answer: str
@@ -102,11 +102,9 @@ class WorkerScorer(Scorer):
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
-        """Returns the function's result."""
         return await self._pool.call({**asdict(item), **self._kwargs})
 
     async def close(self) -> None:
-        """Kills the workers."""
         await self._pool.close()
 
 

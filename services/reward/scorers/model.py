@@ -46,11 +46,9 @@ class ModelScorer(Scorer):
         self.version = self._pool.version
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Scores the group with one call."""
         return await self._pool.call_group(columns(items), len(items))
 
     async def close(self) -> None:
-        """Kills the worker."""
         await self._pool.close()
 
 
@@ -84,7 +82,6 @@ class JudgeScorer(Scorer):
         self.version = f"{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     async def open(self) -> None:
-        """Reads the key and starts the worker; sends nothing to the judge."""
         await self._remote.open()
         await self._pool.open()
 
@@ -113,7 +110,6 @@ class JudgeScorer(Scorer):
         return score * self._config.scale
 
     async def close(self) -> None:
-        """Ends all requests and kills the worker."""
         await self._remote.close()
         await self._pool.close()
 
@@ -168,7 +164,6 @@ class HttpScorer(Scorer):
         return scores
 
     async def close(self) -> None:
-        """Ends all requests in progress."""
         await self._remote.close()
 
 

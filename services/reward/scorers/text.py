@@ -31,7 +31,6 @@ class ExactScorer(Scorer):
         self._ignore_case = config.ignore_case
 
     async def score(self, item: Item) -> float:
-        """Returns 1.0 or 0.0."""
         completion, answer = (unicodedata.normalize("NFC", text).strip() for text in (item.completion, item.answer))
         if self._ignore_case:
             completion, answer = (unicodedata.normalize("NFC", text.casefold()) for text in (completion, answer))
@@ -50,7 +49,6 @@ class AnswerScorer(Scorer):
         self._key = config.answers_key
 
     async def score(self, item: Item) -> float:
-        """Returns 1.0 or 0.0."""
         accepted = {normalize(answer) for answer in self._accepted(item)} - {""}
         if not accepted:
             raise ScoringError(FailureReason.INVALID_ANSWER, "every accepted answer is empty")
@@ -154,7 +152,6 @@ class LengthScorer(Scorer):
         self._max_tokens = config.max_tokens
 
     async def score(self, item: Item) -> float:
-        """Returns a score from -1.0 to 0.0."""
         over = (item.num_tokens - self._target_tokens) / (self._max_tokens - self._target_tokens)
         return -min(max(over, 0.0), 1.0)
 

@@ -33,7 +33,6 @@ class FunctionTools:
 
     @property
     def version(self) -> str:
-        """Returns the hash of the functions' sources."""
         return f"functions-{self.workers.version}"
 
     async def open(self) -> None:
@@ -74,7 +73,6 @@ class FunctionTools:
         await self.workers.end(episode_id)
 
     async def close(self) -> None:
-        """Kills the workers."""
         await self.workers.close()
 
     def _log_once(self, name: str, raised: str, traceback: str) -> None:
@@ -186,11 +184,7 @@ def _text(result: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """Returns a value as JSON can hold it.
-
-    Raises:
-        EpisodeError: It has no text but its address in memory, which differs in every process.
-    """
+    """Returns a value as JSON can hold it."""
     if hasattr(value, "tolist"):  # numpy's numbers and arrays, and torch's
         return value.tolist()
     if isinstance(value, bytes | bytearray):

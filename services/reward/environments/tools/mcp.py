@@ -52,7 +52,6 @@ class Connection:
             self._asked.discard(asked)
 
     async def close(self) -> None:
-        """Ends the session after the requests in progress, which have time limits."""
         if self._asked:
             await asyncio.wait(self._asked, timeout=self._config.timeout_s)
         self._closing.set()
@@ -171,7 +170,6 @@ class McpTools:
         return text
 
     async def close(self) -> None:
-        """Ends all sessions."""
         if self._connection:
             self._replace(self._connection)
         await asyncio.gather(*self._closing)

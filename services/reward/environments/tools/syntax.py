@@ -31,7 +31,7 @@ _VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=[^<>\n]+>|</functio
 
 @dataclass(frozen=True)
 class BadCall:
-    """Says why a call cannot be made, in words for the policy. The name is empty if it is unknown."""
+    """Why a call cannot be made, in words for the policy. The name is empty if it is unknown."""
 
     name: str
     detail: str
