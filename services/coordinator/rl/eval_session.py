@@ -20,13 +20,14 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import Prompts, load_early, load_eval, load_late
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
+from services.coordinator.fleet.probes import Tools, known_tools
 from services.coordinator.fleet.running import recorded_run, running_services
-from services.coordinator.fleet.tools import Tools, known_tools
 from services.coordinator.observe.frontend import cancel_on_sigterm
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
-from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
+from services.coordinator.runs.ledger import LEDGER
+from services.coordinator.runs.resume import CHECKPOINTS
 from services.coordinator.runs.run import Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 

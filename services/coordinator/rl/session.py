@@ -15,11 +15,11 @@ from services.coordinator.data.prompts import PromptDataset, Prompts, load_early
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
+from services.coordinator.fleet.probes import Tools, known_tools
 from services.coordinator.fleet.running import Sessions, recorded_run, running_services
-from services.coordinator.fleet.tools import Tools, known_tools
-from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files
+from services.coordinator.observe.terminal import LastSample
 from services.coordinator.rl.advantages.estimators import require_importable
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.lagged import train_lagged
@@ -27,11 +27,10 @@ from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
+from services.coordinator.runs.evaluations import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import await_ledger
-from services.coordinator.runs.run import Run
-from services.coordinator.runs.scorer_change import warn_of_other_versions
+from services.coordinator.runs.run import Restarts, Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
 _FILES = {

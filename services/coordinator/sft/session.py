@@ -14,9 +14,8 @@ from services.coordinator.fleet.running import Sessions, recorded_run, running_s
 from services.coordinator.observe.frontend import Outcome, cancel_on_sigterm, show, stop_on_signal
 from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
-from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import await_ledger
-from services.coordinator.runs.run import Run
+from services.coordinator.runs.run import Restarts, Run
 from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
