@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from lockstep.reward.v1 import environment_pb2 as pb
 
@@ -123,7 +123,7 @@ class Episode:
         self._reset: Call[pb.ResetResponse] | None = None
         self._step: Call[pb.StepResponse] | None = None
         self._last_turn = -1
-        self._playing: asyncio.Task[Any] | None = None
+        self._playing: asyncio.Task[object] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopped: EpisodeError | None = None
         context.metrics.count_episodes(1)

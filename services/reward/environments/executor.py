@@ -181,7 +181,7 @@ def read_messages(observation: object) -> list[dict[str, str]]:
     return [_message(message) for message in observation]
 
 
-def read_step(result: object) -> dict[str, Any]:
+def read_step(result: object) -> dict[str, object]:
     """Returns messages, reward and done.
 
     Raises:

@@ -76,13 +76,13 @@ class CallingEnvironment(Environment):
         )
         if self._syntax == "qwen3_coder":
             calls = [self._typed(call) if isinstance(call, ToolCall) else call for call in calls]
-        asked = [asyncio.create_task(self._answer(episode_id, call, 1 / len(calls))) for call in calls]
+        calling = [asyncio.create_task(self._answer(episode_id, call, 1 / len(calls))) for call in calls]
         try:
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*calling)
         finally:
-            for call in asked:
+            for call in calling:
                 call.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*calling, return_exceptions=True)
         made = [call for call in calls if isinstance(call, ToolCall)]
         messages, outcomes = [message for message, _ in answers], [outcome for _, outcome in answers]
         return Reply(messages, done=not calls, tool_calls=made, outcomes=outcomes)

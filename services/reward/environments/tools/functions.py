@@ -123,7 +123,7 @@ class Functions:
         cls.version = hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
 
     def __init__(self, paths: Sequence[str]):
-        self._functions: Mapping[str, Callable[..., Any]] = {
+        self._functions: Mapping[str, Callable[..., object]] = {
             path.partition(":")[2]: child.load(path)[0] for path in paths
         }
 
