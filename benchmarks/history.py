@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from google.protobuf.message import Message
 from lockstep.reward.v1 import reward_pb2
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2
@@ -23,7 +24,7 @@ _SHA256 = bytes(32)
 _METRICS = {f"metric_{number}": number / 7 for number in range(30)}
 
 
-def _call(method: str, request: object, *answers: object) -> None:
+def _call(method: str, request: Message, *answers: Message) -> None:
     with noting(method, "127.0.0.1:50000", request) as noted:
         for answer in answers:
             noted.got(answer)

@@ -159,19 +159,7 @@ class InternalError(LockstepError):
     """There is a bug or a broken device. The message says where it happened."""
 
 
-ERROR_CLASSES: tuple[type[LockstepError], ...] = (
-    InvalidInput,
-    NotFound,
-    Unauthenticated,
-    PermissionDenied,
-    PreconditionFailed,
-    Unavailable,
-    Overloaded,
-    Aborted,
-    DeadlineExceeded,
-    DataLoss,
-    InternalError,
-)
+ERROR_CLASSES: tuple[type[LockstepError], ...] = tuple(LockstepError.__subclasses__())
 _CLASS_OF_CODE = {cls.code: cls for cls in ERROR_CLASSES}
 
 

@@ -95,7 +95,6 @@ _SUFFIX = ("arctic-inference", "0.1.1")
 
 
 def missing_modules(extra: str) -> list[str]:
-    """Returns the modules of an extra that are not installed."""
     return [name for name in MODULES.get(extra, ()) if find_spec(name) is None]
 
 

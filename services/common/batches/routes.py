@@ -96,7 +96,6 @@ def from_parts(parts: Iterable[Routes], num_completions: int) -> list[bytes]:
 
 
 def _num_shared(first: bytes, other: bytes) -> int:
-    """Returns how many bytes are equal at the start of both."""
     size = min(len(first), len(other))
     differs = np.frombuffer(first, np.uint8, size) != np.frombuffer(other, np.uint8, size)
     return int(differs.argmax()) if differs.any() else size

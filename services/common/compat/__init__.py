@@ -1,4 +1,4 @@
-"""Holds all uses of library internals by services.common.
+"""All uses of library internals by services.common.
 
 Each service that uses internals has such a package, with one module per library. It contains every patch of a library,
 every use of a private attribute or module, every change of an object's class, and every subclass of a class that is not

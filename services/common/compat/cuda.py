@@ -52,7 +52,6 @@ class SharedEvent:
 
     @classmethod
     def of(cls, handle: bytes, device: torch.device) -> "SharedEvent":
-        """Returns the event of another process."""
         events: Any = torch.cuda.Event
         return cls(events.from_ipc_handle(device, handle), handle)
 
@@ -65,7 +64,6 @@ class SharedEvent:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Returns the UUID of a GPU, which is the same in all processes."""
     cuda: Any = torch.cuda
     return str(cuda.get_device_properties(device).uuid)
 

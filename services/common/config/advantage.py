@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict, Table
+from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
 
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
@@ -98,10 +98,7 @@ class AdvantageConfig(Strict):
     def _keys_are_read(self) -> Self:
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
-        for key, kinds in _READ_BY.items():
-            default = type(self).model_fields[key].get_default(call_default_factory=True)
-            if self.kind not in kinds and getattr(self, key) != default:
-                raise ValueError(f"{key} is not read by kind {self.kind}, only by {', '.join(sorted(kinds))}: unset it")
+        require_read(self, self.kind, _READ_BY)
         return self
 
     @property

@@ -1,7 +1,7 @@
 """Defines the base class of every config model."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
@@ -72,6 +72,14 @@ def _types(*annotations: object) -> set[object]:
         parts = get_args(one)[:1] if get_origin(one) is Annotated else get_args(one)
         found |= _types(*parts) if get_origin(one) in (Union, UnionType, tuple, Annotated) else {one}
     return found
+
+
+def require_read(section: Strict, kind: str, kinds_of: Mapping[str, Collection[str]]) -> None:
+    """Raises ValueError if a key is set that `kind` does not read; all kinds read the keys that are not listed."""
+    for key, kinds in kinds_of.items():
+        default = type(section).model_fields[key].get_default(call_default_factory=True)
+        if kind not in kinds and getattr(section, key) != default:
+            raise ValueError(f"{key} is not read by kind {kind}, only by {', '.join(sorted(kinds))}: leave it out")
 
 
 def nearest_multiples(count: int, divisor: int) -> str:

@@ -175,15 +175,11 @@ class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
         return self.episode_s if {"python", "search"} & {tool.kind for tool in self.tools} else self.turn_s
 
     @model_validator(mode="after")
-    def _tools_are_different(self) -> Self:
+    def _tools_fit(self) -> Self:
         known = [tool for tool in self.tools if tool.kind != "mcp"]  # an MCP server's tools are known only once it runs
         names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in known]
         if len(set(names)) < len(names):
             raise ValueError(f"tools: two have the same name: {', '.join(names)}")
-        return self
-
-    @model_validator(mode="after")
-    def _programs_end_before_the_turn(self) -> Self:
         for tool in self.tools:
             if isinstance(tool, PythonToolConfig | McpToolConfig) and tool.timeout_s >= self.turn_s:
                 raise ValueError(f"{tool.kind}: timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")

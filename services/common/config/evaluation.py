@@ -114,7 +114,7 @@ class EvalSetConfig(Strict):
     """Minimum reward for a completion to count as passed in pass@k."""
 
     @model_validator(mode="after")
-    def _samples_suffice(self) -> Self:
+    def _samples_fit(self) -> Self:
         if min(self.pass_k, default=1) < 1:
             raise ValueError(f"pass_k {min(self.pass_k)} must be at least 1")
         if max(self.pass_k, default=0) > self.num_samples:
@@ -122,25 +122,13 @@ class EvalSetConfig(Strict):
                 f"pass_k {max(self.pass_k)} is above num_samples {self.num_samples}: raise num_samples to at least "
                 f"{max(self.pass_k)}, preferably to several times that"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _length_is_possible(self) -> Self:
         if self.max_tokens and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}")
-        return self
-
-    @model_validator(mode="after")
-    def _samples_vary(self) -> Self:
         if self.num_samples > 1 and not self.temperature > 0:
             raise ValueError(
                 f"num_samples {self.num_samples} needs a temperature above 0: all greedy samples of a prompt are "
                 "identical"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _truncation_is_of_samples(self) -> Self:
         if not self.temperature > 0 and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
             raise ValueError("top_p, top_k and min_p need a temperature above 0: greedy decoding does not read them")
         return self

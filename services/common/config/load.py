@@ -20,7 +20,6 @@ from services.common.errors import InvalidInput, Reason
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:
-    """Returns the config classes that a type names, in their order."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for arg in get_args(annotation) for model in models_of(arg)]

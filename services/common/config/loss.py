@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict, Table
+from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
 
 LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"]
@@ -131,7 +131,7 @@ class CorrectionConfig(Strict):
 
 
 # The kinds that read a key. Keys that are not listed are read by all kinds.
-_KINDS_OF = {
+_READ_BY = {
     "clip_low": ("grpo", "ppo", "clip_cov"),
     "clip_high": ("grpo", "ppo", "clip_cov"),
     "clip_dual": ("grpo", "ppo"),
@@ -198,10 +198,7 @@ class LossConfig(MeanConfig):
     def _settings_are_of_the_kind(self) -> Self:
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
-        for name, kinds in _KINDS_OF.items():
-            default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if self.kind not in kinds and getattr(self, name) != default:
-                raise ValueError(f"{name} is not read by kind {self.kind}: leave it out, or set kind to {kinds[0]}")
+        require_read(self, self.kind, _READ_BY)
         return self
 
     @model_validator(mode="after")

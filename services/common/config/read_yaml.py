@@ -1,6 +1,6 @@
-"""Parses YAML with limits: a small text must not build a huge tree, and a key must not be set twice.
+"""Parses YAML with limits, suggests keys in place of unknown ones, and words what is wrong with a value.
 
-Suggests keys for those that do not exist, and explains rejected values.
+The limits: a small text must not build a huge tree, and no table may set a key twice.
 """
 
 import difflib
@@ -102,14 +102,10 @@ _OTHER_NAMES = {
 
 
 def suggest(known: Sequence[str], path: str, value: object) -> str:
-    """Returns the known key nearest to the unknown key `path`, or an empty string if none is near.
+    """Returns the dotted key of `known` that is nearest to `path`, the unknown key of `value`; "" if none is near.
 
-    Only keys of the same section are suggested if `path` begins with a section that exists.
-
-    Args:
-        known: All dotted keys, the more usual before the less usual.
-        path: The dotted key as it was written, up to its first unknown part.
-        value: Its value. If it is a table with only one key, that key is taken as part of the path.
+    Of keys that are equally near, the first is returned. If `path` begins with a section that exists, only its keys are
+    searched. A table with a single key is read as a longer path: the writer may have misspelled only its last part.
     """
     while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
         ((name, value),) = table.items()

@@ -30,7 +30,6 @@ class NgramSpeculationConfig(_Speculation):
         return self
 
     def for_vllm(self) -> dict[str, object]:
-        """Returns vLLM's speculative_config."""
         return {
             "method": "ngram",
             "num_speculative_tokens": self.num_tokens,
@@ -52,7 +51,6 @@ class SuffixSpeculationConfig(_Speculation):
     """Smallest share of the earlier occurrences that must have continued as the draft does."""
 
     def for_vllm(self) -> dict[str, object]:
-        """Returns vLLM's speculative_config."""
         return {
             "method": "suffix",
             "num_speculative_tokens": self.num_tokens,
@@ -69,7 +67,6 @@ class Eagle3SpeculationConfig(_Speculation):
     """Directory of the head in Hugging Face format, on the host of each replica."""
 
     def for_vllm(self) -> dict[str, object]:
-        """Returns vLLM's speculative_config."""
         return {
             "method": "eagle3",
             "model": str(self.draft),

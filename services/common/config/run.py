@@ -219,16 +219,12 @@ class Config(AnyRun):
         return self
 
     @model_validator(mode="after")
-    def _critic_is_whole(self) -> Self:
+    def _critic_fits(self) -> Self:
         if self.advantage.needs_values != (self.critic is not None):
             raise ValueError(
                 f"advantage.kind {self.advantage.kind} {'needs' if self.advantage.needs_values else 'does not use'} a "
                 "critic: set both advantage.kind gae and critic (critic: {} for its defaults), or neither"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lag_has_no_critic(self) -> Self:
         if self.critic and self.trainer.lag.versions:
             raise ValueError(
                 "trainer.lag.versions is above 0: a critic's values would come from weights that change meanwhile; set "
@@ -296,23 +292,19 @@ class Config(AnyRun):
         return self.trainer.replays_routes and not (self.rollout.sampling.stop or self.rollout.speculation)
 
     @model_validator(mode="after")
-    def _routes_are_returned(self) -> Self:
+    def _features_go_together(self) -> Self:
         if self.trainer.moe.replay_routes == "on" and self.rollout.sampling.stop:
             raise ValueError(
                 "trainer.moe.replay_routes on: vLLM returns no routes of a sample that ends at a stop string; leave "
                 "rollout.sampling.stop out, or set trainer.moe.replay_routes to auto"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _speculation_is_checked(self) -> Self:
         if self.rollout.speculation:
             check_speculation(self.rollout.speculation, self.placement, self.trainer, self.evaluation)
             check_length(self.rollout.speculation, self._longest, self.rollout.max_model_len)
         return self
 
     @model_validator(mode="after")
-    def _turns_end_as_in_the_template(self) -> Self:
+    def _sampling_fits(self) -> Self:
         sampling = self.rollout.sampling
         set_keys = [key for key in ("ignore_eos", "stop_token_ids") if getattr(sampling, key)]
         if self.environment and set_keys:
@@ -320,32 +312,20 @@ class Config(AnyRun):
                 f"rollout.sampling.{set_keys[0]} with an environment: the next turn is appended after the model's own "
                 "stop tokens, as its chat template does; leave it out, or use rollout.sampling.stop"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_vary(self) -> Self:
-        if not self.rollout.sampling.temperature > 0:
+        if not sampling.temperature > 0:
             raise ValueError(
                 "rollout.sampling.temperature must be above 0: all greedy samples of a prompt are identical"
             )
         return self
 
     @model_validator(mode="after")
-    def _something_rewards(self) -> Self:
+    def _rewards_fit(self) -> Self:
         if not self.reward.scorers and not self.environment:
             raise ValueError("reward.scorers: set at least one scorer, or an environment")
         if self.environment and any(scorer.component == "environment" for scorer in self.reward.scorers):
             raise ValueError("reward.scorers: the name `environment` is taken by the environment's rewards")
-        return self
-
-    @model_validator(mode="after")
-    def _selection_fits(self) -> Self:
         components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
         check_selection(self.selection, self.rollout.completions_per_prompt, components)
-        return self
-
-    @model_validator(mode="after")
-    def _scoring_ends_in_time(self) -> Self:
         limit_s, deadline_s = self.reward.group_timeout_s, self.timeouts.score_s
         kinds = {scorer.kind for scorer in self.reward.scorers} & {"math", "code"}
         if kinds and limit_s >= deadline_s:

@@ -113,18 +113,10 @@ class SftConfig(AnyRun):
         return self
 
     @model_validator(mode="after")
-    def _length_is_given(self) -> Self:
+    def _run_is_possible(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ValueError("set either num_steps or num_epochs")
-        return self
-
-    @model_validator(mode="after")
-    def _other_strategy_is_not_set(self) -> Self:
         require_used(self.trainer, self.trainer.strategy, key="trainer")
-        return self
-
-    @model_validator(mode="after")
-    def _layout_is_legal(self) -> Self:  # first: the rules below count data-parallel ranks
         if self.trainer.strategy == "megatron":
             tokens = self.trainer.max_tokens_per_microbatch
             check_layout(self.trainer.megatron, self.trainer.num_ranks, max_tokens=tokens)

@@ -37,19 +37,6 @@ def ignores_routes(megatron: MegatronConfig) -> str:
     return ""
 
 
-def check_routing(routing: RoutingConfig, loss: LossConfig, strategy: str, megatron: MegatronConfig) -> None:
-    """Raises ValueError if routes must be replayed and this config makes it impossible."""
-    if routing.replay_routes != "on":
-        return
-    if not loss.is_sampled:
-        raise ValueError(f"moe.replay_routes on needs sampled tokens, and loss.kind {loss.kind} has none: leave it out")
-    if strategy == "megatron" and (setting := ignores_routes(megatron)):
-        raise ValueError(
-            f"moe.replay_routes on: with {setting} Megatron's router ignores routes; leave that out, or set "
-            "moe.replay_routes to off"
-        )
-
-
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -264,17 +251,18 @@ class TrainerConfig(Strict):
         return "off" if value is False else value  # YAML reads off without quotes as false
 
     @model_validator(mode="after")
-    def _lag_is_bounded(self) -> Self:
+    def _features_go_together(self) -> Self:
         check_lag(self.lag, self.loss, self.num_minibatches)
-        return self
-
-    @model_validator(mode="after")
-    def _routes_are_replayed(self) -> Self:
-        check_routing(self.moe, self.loss, self.strategy, self.megatron)
-        return self
-
-    @model_validator(mode="after")
-    def _dropout_needs_megatron(self) -> Self:
+        if self.moe.replay_routes == "on":
+            if not self.loss.is_sampled:
+                raise ValueError(
+                    f"moe.replay_routes on needs sampled tokens, and loss.kind {self.loss.kind} has none: leave it out"
+                )
+            if self.strategy == "megatron" and (setting := ignores_routes(self.megatron)):
+                raise ValueError(
+                    f"moe.replay_routes on: with {setting} Megatron's router ignores routes; leave that out, or set "
+                    "moe.replay_routes to off"
+                )
         if self.lora.dropout and self.strategy != "megatron":
             raise ValueError("lora.dropout is above 0: it needs strategy megatron")
         return self
@@ -318,7 +306,6 @@ class RoleConfig(Strict):
         return self
 
     def settings(self, trainer: TrainerConfig) -> TrainerConfig:
-        """Returns the settings for the ranks of this model."""
         names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **given})
@@ -350,7 +337,6 @@ class CriticConfig(RoleConfig):
     """Loss of the critic."""
 
     def settings(self, trainer: TrainerConfig) -> CriticSettings:
-        """Returns the settings for the ranks of the critic."""
         counts = {"num_minibatches": self.num_minibatches, "num_epochs": self.num_epochs}
         given = {name: count for name, count in counts.items() if count is not None}
         common = super().settings(trainer).model_copy(update={"optim": self.optim, **given})

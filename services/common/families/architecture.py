@@ -65,7 +65,6 @@ class Architecture:
         return ends if self.tie_word_embeddings else [*ends, self.family.output]
 
     def has(self, parameter: str) -> bool:
-        """Returns whether the layers have Megatron's `parameter`."""
         return any(weight.parameter == parameter for weight in self.layer)
 
     def size(self, size: Size) -> int:
@@ -73,12 +72,10 @@ class Architecture:
         return size if isinstance(size, int) else getattr(self, size)
 
     def part_shapes(self, weight: Weight) -> list[Shape]:
-        """Returns the shape of each part of a weight."""
         columns = () if weight.columns is None else (self.size(weight.columns),)
         return [(self.size(rows), *columns) for rows in weight.rows]
 
     def tensor_shapes(self, weight: Weight) -> list[Shape]:
-        """Returns the shape of each checkpoint tensor of a weight."""
         shapes = self.part_shapes(weight)
         return [(sum(shape[0] for shape in shapes), *shapes[0][1:])] if weight.is_fused else shapes
 
@@ -138,7 +135,6 @@ class Architecture:
 
 
 def read_architecture(model_path: str | Path) -> Architecture:
-    """Reads the architecture of a model directory in the Hugging Face format."""
     return make_architecture(read_content(model_path), str(Path(model_path) / "config.json"))
 
 

@@ -166,22 +166,22 @@ def experts(
     )
 
 
-def shared_expert(expert: str = "mlp.shared_expert", gate: str = "mlp.shared_expert_gate") -> tuple[Weight, ...]:
+def shared_expert() -> tuple[Weight, ...]:
     """Returns the weights of the expert that computes every token, and of its gate.
 
     The sigmoid of the gate, one number for each token, is multiplied with the expert's output.
     """
     width = "shared_expert_intermediate_size"
-    gate_up = tuple(f"{expert}.{part}.weight" for part in ("gate_proj", "up_proj"))
+    gate_up = tuple(f"mlp.shared_expert.{part}.weight" for part in ("gate_proj", "up_proj"))
     return (
         replace(GATE_UP, parameter="mlp.shared_experts.linear_fc1.weight", tensors=gate_up, rows=(width, width)),
         replace(
             DOWN,
             parameter="mlp.shared_experts.linear_fc2.weight",
-            tensors=(f"{expert}.down_proj.weight",),
+            tensors=("mlp.shared_expert.down_proj.weight",),
             columns=width,
         ),
-        Weight("mlp.shared_experts.gate_weight", (f"{gate}.weight",), (1,), "hidden_size"),
+        Weight("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), (1,), "hidden_size"),
     )
 
 

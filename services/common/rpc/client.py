@@ -32,9 +32,7 @@ MAX_RETRY_S = 30.0
 class Retries:
     """Decides when a call is made again, and when no more.
 
-    Args:
-        timeout_s: Limit of all attempts together.
-        max_retry_s: Limit from the first lost connection on; with 0 there is one attempt.
+    All attempts together take at most `timeout_s`; after the first lost connection there are more for `max_retry_s`.
     """
 
     def __init__(self, timeout_s: float, max_retry_s: float = MAX_RETRY_S):
@@ -85,7 +83,7 @@ _SILENT = "ping timeout"
 
 keep_early_status()
 
-Request = TypeVar("Request", bound=Message)
+Request = TypeVar("Request")
 
 Method = Callable[[Never, Request, Never], Answer | Awaitable[Answer]]
 """A method of a generated servicer that answers once, such as `TrainerServiceServicer.Train`."""

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mappin
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -38,7 +38,6 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _NAME = re.compile(r"calls-(\d+)\.jsonl")
 
 Line = Mapping[str, object]
-Sent = TypeVar("Sent", bound=Message | AsyncIterator[Message])
 # Reads the value of a field, which is a message, a map or a scalar.
 _Reader = Callable[[Any], object]
 
@@ -76,7 +75,6 @@ class LineFiles:
         self._waiting.put(line)
 
     def close(self) -> None:
-        """Waits until all lines are written, at most 10 s."""
         self._waiting.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -198,48 +196,20 @@ def _hash(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:_DIGITS]
 
 
-_current: ContextVar["CallHistory | None"] = ContextVar("lockstep_call_history", default=None)
-
-
 class CallHistory:
-    """Writes the history of one session of a run to files in `directory`; the ledger had `num_rows` rows before it."""
+    """The history of one session of a run in files in `directory`; the ledger had `num_rows` rows before it."""
 
     def __init__(self, directory: Path, run_id: str, num_rows: int):
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         began = {"time": time.time(), "session": run_id, "rows": num_rows, "continues": False}
         self._files = LineFiles(directory, {"t": _now_s(), **began})
+        self.close = self._files.close
 
-    def row(self, number: int, kind: str, version: int | None) -> None:
-        """Notes a row of the ledger, which is on disk."""
-        self._put({"row": number, "kind": kind, "version": version})
-
-    @contextmanager
-    def call(self, method: str, peer: str, request: object) -> Generator["NotedCall"]:
-        """Notes the block as a call."""
-        number = next(self._numbers)
-        sent = ids_of(request) if isinstance(request, Message) else {}
-        self._put({"n": number, "call": method, "peer": peer, "sent": sent})
-        noted, end = NotedCall(self, number), "CANCELLED"
-        try:
-            yield noted
-            end = "OK"
-        except Exception as error:
-            end = described(error)[0]
-            raise
-        finally:
-            self._put({"n": number, "end": end, "got": noted.answers})
-
-    def sent(self, number: int, message: Message) -> None:
-        """Notes a part of a call's request, if it has ids or hashes."""
-        if ids := ids_of(message):
-            self._put({"n": number, "sent": ids})
-
-    def close(self) -> None:
-        """Waits until all lines are written, at most 10 s."""
-        self._files.close()
-
-    def _put(self, line: Line) -> None:
+    def put(self, line: Line) -> None:
         self._files.put({"t": _now_s(), **line})
+
+
+_current: ContextVar[CallHistory | None] = ContextVar("lockstep_call_history", default=None)
 
 
 def _now_s() -> float:
@@ -247,13 +217,13 @@ def _now_s() -> float:
 
 
 class NotedCall:
-    """Notes one call in a history."""
+    """One call in a history; without one, nothing is noted."""
 
-    def __init__(self, history: CallHistory | None, number: int):
+    def __init__(self, history: CallHistory | None = None, number: int = 0):
         self._history, self._number = history, number
         self.answers: list[dict[str, object]] = []
 
-    def sending(self, request: Sent) -> Sent | AsyncIterator[Message]:
+    def sending(self, request: Any) -> Any:
         """Returns `request`, whose parts are noted as they are sent, if it is a stream."""
         if self._history is None or isinstance(request, Message):
             return request
@@ -261,7 +231,8 @@ class NotedCall:
 
     async def _parts(self, history: CallHistory, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
         async for message in messages:
-            history.sent(self._number, message)
+            if ids := ids_of(message):
+                history.put({"n": self._number, "sent": ids})
             yield message
 
     def got(self, answer: Message) -> None:
@@ -285,14 +256,24 @@ def noting(method: str, peer: str, request: object) -> Generator[NotedCall]:
     """Notes the block as a call in the current history; does nothing if there is none."""
     history = _current.get()
     if history is None:
-        yield NotedCall(None, 0)
+        yield NotedCall()
         return
-    with history.call(method, peer, request) as noted:
+    number = next(history.numbers)
+    sent = ids_of(request) if isinstance(request, Message) else {}
+    history.put({"n": number, "call": method, "peer": peer, "sent": sent})
+    noted, end = NotedCall(history, number), "CANCELLED"
+    try:
         yield noted
+        end = "OK"
+    except Exception as error:
+        end = described(error)[0]
+        raise
+    finally:
+        history.put({"n": number, "end": end, "got": noted.answers})
 
 
 def note_row(number: int, kind: str, version: int | None) -> None:
-    """Notes a row of the ledger in the current history; does nothing if there is none."""
+    """Notes a row of the ledger, which is on disk, in the current history; does nothing if there is none."""
     history = _current.get()
     if history is not None:
-        history.row(number, kind, version)
+        history.put({"row": number, "kind": kind, "version": version})

@@ -2,9 +2,11 @@
 
 import contextlib
 import logging
+import socket
 import threading
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics, start_http_server
@@ -16,14 +18,26 @@ from services.common.rpc.server import INCARNATION
 log = logging.getLogger(__name__)
 
 
-class Handler(WSGIRequestHandler):
-    """Answers one connection, in a thread of its own; one that sends nothing does not keep the thread."""
+# One more connection closes the oldest, so that idle ones neither keep anybody out nor take ever more threads.
+_MAX_CONNECTIONS = 64
 
-    timeout = 10.0
+
+class Handler(WSGIRequestHandler):
+    """Answers one connection, in a thread of its own."""
+
+    timeout = 10.0  # of silence, after which the connection is closed
+    _open: ClassVar[dict[socket.socket, None]] = {}  # the oldest first
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError):  # the client is gone, sends nothing, or does not read
-            super().handle()
+        self._open[self.connection] = None
+        for oldest in list(self._open)[:-_MAX_CONNECTIONS]:
+            with contextlib.suppress(OSError):  # it ends by itself at this moment
+                oldest.shutdown(socket.SHUT_RDWR)
+        try:
+            with contextlib.suppress(OSError):  # the client is gone, sends nothing, or does not read
+                super().handle()
+        finally:
+            self._open.pop(self.connection, None)
 
     def log_message(self, format: str, *args: object) -> None: ...
 

@@ -172,7 +172,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         with incoming(metadata), fence.incoming(metadata):
             try:
                 with self._trace.span(name) as span, self._metrics.call(span):
-                    self._require_role(method, context)
+                    if self._by_role:
+                        require_role(method, context.auth_context())
                     yield
             except LockstepError as error:
                 log.info("%s: %s %s", method, error.reason, error.message)
@@ -183,10 +184,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 log.exception("%s failed", method)
                 why, where = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-4)
                 await _abort(context, InternalError(why, traceback=where))
-
-    def _require_role(self, method: str, context: Context) -> None:
-        if self._by_role:
-            require_role(method, context.auth_context())
 
 
 @contextlib.contextmanager
@@ -269,7 +266,10 @@ class Server:
             require_loopback(host, insecure=insecure)
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
-            self.port = self._bind(f"{host}:{port}")
+            if self._tls is None:
+                self.port = self._server.add_insecure_port(f"{host}:{port}")
+            else:
+                self.port = self._server.add_secure_port(f"{host}:{port}", self._tls.for_server())
         except RuntimeError as error:
             raise InvalidInput(
                 f"--listen {address}: the port is in use, or the address is not one of this host", field="listen"
@@ -279,11 +279,6 @@ class Server:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         log.info("%s listens on %s:%d", ", ".join(names), host, self.port)
         return self.port
-
-    def _bind(self, address: str) -> int:
-        if self._tls is None:
-            return self._server.add_insecure_port(address)
-        return self._server.add_secure_port(address, self._tls.for_server())
 
     def stop(self) -> None:
         """Ends `serve` when the calls in progress have ended, or after its grace period."""

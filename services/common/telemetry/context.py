@@ -43,7 +43,6 @@ def within(**fields: object) -> Generator[None]:
 
 
 def fields() -> Mapping[str, object]:
-    """Returns the fields of the current work."""
     return _fields.get()
 
 

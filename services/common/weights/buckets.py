@@ -197,7 +197,6 @@ def _typed(bucket: Bucket, flat: torch.Tensor) -> dict[torch.dtype, torch.Tensor
 
 
 def _target(typed: dict[torch.dtype, torch.Tensor], place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the bucket that has the tensor's shape."""
     if tensor.shape == place.shape:
         return _view(typed, place, place.shape, place.stride)
     shape = tuple(tensor.shape)  # the numbers of several tensors, or rows in groups

@@ -57,7 +57,6 @@ class WeightDigest:
             self._sums[1] += ((mixed ^ _shift_right(mixed, 29)) * _MIX_1).sum()
 
     def add(self, sums: Sums) -> None:
-        """Adds a part that was hashed elsewhere."""
         self._sums += torch.tensor(sums, dtype=torch.int64, device=self._sums.device)
 
     def sums(self) -> Sums:

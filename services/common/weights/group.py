@@ -55,8 +55,7 @@ class WeightGroup(Epoch):
         """This member's number among the plan's senders."""
         return self.rank
 
-    def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Prepares for sending these buckets."""
+    def begin(self, buckets: Sequence[Bucket]) -> None: ...
 
     def buffer(self, num_bytes: int) -> torch.Tensor | None:
         """Returns the memory to pack the next bucket into, or None if any will do."""

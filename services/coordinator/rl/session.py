@@ -10,8 +10,14 @@ from rich.console import Console
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed
 from services.coordinator.clients.trainer import Model
-from services.coordinator.data.curriculum import require_enough
-from services.coordinator.data.prompts import PromptDataset, Prompts, load_early, load_eval, load_late
+from services.coordinator.data.prompts import (
+    PromptDataset,
+    Prompts,
+    load_eval,
+    load_from_card,
+    load_if_local,
+    require_enough,
+)
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
@@ -107,7 +113,7 @@ async def _opened(
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:
     """Reads the run's data. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_early(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
+    return load_if_local(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -137,7 +143,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     _require_same_step(version, critic, config)
     tools: Tools = services.environments.tools if services.environments else []
     if data is None or data.tools != tools:
-        data = load_late(config, trainer.opened.model_card, partial(_load, tools=tools))
+        data = load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
     run.record.use_data(data.train.digest, data.others(config))
     opened = services.reward.services[0].opened
     evaluated = run.record.ledger.last(Kind.SCORED)

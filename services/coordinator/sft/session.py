@@ -7,7 +7,7 @@ from functools import partial
 from rich.console import Console
 
 from services.common.config.sft import SftConfig
-from services.coordinator.data.prompts import load_early, load_late
+from services.coordinator.data.prompts import load_from_card, load_if_local
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run, finish, outcome_if_finished
 from services.coordinator.fleet.running import Sessions, recorded_run, running_services
@@ -57,7 +57,7 @@ async def _run_once(
         ):
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
             if data is None:
-                data = load_late(config, trainer.opened.model_card, _load)
+                data = load_from_card(config, trainer.opened.model_card, _load)
                 use_rows(run, data.train, data.held_out)
             run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
             stop_on_signal(run, console)
@@ -67,7 +67,7 @@ async def _run_once(
 
 def load_data(config: SftConfig, given: Addresses) -> SftData | None:
     """Reads the run's rows. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_early(config, _load, model_is_remote=bool(given.trainer))
+    return load_if_local(config, _load, model_is_remote=bool(given.trainer))
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from services.common.batches.blocks import content_sha256
 from services.common.errors import DataLoss
 from services.common.rpc.history import scores_hashes
-from services.coordinator.data.curriculum import REFILLS
 from services.coordinator.data.order import EpochOrder, seed_of, shuffled
+from services.coordinator.data.prompts import REFILLS
 
 Json = Mapping[str, Any]
 """A line, a config, or the body of a row."""

@@ -94,7 +94,7 @@ REFUSED = [
     ({"clip_dual": 1.0}, "clip_dual"),
     ({"clip_dual": 3.0, "kind": "gspo"}, "clip_dual is not read by kind gspo"),
     ({"clip_low": 3e-4, "kind": "gspo"}, "clip_low is not read by kind gspo"),
-    ({"gspo": {"clip_low": 0.1}}, "gspo is not read by kind grpo: leave it out, or set kind to gspo"),
+    ({"gspo": {"clip_low": 0.1}}, "gspo is not read by kind grpo, only by gspo: leave it out"),
     ({"kind": "sft", "sapo": {"tau_positive": 2.0}}, "sapo is not read by kind sft"),
     ({"correction": {"weight": "token"}, "old_logprobs": "engine"}, "old_logprobs engine"),
     ({"correction": {"veto": 0.1}, "kind": "sft"}, "kind sft"),

@@ -9,7 +9,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from lockstep.types.v1 import pairs_pb2 as pb
@@ -25,82 +24,7 @@ _KEPT_SHARE = 0.04
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class OwnedBuffers(Protocol):
-    """The buffers on the trainer rank's end."""
-
-    message: pb.PairBuffers
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Each buffer as uint8 [buffer_bytes]."""
-        ...
-
-    @property
-    def fds(self) -> Sequence[int]: ...
-
-    def mapped(self, answer: pb.PairMapped) -> None: ...
-
-    def wait_until_read(self, buffer: int) -> None:
-        """Makes the device wait until the other end has read the buffer."""
-        ...
-
-    def written(self, buffer: int) -> None:
-        """Notes that the buffer holds a bucket, as soon as the device has finished the work that was queued before."""
-        ...
-
-    def free(self) -> None:
-        """Frees the memory, which the other end must have unmapped."""
-        ...
-
-
-class MappedBuffers(Protocol):
-    """The buffers on the engine worker's end."""
-
-    answer: pb.PairMapped
-    is_kept: bool
-    """Whether the buffers stay mapped between publications."""
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Each buffer as uint8 [buffer_bytes]."""
-        ...
-
-    def wait_until_written(self, buffer: int) -> None:
-        """Makes the device wait until the buffer holds the bucket."""
-        ...
-
-    def read(self, buffer: int) -> None:
-        """Notes that the buffer was read, as soon as the device has finished the work that was queued before."""
-        ...
-
-    def unmap(self) -> None:
-        """Ends the mapping. The tensors must not be used any more."""
-        ...
-
-
-def make_buffers(buffer_bytes: int, device: torch.device) -> OwnedBuffers:
-    return _OwnedCudaBuffers(buffer_bytes, device) if device.type == "cuda" else _OwnedCpuBuffers(buffer_bytes)
-
-
-def map_buffers(
-    message: pb.PairBuffers, fds: Sequence[int], device: torch.device, *, least_bytes: int
-) -> MappedBuffers:
-    """Maps the buffers of the other end. Takes over the file descriptors."""
-    try:
-        if message.buffer_bytes < least_bytes:
-            raise InvalidInput(f"buffers of {message.buffer_bytes} bytes are too small for buckets of {least_bytes}")
-        if device.type == "cuda":
-            _require_handles(message.memory_handles, cuda.HANDLE_BYTES)
-            _require_handles(message.written_handles, cuda.HANDLE_BYTES)
-            return _MappedCudaBuffers(message, device)
-        if len(fds) != NUM_BUFFERS:
-            raise InvalidInput(f"{len(fds)} file descriptors came for {NUM_BUFFERS} buffers")
-        return _MappedCpuBuffers(message, fds)
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
+# `tensors` are the buffers, each uint8 [buffer_bytes]; `fds` are file descriptors that go along with `message`.
 class _OwnedCpuBuffers:
     def __init__(self, buffer_bytes: int):
         self.fds = [_shared_memory(buffer_bytes) for _ in range(NUM_BUFFERS)]
@@ -137,6 +61,8 @@ class _MappedCpuBuffers:
 
 
 class _OwnedCudaBuffers:
+    """The buffers on the trainer rank's end."""
+
     def __init__(self, buffer_bytes: int, device: torch.device):
         torch.cuda.set_device(device)
         self.fds: Sequence[int] = ()
@@ -159,22 +85,28 @@ class _OwnedCudaBuffers:
         )
 
     def mapped(self, answer: pb.PairMapped) -> None:
+        """Takes the other end's answer to `message`."""
         _require_handles(answer.read_handles, cuda.HANDLE_BYTES)
         self._read = [cuda.SharedEvent.of(handle, self._device) for handle in answer.read_handles]
 
     def wait_until_read(self, buffer: int) -> None:
+        """Makes the device wait until the other end has read the buffer."""
         self._read[buffer].wait()
 
     def written(self, buffer: int) -> None:
+        """Notes that the buffer holds a bucket, as soon as the device has finished the work that was queued before."""
         self._written[buffer].record()
 
     def free(self) -> None:
+        """Frees the memory, which the other end must have unmapped."""
         self.tensors = []
         while self._addresses:
             cuda.free(self._addresses.pop())
 
 
 class _MappedCudaBuffers:
+    """The buffers on the engine worker's end."""
+
     def __init__(self, message: pb.PairBuffers, device: torch.device):
         torch.cuda.set_device(device)
         self._addresses: list[int] = []
@@ -190,9 +122,11 @@ class _MappedCudaBuffers:
         self.answer, self.is_kept = pb.PairMapped(read_handles=handles), message.is_kept
 
     def wait_until_written(self, buffer: int) -> None:
+        """Makes the device wait until the buffer holds the bucket."""
         self._written[buffer].wait()
 
     def read(self, buffer: int) -> None:
+        """Notes that the buffer was read, as soon as the device has finished the work that was queued before."""
         self._read[buffer].record()
 
     def unmap(self) -> None:
@@ -201,8 +135,34 @@ class _MappedCudaBuffers:
             cuda.unmap_memory(self._addresses.pop())
 
 
+OwnedBuffers = _OwnedCpuBuffers | _OwnedCudaBuffers
+MappedBuffers = _MappedCpuBuffers | _MappedCudaBuffers
+
+
+def make_buffers(buffer_bytes: int, device: torch.device) -> OwnedBuffers:
+    return _OwnedCudaBuffers(buffer_bytes, device) if device.type == "cuda" else _OwnedCpuBuffers(buffer_bytes)
+
+
+def map_buffers(
+    message: pb.PairBuffers, fds: Sequence[int], device: torch.device, *, least_bytes: int
+) -> MappedBuffers:
+    """Maps the buffers of the other end. Takes over the file descriptors."""
+    try:
+        if message.buffer_bytes < least_bytes:
+            raise InvalidInput(f"buffers of {message.buffer_bytes} bytes are too small for buckets of {least_bytes}")
+        if device.type == "cuda":
+            _require_handles(message.memory_handles, cuda.HANDLE_BYTES)
+            _require_handles(message.written_handles, cuda.HANDLE_BYTES)
+            return _MappedCudaBuffers(message, device)
+        if len(fds) != NUM_BUFFERS:
+            raise InvalidInput(f"{len(fds)} file descriptors came for {NUM_BUFFERS} buffers")
+        return _MappedCpuBuffers(message, fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
 def _events() -> tuple[list[cuda.SharedEvent], list[bytes]]:
-    """Returns an event for each buffer, and their handles."""
     events = [cuda.SharedEvent.new() for _ in range(NUM_BUFFERS)]
     return events, [event.handle for event in events]
 

@@ -78,7 +78,6 @@ class Listener:
         self._socket.setblocking(False)
 
     def has_connection(self) -> bool:
-        """Returns whether `accept` returns without waiting."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def accept(self) -> Link | None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lockstep.types.v1.pairs_pb2 import PairMember
 from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 
 from services.common.compat.torch import broadcast, gloo_group
@@ -269,7 +270,12 @@ def test_a_member_that_never_comes_aborts_the_others_within_the_timeout(store, p
 
 
 def test_a_worker_on_another_device_is_refused(store, pool, monkeypatch) -> None:
-    monkeypatch.setattr(sender_module, "device_name", lambda device, index: "GPU-of-another-host")
+    meet = PairSender._meet
+
+    def elsewhere(self: PairSender, own: PairMember) -> list[PairMember]:
+        return meet(self, PairMember(device="GPU-of-another-host", socket=own.socket))
+
+    monkeypatch.setattr(PairSender, "_meet", elsewhere)
     with pytest.raises(
         InvalidInput, match=r"engine worker 0 is on device .*/0, but the trainer ranks are on GPU-of-ano"
     ):
