@@ -20,15 +20,13 @@ APART = {
     "services.trainer.merging_gpu": "imports triton",
     "services.coordinator.observe.trackers.mlflow": "a kind of tracker, which needs its package",
     "services.coordinator.observe.trackers.wandb": "a kind of tracker, which needs its package",
+    "services.reward.environments.python": "a kind of environment",
+    "services.reward.sandboxed.checks": "is read late in the sandbox, because it imports ast",
     "services.rollout.metrics": "its metrics are listed without vLLM",
 }
 # These have not joined yet.
 NOT_JOINED = {
     "services.coordinator.cli.replicas",
-    "services.reward.environments.messages",
-    "services.reward.environments.toolbox.search_index",
-    "services.reward.graders.notation",
-    "services.reward.inside.checks",
     "services.trainer.command",
     "services.trainer.losses.value",
     "services.trainer.ranks.strategies",

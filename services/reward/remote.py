@@ -105,7 +105,6 @@ class Remote:
             self._scopes.discard(scope)
 
     async def close(self) -> None:
-        """Closes the session; posts in progress and waiting posts fail as CRASHED."""
         self._closed = True
         for scope in self._scopes:
             scope.reschedule(asyncio.get_running_loop().time())

@@ -10,10 +10,9 @@ from services.common.errors import InvalidInput, Reason
 from services.common.rewards import weighted_sum
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import Item, Scorer, expected
+from services.reward.scorers.base import Item, PythonScorer, Scorer, expected
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.model import HttpScorer, JudgeScorer, ModelScorer
-from services.reward.scorers.python import PythonScorer
 from services.reward.scorers.text import AnswerScorer, ExactScorer, FormatScorer, Gsm8kScorer, LengthScorer, MathScorer
 
 SCORERS: dict[str, Callable[..., Scorer]] = {
@@ -33,7 +32,7 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Says why a sample has no reward, and which scorer failed."""
+    """Why a sample has no reward, and which scorer failed."""
 
     reason: FailureReason
     scorer: str
@@ -43,7 +42,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds a sample's reward, or the first failure in config order; `components` has the scores that succeeded."""
+    """A sample's reward, or the first failure in config order; `components` has the scores that succeeded."""
 
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
@@ -59,7 +58,7 @@ class ScoringRun:
 
     @property
     def scorer(self) -> str:
-        """Returns name, version and weight of each scorer, e.g. `math 1/math-verify-0.9.0 x 1 + length 1 x 0.1`."""
+        """Name, version and weight of each scorer, e.g. `math 1/math-verify-0.9.0 x 1 + length 1 x 0.1`."""
         parts = zip(self._config.scorers, self._scorers, strict=True)
         return " + ".join(f"{config.component} {scorer.version} x {config.weight:g}" for config, scorer in parts)
 
@@ -84,7 +83,6 @@ class ScoringRun:
         return [self._combine([column[index] for column in columns]) for index in range(len(items))]
 
     async def close(self) -> None:
-        """Closes all scorers; scores in progress fail as CRASHED."""
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:

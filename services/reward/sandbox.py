@@ -125,9 +125,9 @@ class Limits:
 
     @property
     def rlimits(self) -> dict[str, int]:
-        """Returns the limits by their setrlimit(2) names. The CPU limit only backs up a test's wall-clock limit."""
+        """The limits by their setrlimit(2) names."""
         return {
-            "RLIMIT_CPU": math.ceil(self.timeout_s) + 1,
+            "RLIMIT_CPU": math.ceil(self.timeout_s) + 1,  # only backs up a test's wall-clock limit
             "RLIMIT_AS": self.memory_bytes,
             "RLIMIT_NPROC": self.max_processes + 2,  # 2 more for the harness and the process of a script
             "RLIMIT_FSIZE": self.disk_bytes,
@@ -169,7 +169,6 @@ class Sandbox:
             raise ScoringError(FailureReason.ERROR, f"the sandbox does not block sockets: a probe printed {outputs}")
 
     def close(self) -> None:
-        """Removes the files that `open` created. Running programs end with their callers."""
         self._files.close()
 
     @contextlib.asynccontextmanager

@@ -112,7 +112,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return seal(request, answer)
 
     async def close(self) -> None:
-        """Closes the open run. Call it before the process ends."""
         async with self._changing:
             await self._close()
 

@@ -1,1 +1,1 @@
-"""Holds the reward service's uses of math-verify and sympy internals; see services.common.compat."""
+"""The reward service's uses of math-verify and sympy internals; see services.common.compat."""

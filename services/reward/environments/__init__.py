@@ -1,1 +1,1 @@
-"""Implements the environments, one file for each kind."""
+"""The environments in which episodes are played, and the processes that play them."""

@@ -18,7 +18,7 @@ from services.reward.errors import EpisodeError as EpisodeError
 
 @dataclass(frozen=True)
 class Message:
-    """Holds one message to add to the conversation. An empty role is raw text, which continues the policy's turn."""
+    """One message to add to the conversation. An empty role is raw text, which continues the policy's turn."""
 
     role: str
     content: str
@@ -27,7 +27,7 @@ class Message:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Holds a call of a tool by its name."""
+    """A call of a tool by its name."""
 
     name: str
     arguments: Mapping[str, object]
@@ -35,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """Holds one turn of the policy."""
+    """One turn of the policy."""
 
     text: str
     num_tokens: int
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reply:
-    """Holds the answer to a turn: messages, the turn's reward, and whether the episode has ended."""
+    """The answer to a turn: messages, the turn's reward, and whether the episode has ended."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -144,7 +144,6 @@ class Clock:
                 self._run()
 
     def close(self) -> None:
-        """Cancels the timer."""
         self._num_stops += 1  # a block that stopped the clock may still end
         self._timer.cancel()
 

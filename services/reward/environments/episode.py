@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from lockstep.reward.v1 import environment_pb2 as pb
 
@@ -85,7 +85,7 @@ Response = TypeVar("Response", pb.ResetResponse, pb.StepResponse)
 
 
 class Call(Generic[Response]):
-    """Holds a request and its answer, which may be in progress."""
+    """A request and its answer, which may be in progress."""
 
     def __init__(self, request: pb.ResetRequest | pb.StepRequest, answer: Awaitable[Response]):
         self.request, self.answer = request, asyncio.ensure_future(answer)
@@ -103,7 +103,7 @@ class Call(Generic[Response]):
 
 @dataclass(frozen=True)
 class EpisodeContext:
-    """Holds the objects and limits that all episodes of an environment share."""
+    """The objects and limits that all episodes of an environment share."""
 
     environment: Environment
     turn_s: float
@@ -123,14 +123,13 @@ class Episode:
         self._reset: Call[pb.ResetResponse] | None = None
         self._step: Call[pb.StepResponse] | None = None
         self._last_turn = -1
-        self._playing: asyncio.Task[Any] | None = None
+        self._playing: asyncio.Task[object] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopped: EpisodeError | None = None
         context.metrics.count_episodes(1)
 
     @property
     def has_stepped(self) -> bool:
-        """Returns whether the last call is a step."""
         return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
@@ -202,11 +201,7 @@ class Episode:
     async def _limited(
         self, call: Literal["reset", "step"], play: Coroutine[object, object, Played], to: str = ""
     ) -> Played:
-        """Returns the environment's reply `to` a text.
-
-        Raises:
-            EpisodeError: It failed, exceeded its time limit, or the episode was ended.
-        """
+        """Returns the environment's reply `to` a text."""
         began, clock = time.monotonic(), Clock(self._context.turn_s)
         context = copy_context()
         context.run(CLOCK.set, clock)

@@ -31,7 +31,7 @@ class Game:
     roles = ("user",)
 
     @classmethod
-    def prepare(cls, game: str, kwargs: Mapping[str, Any]) -> None:
+    def prepare(cls, game: str, kwargs: Mapping[str, object]) -> None:
         """Checks that the game can be played.
 
         Raises:
@@ -40,7 +40,7 @@ class Game:
         cls(game, kwargs).reset(seed=0, row={})
         cls.version = f"textarena-{version_of('textarena')}"
 
-    def __init__(self, game: str, kwargs: Mapping[str, Any]):
+    def __init__(self, game: str, kwargs: Mapping[str, object]):
         import textarena as ta
 
         self._ta = ta
@@ -101,7 +101,7 @@ class Task:
     roles = ("user",)
 
     @classmethod
-    def prepare(cls, task: str, kwargs: Mapping[str, Any]) -> None:
+    def prepare(cls, task: str, kwargs: Mapping[str, object]) -> None:
         """Checks that the task can be made.
 
         Raises:
@@ -110,7 +110,7 @@ class Task:
         make_tasks(task, seed=0, size=1, settings=kwargs)
         cls.version = f"reasoning-gym-{version_of('reasoning-gym')}"
 
-    def __init__(self, task: str, kwargs: Mapping[str, Any]):
+    def __init__(self, task: str, kwargs: Mapping[str, object]):
         self._task, self._kwargs = task, kwargs
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> str | None:

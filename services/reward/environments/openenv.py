@@ -45,7 +45,6 @@ class OpenEnvironment(Environment):
         self._sockets: dict[str, aiohttp.ClientWebSocketResponse] = {}
 
     async def open(self) -> None:
-        """Connects once, to check that the server answers."""
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         try:
             async with asyncio.timeout(self._config.turn_s):
@@ -54,7 +53,6 @@ class OpenEnvironment(Environment):
             raise _failed(EnvironmentFailure.TIMEOUT, f"{self._config.url} does not answer") from None
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        """Begins a session. Waits while max_concurrent sessions are open."""
         with off_the_clock():
             await self._slots.acquire()
         try:
@@ -70,13 +68,11 @@ class OpenEnvironment(Environment):
         return [message]
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
-        """Sends the text as an action, without its reasoning."""
         action = {self._config.action_field: turn.answer(self._config.reasoning_tags)}
         message, reward, done = self._read(await _ask(self._sockets[episode_id], {"type": "step", "data": action}))
         return Reply([message], reward, done)
 
     async def end(self, episode_id: str) -> None:
-        """Closes the connection, if it was opened."""
         if socket := self._sockets.pop(episode_id, None):
             try:
                 await _say_goodbye(socket)
@@ -84,7 +80,6 @@ class OpenEnvironment(Environment):
                 self._slots.release()
 
     async def close(self) -> None:
-        """Closes all connections; calls in progress fail as CRASHED."""
         if self._session:
             await asyncio.gather(*(self.end(episode_id) for episode_id in list(self._sockets)))
             await self._session.close()
@@ -100,11 +95,7 @@ class OpenEnvironment(Environment):
             raise _failed(EnvironmentFailure.CRASHED, detail) from error
 
     def _read(self, data: Mapping[str, Any]) -> tuple[Message, float, bool]:
-        """Returns what the policy sees, the reward and whether it is the end.
-
-        Raises:
-            EpisodeError: INVALID_REPLY if the answer does not have the form that the protocol defines.
-        """
+        """Returns what the policy sees, the reward and whether it is the end."""
         observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise _failed(EnvironmentFailure.INVALID_REPLY, f"no observation and done: {data!r}")
@@ -121,11 +112,7 @@ class OpenEnvironment(Environment):
 
 
 async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, object]) -> Mapping[str, Any]:
-    """Sends a message and returns the data of the observation that answers it.
-
-    Raises:
-        EpisodeError: There is none. The connection may then be in any state.
-    """
+    """Sends a message and returns the data of the observation that answers it."""
     try:
         await socket.send_str(json.dumps(message))
         answer = await socket.receive()

@@ -8,7 +8,7 @@ from services.common.config.environment import (
     TextArenaEnvironmentConfig,
 )
 from services.reward.environments.base import Environment, Message, Reply, Turn
-from services.reward.environments.workers import Target, Workers
+from services.reward.environments.pool import EpisodePool, class_target
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes.child import Reply as Line
 
@@ -24,28 +24,23 @@ class WorkerEnvironment(Environment):
 
     def __init__(self, path: str, kwargs: Mapping[str, object], config: Config, reasoning_tags: Sequence[str] = ()):
         self._reasoning_tags = reasoning_tags
-        target = Target(path, kwargs, int(config.max_memory_gib * 2**30))
-        self._workers = Workers(target, config.num_workers)
+        target = class_target(path, kwargs, int(config.max_memory_gib * 2**30))
+        self._workers = EpisodePool(target, config.num_workers)
 
     async def open(self) -> None:
-        """Starts the workers."""
         await self._workers.open()
         self.version, self.roles = f"1/{self._workers.version}", self._workers.roles
 
     def isolate(self, episode_id: str) -> None:
-        """Gives the episode a worker of its own."""
         self._workers.isolate(episode_id)
 
     def fault(self, episode_id: str) -> EpisodeError | None:
-        """Returns whether the call is stuck in its worker, or the worker is lost."""
         return self._workers.fault(episode_id)
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        """Makes the object and calls its reset."""
         return _messages(await self._workers.begin(episode_id, {"call": "reset", "seed": seed, "row": row}))
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
-        """Calls step with the policy's text."""
         line = await self._workers.call(episode_id, {"call": "step", "text": turn.answer(self._reasoning_tags)})
         try:
             return Reply(_messages(line), line["reward"], line["done"])
@@ -53,11 +48,9 @@ class WorkerEnvironment(Environment):
             raise EpisodeError(EnvironmentFailure.INVALID_REPLY, f"the worker's reply has no {error}") from error
 
     async def end(self, episode_id: str) -> None:
-        """Calls close, if the object has it, and drops the object."""
         await self._workers.end(episode_id)
 
     async def close(self) -> None:
-        """Kills the workers."""
         await self._workers.close()
 
 

@@ -39,7 +39,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 
 
 class EpisodeTable:
-    """Holds the episodes by id. A timer ends each of them `episode_s` seconds after its reset."""
+    """The episodes by id. A timer ends each of them `episode_s` seconds after its reset."""
 
     def __init__(self, context: EpisodeContext, episode_s: float):
         self._context, self._episode_s = context, episode_s
@@ -83,7 +83,6 @@ class EpisodeTable:
             self._drop(episode_id, EnvironmentFailure.CRASHED, why)
 
     async def close(self) -> None:
-        """Ends all episodes and then the environment."""
         self.end_all("the run was closed")
         await asyncio.gather(*self._ending)
         await self._context.environment.close()
@@ -212,7 +211,6 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             self._table.end_all("another coordinator goes on with the run")
 
     async def end(self) -> None:
-        """Ends all episodes and the environment of the open run."""
         table, self._table, self._run_id = self._table, None, ""
         if table:
             await table.close()

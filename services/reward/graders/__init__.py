@@ -1,1 +1,1 @@
-"""Implements grading functions. Most run inside worker processes, because a text can make them hang or crash."""
+"""Grading functions. Most run inside worker processes, because a text can make them hang or crash."""

@@ -169,7 +169,7 @@ _NUMBER = re.compile(r"[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf
 
 @dataclass(frozen=True)
 class Test:
-    """Holds one test: `request` enters the sandbox (see sandboxed/harness.py), and `accepts` judges what comes back.
+    """One test: `request` enters the sandbox (see sandboxed/harness.py), and `accepts` judges what comes back.
 
     The sizes are those of the text that the program must read and print. If a limit is below them, the dataset or the
     config is wrong, not the program.
@@ -183,7 +183,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Tests:
-    """Holds at least one test; `setup` is code that runs before the program in each test."""
+    """At least one test; `setup` is code that runs before the program in each test."""
 
     setup: str
     tests: tuple[Test, ...]

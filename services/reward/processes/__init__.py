@@ -1,1 +1,1 @@
-"""Runs worker processes that exchange lines of JSON with the reward service and can be killed at any time."""
+"""Worker processes, which exchange lines of JSON with the reward service and can be killed at any time."""

@@ -1,95 +1,226 @@
-"""Starts and kills processes that exchange lines of JSON with this one, so that nothing is pickled."""
+"""Runs a worker process, which executes calls: a line of JSON on stdin is answered by a line on stdout.
+
+    -> {"executor": "package.module:Class", "settings": {...}, "failed": "ERROR", "max_memory_bytes": 4294967296}
+    <- {"version": "3f2a...", "is_concurrent": true, ...}    ready; or {"reason": "ERROR", "detail": "..."}
+    -> {"id": 1, ...}                                        a call, as the executor defines it
+    <- {"id": 1, "began": true}                              if calls are concurrent
+    <- {"id": 1, ...}   or   {"id": 1, "reason": "ERROR", "detail": "...", "traceback": "..."}
+    -> {"cancel": 1}                                         answered by 1's reply, or
+    <- {"id": 1, "stuck": true}                              if it does not end
+
+Calls run at the same time if the executor is concurrent; else one after the other, and cannot be canceled. The process
+always ends with its parent: at the end of input, or by a signal from the kernel if it is busy when the parent dies.
+
+Imports nothing heavy: what a worker needs beside its executor counts in every one of them.
+"""
 
 import asyncio
-import contextlib
+import ctypes
+import hashlib
+import importlib
+import inspect
 import json
 import os
+import resource
 import signal
 import sys
-from collections.abc import Mapping
-from typing import Any
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+from services.reward.errors import WorkError
 
 Reply = Mapping[str, Any]
-"""A line of JSON that a child writes."""
-# How long a process that has closed its pipe may take to exit, which on a busy machine is more than a moment.
-_EXIT_S = 10.0
+CANCEL_S = 2.0
+"""How long a canceled call may take to end before it counts as stuck."""
+_PR_SET_PDEATHSIG = 1
+_MAX_DETAIL_CHARS = 1000
+_MAX_TRACEBACK_CHARS = 8000
 
 
-class Child:
-    """Runs a module as a process, in a session of its own so that its children can be killed with it."""
+class Executor:
+    """Executes the calls of one worker. Its arguments are the settings of the first line."""
 
-    def __init__(self, module: str, max_reply_bytes: int, *, same_hashes: bool = False):
-        """Prepares a process.
-
-        Args:
-            module: What it runs.
-            max_reply_bytes: Maximum size of a line that it writes.
-            same_hashes: Whether sets of text have the same order in every process. By default, Python makes it random.
-        """
-        self._module, self._max_reply_bytes = module, max_reply_bytes
-        self._variables = {"PYTHONHASHSEED": "0"} if same_hashes else {}
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Returns whether the process is running."""
-        return self._process is not None and self._process.returncode is None
+    too_long = ""
+    """Reason of the reply if one has `max_reply_bytes` or more; the parent kills a worker that writes many more."""
+    max_reply_bytes = 1 << 62
+    memory_key: str
+    """Config key of the memory limit."""
+    ends_by: tuple[type[BaseException], ...] = (MemoryError,)
+    """Exceptions after which the process must not go on."""
+    is_concurrent = True
+    version: str
+    """Text that changes whenever the same call could get another reply."""
 
     @property
-    def pid(self) -> int:
-        """Returns the id of the last started process; 0 if none was started."""
-        return self._process.pid if self._process else 0
+    def facts(self) -> Reply:
+        """What else the first reply says."""
+        return {}
 
-    async def start(self) -> None:
-        """Starts the process."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=self._max_reply_bytes,
-            start_new_session=True,
-            env={**os.environ, **self._variables},
-        )
+    def execute(self, call: Reply) -> Any:
+        """Returns the reply to a call; an awaitable of it if the executor is concurrent. May raise anything."""
+        raise NotImplementedError
 
-    async def write(self, message: Mapping[str, object]) -> None:
-        """Sends a line.
 
-        Raises:
-            OSError: The process is gone.
-        """
-        assert self._process and self._process.stdin, "start made it, with pipes"
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        await self._process.stdin.drain()
+def main() -> None:
+    """Serves calls until the end of input."""
+    _die_with_parent()
+    requests, replies = _take_stdio()
+    start = json.loads(requests.readline() or "null")
+    if start is None:
+        return
+    _limit(start["max_memory_bytes"])
+    try:
+        executor = load(start["executor"])[0](**start["settings"])
+    except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
+        _write(replies, {"reason": start["failed"], "detail": explain(error)})
+        return
+    _write(replies, {"version": executor.version, "is_concurrent": executor.is_concurrent, **executor.facts})
+    if executor.is_concurrent:
+        asyncio.run(_serve(_ConcurrentCalls(executor, replies, start["failed"]), requests))
+    for line in requests:  # outside of any event loop, which the user's function may want to run itself
+        call = json.loads(line)
+        try:
+            reply = executor.execute(call)
+        except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
+            reply = _failure(executor, error, start["failed"])
+        _write(replies, {"id": call["id"], **reply})
 
-    async def read(self) -> Reply:
-        """Receives a line.
 
-        Raises:
-            EOFError: The process is gone, or has closed its pipe.
-            ValueError: The line has more than `max_reply_bytes` or is not JSON.
-        """
-        assert self._process and self._process.stdout, "start made it, with pipes"
-        line = await self._process.stdout.readline()
-        if not line.endswith(b"\n"):  # empty or incomplete: the process died
-            raise EOFError
-        return json.loads(line)
+async def _serve(calls: "_ConcurrentCalls", requests: TextIO) -> None:
+    """Never returns; the process ends with its input."""
+    loop = asyncio.get_running_loop()
 
-    async def kill(self) -> None:
-        """Kills the process and its children, and waits until it is gone."""
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+    def read() -> None:
+        for line in requests:
+            loop.call_soon_threadsafe(calls.receive, json.loads(line))
+        os._exit(0)  # threads of the user's may run forever
 
-    async def exit_code(self) -> int:
-        """Returns the exit code of a process that closed its pipe. Kills it if it does not exit within `_EXIT_S`."""
-        assert self._process, "start made it"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_EXIT_S):
-                await self._process.wait()
-        await self.kill()
-        return await self._process.wait()
+    threading.Thread(target=read, daemon=True).start()
+    await asyncio.Event().wait()
+
+
+class _ConcurrentCalls:
+    def __init__(self, executor: Executor, replies: TextIO, failed: str):
+        self._executor, self._replies, self._failed = executor, replies, failed
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._cancels: set[asyncio.Task[None]] = set()
+
+    def receive(self, message: Reply) -> None:
+        """Begins or cancels a call."""
+        if "cancel" not in message:
+            self._calls[message["id"]] = asyncio.create_task(self._answer(message))
+        elif message["cancel"] in self._calls:
+            cancel = asyncio.create_task(self._cancel(message["cancel"]))
+            self._cancels.add(cancel)
+            cancel.add_done_callback(self._cancels.discard)
+
+    async def _cancel(self, number: int) -> None:
+        call = self._calls[number]
+        call.cancel()
+        await asyncio.wait({call}, timeout=CANCEL_S)
+        if self._calls.pop(number, None):
+            _write(self._replies, {"id": number, "stuck": True})
+
+    async def _answer(self, call: Reply) -> None:
+        number, executor = call["id"], self._executor
+        _write(self._replies, {"id": number, "began": True})
+        try:
+            reply = await executor.execute(call)
+        except asyncio.CancelledError:
+            reply = {"reason": "TIMEOUT", "detail": "canceled"}
+        except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's code may raise anything
+            reply = _failure(executor, error, self._failed)
+        if not self._calls.pop(number, None):
+            return  # it was stuck
+        line = json.dumps({"id": number, **reply})
+        if len(line) >= executor.max_reply_bytes:
+            detail = f"the reply has {len(line)} bytes, more than {executor.max_reply_bytes}"
+            line = json.dumps({"id": number, "reason": executor.too_long, "detail": detail})
+        _write_line(self._replies, line)
+
+
+def _failure(executor: Executor, error: BaseException, failed: str) -> Reply:
+    if isinstance(error, WorkError):
+        return {"reason": error.reason, "detail": explain(error.detail)}
+    if isinstance(error, executor.ends_by):
+        why = f"out of memory ({executor.memory_key})" if isinstance(error, MemoryError) else f"exits: {error}"
+        os.write(2, f"worker: {why}\n".encode())
+        os._exit(1)
+    text = traceback_text(error, inspect.getfile(type(executor)))
+    return {"reason": failed, "detail": explain(error), "traceback": text}
+
+
+def _write(replies: TextIO, message: Reply) -> None:
+    _write_line(replies, json.dumps(message))
+
+
+def _write_line(replies: TextIO, line: str) -> None:
+    replies.write(line + "\n")
+    replies.flush()
+
+
+def _take_stdio() -> tuple[TextIO, TextIO]:
+    """Returns the pipes to the parent, moved to other descriptors so that functions may read stdin or print."""
+    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _limit(max_memory_bytes: int | None) -> None:
+    """Limits the address space, and turns core dumps off."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if max_memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+
+
+def load(target: str) -> tuple[Callable[..., Any], ModuleType]:
+    """Returns what `module:name` names, and its module.
+
+    Raises:
+        TypeError: It is not callable. Importing the module may raise anything.
+    """
+    module_name, _, name = target.partition(":")
+    module = importlib.import_module(module_name)
+    loaded = getattr(module, name)
+    if not callable(loaded):
+        raise TypeError(f"{target} is not a function")
+    return loaded, module
+
+
+def source_digest(module: ModuleType) -> str:
+    """Returns the hash of a module's source file."""
+    source = Path(module.__file__).read_bytes() if module.__file__ else b""
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+def explain(error: BaseException | str) -> str:
+    """Returns the text of an error that is sent to the parent, with its class."""
+    detail = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return detail[:_MAX_DETAIL_CHARS]
+
+
+def traceback_text(error: BaseException, module_file: str) -> str:
+    """Returns the traceback of an error from the user's code, for the parent's log.
+
+    Leaves out the frames before the call that `module_file` made.
+    """
+    kept = frame = error.__traceback__
+    while frame:
+        if frame.tb_next and frame.tb_frame.f_code.co_filename == module_file:
+            kept = frame.tb_next
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(kept)))[-_MAX_TRACEBACK_CHARS:]
+
+
+if __name__ == "__main__":
+    main()

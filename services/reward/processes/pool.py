@@ -1,276 +1,318 @@
-"""Runs a pool of processes that call one function and can be killed at any time.
+"""Runs worker processes: starts them, sends them calls, and kills and restarts them. child.py describes the protocol.
 
-services/reward/processes/worker.py describes the protocol.
+What the workers execute, and which of them gets a call, is said by those who derive from these classes: processes that
+call a function (functions.py), and those that play episodes (environments/pool.py).
 """
 
 import asyncio
 import contextlib
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from services.reward.errors import FailureReason, ScoringError
-from services.reward.processes.child import Child, Reply
-from services.reward.processes.crew import Crew
+from services.reward.errors import WorkError
+from services.reward.processes.child import CANCEL_S, Reply
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""Time limit for a worker to import its function. sympy takes about 1 s; a user's module may import torch."""
-MAX_REPLY_BYTES = 16 << 20
-"""Enough for a group of 1000 samples that all fail with the longest error text that worker.py keeps."""
-
-# How long a canceled call of an async function may take to end.
-_CANCEL_S = 2.0
+"""Time limit for a worker to import what it executes. sympy takes about 1 s; a user's module may import torch."""
+# How much longer than a stuck call a worker may be silent about its cancellation before it counts as stalled.
+_SILENCE_S = 2.0
+# How long a process that has closed its pipe may take to exit, which on a busy machine is more than a moment.
+_EXIT_S = 10.0
+# How long the rest of a killed process's replies is read. What it left behind may hold its pipe open forever.
+_REST_S = 1.0
+W = TypeVar("W", bound="Worker")
+Answer = asyncio.Future[Reply | WorkError]
+Calls = dict[int, tuple[Mapping[str, object], Answer]]
+"""Calls in progress by their number, and their answers to come."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Names the function that a worker calls, and says how it starts."""
+    """What a worker executes, and how it starts."""
 
-    path: str
-    """Function to call, as `module:function`."""
+    executor: str
+    """Executor, as `module:Class`."""
+    settings: Mapping[str, object]
+    """Arguments of the executor."""
+    error: Callable[[str, str, str], WorkError]
+    """Makes the error that is raised, of reason, detail and traceback."""
+    failed: str
+    """Reason of a failure of the user's code."""
+    max_reply_bytes: int
+    """Maximum size of a line that it writes."""
     max_memory_bytes: int | None = None
     """Limit of the worker's address space."""
-    init: Mapping[str, object] | None = None
-    """If set, the function is called once at the start with these keyword arguments. It returns a pair: the function
-    that scores, and its digest."""
     start_timeout_s: float = START_TIMEOUT_S
-    arguments: Sequence[str] = ()
-    """Names of the keyword arguments of a call. If set, a function that does not take them is refused at the start."""
+    same_hashes: bool = False
+    """Whether sets of text have the same order in every process. By default, Python makes it random."""
 
 
 class Worker:
-    """Runs one process, which the next call restarts if it is dead.
+    """One process, in a session of its own so that its children can be killed with it; `start` restarts a dead one.
 
-    One call at a time, unless the function is async. A call without an answer is canceled; if that does not help, the
+    A call that is canceled, or has no answer in its time limit, is canceled in the process; if that does not help, the
     process is killed.
     """
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, version: str = ""):
         self._target = target
-        self._child = Child("services.reward.processes.worker", MAX_REPLY_BYTES)
+        self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
-        self._numbers = itertools.count()
-        self._replies: dict[int, asyncio.Future[Reply | ScoringError]] = {}
         self._reading: asyncio.Task[None] | None = None
-        self.source_digest, self.is_async = "", False
+        self._numbers = itertools.count()
+        self._calls: Calls = {}
+        self._last_begun = -1
+        self._why_killed = ""
+        self.version = version
+        """That of what the run's first workers executed; empty for these."""
+        self.facts: Reply = {}
+        """What the process said when it was ready."""
 
     @property
     def alive(self) -> bool:
-        """Returns whether the process is running."""
-        return self._child.alive and self._reading is not None and not self._reading.done()
+        """Whether the process is running and answers."""
+        is_running = self._process is not None and self._process.returncode is None
+        return is_running and self._reading is not None and not self._reading.done()
 
     @property
     def pid(self) -> int:
-        """Returns the id of the last started process; 0 if none was started."""
-        return self._child.pid
+        """Id of the last started process; 0 if none was started."""
+        return self._process.pid if self._process else 0
 
     async def start(self) -> None:
-        """Starts the process, unless it is running, and waits until its function is imported.
+        """Starts the process, unless it is running, and waits until it has imported what it executes.
 
         Raises:
-            ScoringError: The function cannot be imported, or its source has changed since the first start.
+            WorkError: TIMEOUT or CRASHED if it does not get ready; else, it cannot be imported, or its source has
+                changed since the run began.
         """
         async with self._starting:
             if self.alive:
                 return
-            await self._child.kill()
-            reply = await self._say_hello()
-            if "reason" in reply:
-                raise _to_error(reply)
-            if self.source_digest not in ("", reply["source_digest"]):
-                await self.kill()
-                raise ScoringError(FailureReason.ERROR, "its source changed since OpenRun; close and reopen the run")
-            self.source_digest, self.is_async = reply["source_digest"], reply["is_async"]
+            await self._end("")
+            self._process, self._last_begun, self._why_killed = None, -1, ""
+            is_ready = False
+            try:
+                facts = await self._begin()
+                if self.version not in ("", facts["version"]):
+                    changed = "its source changed since OpenRun; close and reopen the run"
+                    raise self._target.error(self._target.failed, changed, "")
+                self.facts, self.version, is_ready = facts, facts["version"], True
+            finally:
+                if not is_ready:
+                    await self._end("")
             self._reading = asyncio.create_task(self._read())
 
-    async def call(self, message: Mapping[str, object], timeout_s: float) -> Reply:
-        """Sends a call and returns the reply. Starts the process first if it is dead.
+    async def call(self, message: Mapping[str, object], limit_s: float | None = None) -> Reply:
+        """Sends a call and returns the reply.
 
         Raises:
-            ScoringError: TIMEOUT after `timeout_s`; CRASHED if the process died or its reply is invalid, or another
-                call blocks it; or the error that the function raised.
+            WorkError: TIMEOUT after `limit_s`; CRASHED if the process died or its reply is invalid, or if another call
+                may have blocked this one; or what the worker says.
         """
-        await self.start()
+        if self._reading is None or self._reading.done():
+            raise self._crash("the worker died")
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._replies[number] = reply
-        answered = False
+        self._calls[number] = message, reply
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(limit_s):
                 with contextlib.suppress(OSError):  # it died: the reader reports why
-                    await self._child.write({"id": number, **message})
+                    await self._write({"id": number, **message})
                 answer = await asyncio.shield(reply)
-            answered = True
         except TimeoutError:
-            answer = ScoringError(FailureReason.TIMEOUT, f"no answer within {timeout_s:g} s")
-        finally:
-            if not answered and await self._is_blocked(number, reply):
-                answer = ScoringError(FailureReason.CRASHED, f"no answer within {timeout_s:g} s, nor to other samples")
-        if isinstance(answer, ScoringError):
+            late = f"no answer within {limit_s:g} s"
+            if await self._cancel(number, message, reply):
+                raise self._crash(f"{late}, nor to other calls") from None
+            raise self._target.error("TIMEOUT", late, "") from None
+        except asyncio.CancelledError:
+            await self._cancel(number, message, reply)
+            raise
+        if isinstance(answer, WorkError):
             raise answer
         if "reason" in answer:
-            raise _to_error(answer)
+            raise self._target.error(answer["reason"], str(answer["detail"]), answer.get("traceback", ""))
         return answer
 
-    async def kill(self) -> None:
-        """Kills the process and its children, and waits until it is gone."""
-        await self._child.kill()
+    async def kill(self, why: str = "the run was closed") -> None:
+        """Kills the process and its children, and waits until it is gone. Calls in progress fail for this reason."""
+        await self._end(why)
 
-    async def _is_blocked(self, number: int, reply: asyncio.Future[Reply | ScoringError]) -> bool:
-        """Cancels a call, or else kills the process. Returns whether another call may have blocked it."""
-        others = [one for one in self._replies.values() if one is not reply]
-        if self.is_async:
-            with contextlib.suppress(TimeoutError, OSError):
-                async with asyncio.timeout(_CANCEL_S):
-                    await self._child.write({"cancel": number})
-                    await asyncio.wait({reply})
-                    return False
-        await self.kill()
-        return bool(others)
+    async def _cancel(self, number: int, call: Mapping[str, object], reply: Answer) -> bool:
+        """Cancels a call, or else ends the process. Returns whether it ended and another call may be to blame."""
+        has_others = any(other is not reply for _, other in self._calls.values())
+        if not self.facts["is_concurrent"]:
+            await self._end("a call was canceled")
+            return has_others
+        try:
+            async with asyncio.timeout(CANCEL_S + _SILENCE_S):
+                await self._write({"cancel": number})
+                await asyncio.wait({reply})
+        except TimeoutError:
+            log.warning("worker %d is killed: it does not react any more", self.pid)
+            await self._end("the worker did not react any more and was killed")
+        except OSError:  # it died, and the reader finds out why
+            await asyncio.wait({reply})
+        answer = reply.result() if reply.done() else {}
+        if not isinstance(answer, WorkError) and "stuck" in answer:
+            await self._give_up(call)
+        return has_others and not self.alive
 
-    async def _say_hello(self) -> Reply:
-        target, started = self._target, False
+    async def _give_up(self, call: Mapping[str, object]) -> None:
+        """Is called when a canceled call does not end, although the process reacts."""
+        await self._end("a canceled call did not end")
+
+    def _lose(self, calls: Calls, why: str) -> None:
+        """Fails the calls in progress of a process that has ended."""
+        for _, reply in calls.values():
+            reply.set_result(self._crash(why))
+
+    def _crash(self, detail: str) -> WorkError:
+        return self._target.error("CRASHED", detail, "")
+
+    async def _begin(self) -> Reply:
+        """Starts the process and returns its first line."""
+        target = self._target
         try:
             async with asyncio.timeout(target.start_timeout_s):
-                await self._child.start()
-                await self._child.write(
-                    {
-                        "target": target.path,
-                        "init": target.init,
-                        "arguments": target.arguments,
-                        "max_memory_bytes": target.max_memory_bytes,
-                    }
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "services.reward.processes.child",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=target.max_reply_bytes,
+                    start_new_session=True,
+                    env=os.environ | ({"PYTHONHASHSEED": "0"} if target.same_hashes else {}),
                 )
-                reply = await self._child.read()
-            started = "reason" not in reply
-            return reply
+                start = {"executor": target.executor, "settings": target.settings, "failed": target.failed}
+                await self._write({**start, "max_memory_bytes": target.max_memory_bytes})
+                facts = await self._next_line()
         except TimeoutError:
-            detail = f"no answer within {target.start_timeout_s:g} s"
-            raise ScoringError(FailureReason.TIMEOUT, detail) from None
+            raise target.error("TIMEOUT", f"no answer within {target.start_timeout_s:g} s", "") from None
         except (EOFError, OSError, ValueError) as error:
-            raise await self._crash(error) from error
-        finally:
-            if not started:
-                await self.kill()
+            raise self._crash(await self._why_ended(error)) from error
+        if "reason" in facts:
+            raise target.error(facts["reason"], facts["detail"], "")
+        return facts
+
+    async def _write(self, message: Mapping[str, object]) -> None:
+        assert self._process and self._process.stdin, "start made it, with pipes"
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        await self._process.stdin.drain()
+
+    async def _next_line(self) -> Reply:
+        assert self._process and self._process.stdout, "start made it, with pipes"
+        line = await self._process.stdout.readline()
+        if not line.endswith(b"\n"):  # empty or incomplete: the process died
+            raise EOFError
+        return json.loads(line)
 
     async def _read(self) -> None:
         """Hands replies to their calls until the process ends or writes something else."""
         try:
             while True:
-                answer = await self._child.read()
-                self._replies.pop(answer["id"]).set_result(answer)
-        except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
-            crash = await self._crash(error)
-        replies, self._replies = self._replies, {}
-        for reply in replies.values():
-            reply.set_result(crash)
+                reply = await self._next_line()
+                if "began" in reply:
+                    self._last_begun = reply["id"]
+                else:
+                    self._calls.pop(reply["id"])[1].set_result(reply)
+        except (EOFError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = await self._why_ended(error)
+        except asyncio.CancelledError:  # by _end
+            why = "the worker was killed"
+        calls, self._calls = self._calls, {}
+        self._lose(calls, self._why_killed or why)
 
-    async def _crash(self, error: Exception) -> ScoringError:
+    async def _why_ended(self, error: Exception) -> str:
         """Returns why the process can answer no more, after it is gone."""
-        if isinstance(error, EOFError | OSError):
-            return ScoringError(FailureReason.CRASHED, f"worker died with exit code {await self._child.exit_code()}")
-        await self.kill()
-        detail = f"its reply has more than {MAX_REPLY_BYTES} bytes or is not JSON: {error}"
-        return ScoringError(FailureReason.CRASHED, detail)
+        if self._process is None:
+            return f"a worker did not start: {type(error).__name__} {error}"
+        if not isinstance(error, EOFError | OSError):
+            await self._kill_session()
+            size = self._target.max_reply_bytes
+            return f"its reply has more than {size} bytes or is not JSON: {type(error).__name__} {error}"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_S):
+                await self._process.wait()
+        await self._kill_session()
+        return f"worker died with exit code {self._process.returncode}"
+
+    async def _end(self, why: str) -> None:
+        """Kills the process, and waits until its calls have failed."""
+        self._why_killed = self._why_killed or why
+        await self._kill_session()
+        if self._reading:
+            await asyncio.wait({self._reading}, timeout=_REST_S)
+            self._reading.cancel()
+
+    async def _kill_session(self) -> None:
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
 
 
-class WorkerPool(Crew[Worker]):
-    """Runs processes that call `target`. A dead one is restarted while the others continue.
+class WorkerPool(Generic[W]):
+    """Runs `workers`. A dead one can be restarted while the others continue."""
 
-    They have `num_workers` calls at once, or `max_concurrent` if the function is async. `num_spares` more processes
-    wait, so that the next call need not wait for the restart. A call whose worker dies is made `num_tries` times. If
-    the function is async, another call may have been at fault: the call is then made again in a process without others.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        *,
-        num_workers: int,
-        timeout_s: float,
-        num_spares: int = 0,
-        max_concurrent: int = 1,
-        num_tries: int = 2,
-    ):
-        super().__init__([Worker(target) for _ in range(num_workers + num_spares)])
-        self._num_workers, self._max_concurrent, self._num_tries = num_workers, max_concurrent, num_tries
-        self._slots = asyncio.Semaphore(num_workers)
-        self._timeout_s = timeout_s
-        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
-        self._alone, self._turn_alone = Worker(target), asyncio.Lock()
+    def __init__(self, workers: Sequence[W]):
+        self._workers = workers
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @property
-    def source_digest(self) -> str:
-        """Returns the hash of the source file that the workers loaded."""
-        return self._workers[0].source_digest
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.pid for worker in self._workers]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def version(self) -> str:
+        """Version of what the workers execute."""
+        return self._workers[0].version
 
     async def open(self) -> None:
-        await super().open()
-        width = math.ceil(self._max_concurrent / self._num_workers) if self._workers[0].is_async else 1
-        self._slots = asyncio.Semaphore(self._num_workers * width)
-        for worker in [*self._workers] * width:
-            self._idle.put_nowait(worker)
+        """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started.
+
+        Raises:
+            WorkError: A worker cannot start.
+        """
+        results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                raise error
 
     async def close(self) -> None:
-        await super().close()
-        await self._alone.kill()
+        self._closed = True
+        for restart in self._restarts:
+            restart.cancel()
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
 
-    async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
-        """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
+    def _restart(self, worker: W) -> asyncio.Task[None]:
+        """Starts a dead worker again. If that fails, the next call that needs the worker says why."""
+        restart = asyncio.create_task(self._start(worker))
+        self._restarts.add(restart)
+        restart.add_done_callback(self._restarts.discard)
+        return restart
 
-        Waiting for an idle worker does not count against the time limit.
-
-        Raises:
-            ScoringError: As in Worker.call; CRASHED if the pool is closed.
-        """
-        return (await self._call({"fields": fields}, limit_s))["score"]
-
-    async def call_group(self, fields: Mapping[str, object], num_samples: int) -> list[float | ScoringError]:
-        """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample.
-
-        Raises:
-            ScoringError: As in `call`, if the whole group has no scores.
-        """
-        reply = await self._call({"fields": fields, "num_samples": num_samples})
-        return [_to_error(score) if isinstance(score, dict) else score for score in reply["scores"]]
-
-    async def _call(self, message: Mapping[str, object], limit_s: float = math.inf) -> Reply:
-        tries = [self._try] * self._num_tries
-        if self._workers[0].is_async:
-            tries = [self._try, *[self._try_alone] * self._num_tries]
-        for attempt in tries[:-1]:
-            try:
-                return await attempt(message, limit_s)
-            except ScoringError as error:
-                if error.reason is not FailureReason.CRASHED or self._closed:
-                    raise
-        return await tries[-1](message, limit_s)
-
-    async def _try_alone(self, message: Mapping[str, object], limit_s: float) -> Reply:
-        async with self._turn_alone:
-            self._require_open()
-            return await self._alone.call(message, min(limit_s, self._timeout_s))
-
-    async def _try(self, message: Mapping[str, object], limit_s: float) -> Reply:
-        async with self._slots:
-            worker = await self._idle.get()
-            try:
-                self._require_open()
-                return await worker.call(message, min(limit_s, self._timeout_s))
-            finally:
-                self._give_back(worker)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ScoringError(FailureReason.CRASHED, "the run was closed")
-
-    def _give_back(self, worker: Worker) -> None:
-        if worker.alive or self._closed:
-            self._idle.put_nowait(worker)
-            return
-        # If it fails, the next call on this worker tries again.
-        self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
-
-
-def _to_error(reply: Reply) -> ScoringError:
-    return ScoringError(FailureReason(reply["reason"]), reply["detail"], reply.get("traceback", ""))
+    async def _start(self, worker: W) -> None:
+        try:
+            await worker.start()
+        except WorkError as error:
+            log.warning("a worker did not restart: %s", error)

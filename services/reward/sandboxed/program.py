@@ -54,7 +54,7 @@ _CONTAINERS = (list, dict, set, bytearray)
 
 
 class Program:
-    """Holds the program's objects that the test's process knows, by their numbers."""
+    """The program's objects that the test's process knows, by their numbers."""
 
     def __init__(self, peer: Peer, printed: io.StringIO):
         self._peer, self._printed = peer, printed

@@ -1,2 +1,1 @@
-"""Implements the scorers, one per file. A new scorer also needs a config in common/config/reward/section.py and a line
-in run.py."""
+"""The scorers. A new one also needs a config in services/common/config/reward.py and a line in run.py."""

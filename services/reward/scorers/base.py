@@ -1,19 +1,22 @@
-"""Defines the interface of scorers. Imports nothing heavy, because worker processes load this too."""
+"""The interface of scorers, and those whose work can hang or crash: they call a function in a pool of processes."""
 
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
+from services.common.config.reward import PythonConfig, RewardConfig
+from services.common.config.scorers import ITEM_FIELDS
 from services.reward.errors import ScoringError
+from services.reward.processes.functions import FunctionPool, function_target
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Item:
-    """Holds one sample with the dataset row that it answers. `extra` has the row's other columns, as JSON values."""
+    """One sample with the dataset row that it answers. `extra` has the row's other columns, as JSON values."""
 
     prompt: str
     answer: str
@@ -71,3 +74,59 @@ def expected(results: Sequence[Result | BaseException]) -> list[Result | Scoring
 def share_s(group_timeout_s: float, *, num_samples: int, num_slots: int) -> float:
     """Returns how long each of `num_samples` may take, `num_slots` at once, so that a group ends in its time limit."""
     return group_timeout_s / math.ceil(num_samples / num_slots)
+
+
+class WorkerScorer(Scorer):
+    """Calls `target`, a `module:function`, in a worker process with the item's fields and `kwargs`."""
+
+    num_spares = 0
+    """Number of processes that wait for another one to be killed."""
+    num_tries = 2
+    """How often a sample is scored whose worker dies."""
+
+    def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig, *, max_concurrent: int = 1):
+        self._kwargs = kwargs
+        self._pool = FunctionPool(
+            function_target(
+                target, max_memory_bytes=int(run.max_memory_gib * 2**30), arguments=(*ITEM_FIELDS, *kwargs)
+            ),
+            num_workers=run.num_workers,
+            timeout_s=run.timeout_s,
+            num_spares=self.num_spares,
+            max_concurrent=max_concurrent,
+            num_tries=self.num_tries,
+        )
+
+    async def open(self) -> None:
+        """Starts all workers concurrently, and returns when they have imported their function."""
+        await self._pool.open()
+
+    async def score(self, item: Item) -> float:
+        return await self._pool.call({**asdict(item), **self._kwargs})
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def columns(items: Sequence[Item]) -> dict[str, list[object]]:
+    """Returns each field of the items as a list, in the order of `items`."""
+    return {name: [vars(item)[name] for item in items] for name in ITEM_FIELDS}
+
+
+class PythonScorer(WorkerScorer):
+    """Scores with the function's results. Its path comes from the run's config, never from a sample."""
+
+    def __init__(self, config: PythonConfig, run: RewardConfig):
+        super().__init__(config.path, config.kwargs, run, max_concurrent=config.max_concurrent)
+        self._takes_groups = config.group
+
+    async def open(self) -> None:
+        """Starts the workers. The version is the hash of the source file that they loaded."""
+        await super().open()
+        self.version = self._pool.version
+
+    async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
+        """Calls the function once for the group if the config says so, otherwise once per item."""
+        if not self._takes_groups:
+            return await super().score_group(items)
+        return await self._pool.call_group({**columns(items), **self._kwargs}, len(items))

@@ -37,7 +37,6 @@ class CodeScorer(Scorer):
         self._sandbox = Sandbox(self._limits)
 
     async def open(self) -> None:
-        """Creates one sandbox, to check that this host can."""
         await self._sandbox.open()
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
@@ -49,12 +48,7 @@ class CodeScorer(Scorer):
         return expected(await asyncio.gather(*scores, return_exceptions=True))
 
     async def _score(self, item: Item, limit_s: float) -> float:
-        """Returns a score from 0.0 to 1.0. Tests that have not ended `limit_s` after the start have failed.
-
-        Raises:
-            ScoringError: INVALID_ANSWER if no program could pass the row's tests, ERROR if the sandbox does not start,
-                CRASHED if the run is closed.
-        """
+        """Returns a score from 0.0 to 1.0. Tests that have not ended `limit_s` after the start have failed."""
         tests = read_tests(self._tests_of(item), float_tolerance=self._config.float_tolerance)
         self._check_sizes(tests)
         program = find_program(item.completion, require_fence=self._config.require_fence)
@@ -75,7 +69,6 @@ class CodeScorer(Scorer):
                 self._running.discard(running)
 
     async def close(self) -> None:
-        """Kills all running programs."""
         self._closed = True
         for running in self._running:
             running.cancel()

@@ -11,10 +11,9 @@ from services.common.config.reward import RewardConfig
 from services.common.config.scorers import HttpConfig, JudgeConfig, ModelConfig, parse_template
 from services.common.process import missing_modules
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.processes.pool import Target, WorkerPool
+from services.reward.processes.functions import FunctionPool, function_target
 from services.reward.remote import MayPassError, Remote
-from services.reward.scorers.base import Item, Scorer
-from services.reward.scorers.worker import columns
+from services.reward.scorers.base import Item, Scorer, columns
 
 LOAD_FIELDS = {"path", "label", "template", "device", "dtype", "batch_size", "max_tokens"}
 """Config keys that are passed to the worker's `load`."""
@@ -24,8 +23,8 @@ class ModelScorer(Scorer):
     """Scores with a logit of a sequence-classification model. See services/reward/graders/model.py."""
 
     def __init__(self, config: ModelConfig, run: RewardConfig):
-        self._pool = WorkerPool(
-            Target(
+        self._pool = FunctionPool(
+            function_target(
                 "services.reward.graders.model:load",
                 init=config.model_dump(include=LOAD_FIELDS),
                 start_timeout_s=config.start_timeout_s,
@@ -44,14 +43,12 @@ class ModelScorer(Scorer):
             detail = f"{', '.join(missing)} is missing: pip install 'lockstep-rl[reward-model]'"
             raise ScoringError(FailureReason.ERROR, detail)
         await self._pool.open()
-        self.version = self._pool.source_digest
+        self.version = self._pool.version
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Scores the group with one call."""
         return await self._pool.call_group(columns(items), len(items))
 
     async def close(self) -> None:
-        """Kills the worker."""
         await self._pool.close()
 
 
@@ -77,13 +74,14 @@ class JudgeScorer(Scorer):
         self._remote = Remote(
             config, timeout_s, request_timeout_s=config.request_timeout_s, retry_statuses=_TOO_MANY_REQUESTS
         )
-        target = Target("services.reward.graders.texts:extract_score", max_memory_bytes=int(run.max_memory_gib * 2**30))
-        self._pool = WorkerPool(target, num_workers=1, timeout_s=run.timeout_s)
+        target = function_target(
+            "services.reward.graders.texts:extract_score", max_memory_bytes=int(run.max_memory_gib * 2**30)
+        )
+        self._pool = FunctionPool(target, num_workers=1, timeout_s=run.timeout_s)
         settings = config.model_dump_json(exclude=_NOT_IN_VERSION)
         self.version = f"{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     async def open(self) -> None:
-        """Reads the key and starts the worker; sends nothing to the judge."""
         await self._remote.open()
         await self._pool.open()
 
@@ -112,7 +110,6 @@ class JudgeScorer(Scorer):
         return score * self._config.scale
 
     async def close(self) -> None:
-        """Ends all requests and kills the worker."""
         await self._remote.close()
         await self._pool.close()
 
@@ -167,7 +164,6 @@ class HttpScorer(Scorer):
         return scores
 
     async def close(self) -> None:
-        """Ends all requests in progress."""
         await self._remote.close()
 
 

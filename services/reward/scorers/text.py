@@ -19,8 +19,7 @@ from services.common.config.reward import (
 )
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.texts import after_reasoning, normalize, one_width
-from services.reward.scorers.base import Item, Scorer, expected, share_s
-from services.reward.scorers.worker import WorkerScorer
+from services.reward.scorers.base import Item, Scorer, WorkerScorer, expected, share_s
 
 
 class ExactScorer(Scorer):
@@ -32,7 +31,6 @@ class ExactScorer(Scorer):
         self._ignore_case = config.ignore_case
 
     async def score(self, item: Item) -> float:
-        """Returns 1.0 or 0.0."""
         completion, answer = (unicodedata.normalize("NFC", text).strip() for text in (item.completion, item.answer))
         if self._ignore_case:
             completion, answer = (unicodedata.normalize("NFC", text.casefold()) for text in (completion, answer))
@@ -51,7 +49,6 @@ class AnswerScorer(Scorer):
         self._key = config.answers_key
 
     async def score(self, item: Item) -> float:
-        """Returns 1.0 or 0.0."""
         accepted = {normalize(answer) for answer in self._accepted(item)} - {""}
         if not accepted:
             raise ScoringError(FailureReason.INVALID_ANSWER, "every accepted answer is empty")
@@ -155,7 +152,6 @@ class LengthScorer(Scorer):
         self._max_tokens = config.max_tokens
 
     async def score(self, item: Item) -> float:
-        """Returns a score from -1.0 to 0.0."""
         over = (item.num_tokens - self._target_tokens) / (self._max_tokens - self._target_tokens)
         return -min(max(over, 0.0), 1.0)
 

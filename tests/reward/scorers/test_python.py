@@ -164,7 +164,7 @@ async def test_a_worker_killed_while_idle_costs_no_sample(open_run, make_item, g
         pids = run._scorers[0]._pool.pids
         os.kill(pids[0], signal.SIGKILL)
         assert await gone(pids)
-        await run._scorers[0]._pool._workers[0]._child._process.wait()
+        await run._scorers[0]._pool._workers[0]._process.wait()
         (outcome,) = await run.score([make_item("2.5")])
     assert outcome.reward == 2.5
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from services.reward.environments.tools.syntax import is_deep, read_json
 
 Schema = Mapping[str, Any]
-_TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+_TYPES: Mapping[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 _CLASSES: Mapping[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,),
     "array": (list,), "null": (type(None),),
@@ -30,7 +30,7 @@ def text_tool_schema(name: str, description: str, argument: str, meaning: str) -
     return tool_schema(name, description, {"type": "object", "properties": properties, "required": [argument]})
 
 
-def function_schema(function: Callable[..., Any]) -> Schema:
+def function_schema(function: Callable[..., object]) -> Schema:
     """Returns the schema of a function, from its signature and docstring (Google style).
 
     Raises:
@@ -38,7 +38,7 @@ def function_schema(function: Callable[..., Any]) -> Schema:
     """
     hints = typing.get_type_hints(function)
     summary, meanings = _read_docstring(inspect.getdoc(function) or "")
-    properties: dict[str, Any] = {}
+    properties: dict[str, object] = {}
     required = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

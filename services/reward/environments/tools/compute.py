@@ -43,7 +43,6 @@ class Python(Tool):
         )
 
     async def open(self) -> None:
-        """Creates one sandbox, to check that this host can."""
         try:
             await self._sandbox.open()
         except ScoringError as error:
@@ -63,7 +62,6 @@ class Python(Tool):
             raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
 
     async def close(self) -> None:
-        """Removes the sandbox's files."""
         self._sandbox.close()
 
     async def _run(self, test: Mapping[str, object]) -> str:
@@ -98,7 +96,6 @@ class Calculator(Tool):
         pass
 
     async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
-        """Returns the value as Python writes it."""
         return str(compute(arguments["expression"]))
 
 

@@ -68,23 +68,21 @@ class CallingEnvironment(Environment):
             self._arguments[name] = argument
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        """Adds nothing to the row's prompt."""
         return ()
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
-        """Calls the tools that the policy asks for."""
         calls = find_calls(
             self._syntax, turn.text, self._arguments, self._reasoning_tags, is_reasoning=turn.is_reasoning
         )
         if self._syntax == "qwen3_coder":
             calls = [self._typed(call) if isinstance(call, ToolCall) else call for call in calls]
-        asked = [asyncio.create_task(self._answer(episode_id, call, 1 / len(calls))) for call in calls]
+        calling = [asyncio.create_task(self._answer(episode_id, call, 1 / len(calls))) for call in calls]
         try:
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*calling)
         finally:
-            for call in asked:
+            for call in calling:
                 call.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*calling, return_exceptions=True)
         made = [call for call in calls if isinstance(call, ToolCall)]
         messages, outcomes = [message for message, _ in answers], [outcome for _, outcome in answers]
         return Reply(messages, done=not calls, tool_calls=made, outcomes=outcomes)
@@ -131,7 +129,6 @@ class ToolsEnvironment(CallingEnvironment):
         self._has_functions, self._turn_s = bool(paths), config.turn_s
 
     async def open(self) -> None:
-        """Starts the tools, one after the other."""
         for tool in self._tools.values():
             await tool.open()
         if self._has_functions:
@@ -146,15 +143,12 @@ class ToolsEnvironment(CallingEnvironment):
         self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
 
     def isolate(self, episode_id: str) -> None:
-        """Calls the episode's functions in a worker of its own."""
         self._functions.workers.isolate(episode_id)
 
     def fault(self, episode_id: str) -> EpisodeError | None:
-        """Returns whether a function is stuck in its worker, or the worker is lost."""
         return self._functions.workers.fault(episode_id)
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        """Adds nothing to the row's prompt."""
         if self._has_functions:
             await self._functions.begin(episode_id)
         return ()
@@ -175,12 +169,10 @@ class ToolsEnvironment(CallingEnvironment):
         return await tool.call({name: str(value) for name, value in arguments.items()}, share * self._turn_s)
 
     async def end(self, episode_id: str) -> None:
-        """Frees the episode's place among the workers."""
         if self._has_functions:
             await self._functions.end(episode_id)
 
     async def close(self) -> None:
-        """Ends all tools."""
         await self._functions.close()
         await asyncio.gather(*(server.close() for server in self._servers))
         for tool in self._tools.values():

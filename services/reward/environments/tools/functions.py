@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from services.reward.environments.base import ToolCall
+from services.reward.environments.executor import MAX_REPLY_BYTES
+from services.reward.environments.pool import EpisodePool, class_target
 from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, function_schema
-from services.reward.environments.worker import MAX_REPLY_BYTES
-from services.reward.environments.workers import Target, Workers
 from services.reward.errors import EnvironmentFailure, EpisodeError
-from services.reward.processes import child_setup
+from services.reward.processes import child
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +24,15 @@ class FunctionTools:
 
     def __init__(self, paths: Sequence[str], num_workers: int, max_memory_bytes: int):
         self.schemas: Sequence[Schema] = ()
-        target = Target("services.reward.environments.tools.functions:Functions", {"paths": paths}, max_memory_bytes)
-        self.workers = Workers(target, num_workers)
+        target = class_target(
+            "services.reward.environments.tools.functions:Functions", {"paths": paths}, max_memory_bytes
+        )
+        self.workers = EpisodePool(target, num_workers)
         """The processes."""
         self._logged: set[tuple[str, str]] = set()
 
     @property
     def version(self) -> str:
-        """Returns the hash of the functions' sources."""
         return f"functions-{self.workers.version}"
 
     async def open(self) -> None:
@@ -72,7 +73,6 @@ class FunctionTools:
         await self.workers.end(episode_id)
 
     async def close(self) -> None:
-        """Kills the workers."""
         await self.workers.close()
 
     def _log_once(self, name: str, raised: str, traceback: str) -> None:
@@ -115,16 +115,16 @@ class Functions:
         """
         digests = []
         for path in paths:
-            function, module = child_setup.load(path)
+            function, module = child.load(path)
             function_schema(function)
-            digests.append(child_setup.source_digest(module))
+            digests.append(child.source_digest(module))
         if len({path.partition(":")[2] for path in paths}) < len(paths):
             raise TypeError(f"two functions have the same name: {', '.join(paths)}")
         cls.version = hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
 
     def __init__(self, paths: Sequence[str]):
-        self._functions: Mapping[str, Callable[..., Any]] = {
-            path.partition(":")[2]: child_setup.load(path)[0] for path in paths
+        self._functions: Mapping[str, Callable[..., object]] = {
+            path.partition(":")[2]: child.load(path)[0] for path in paths
         }
 
     def reset(self, seed: int, row: Mapping[str, object]) -> str:
@@ -184,11 +184,7 @@ def _text(result: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """Returns a value as JSON can hold it.
-
-    Raises:
-        EpisodeError: It has no text but its address in memory, which differs in every process.
-    """
+    """Returns a value as JSON can hold it."""
     if hasattr(value, "tolist"):  # numpy's numbers and arrays, and torch's
         return value.tolist()
     if isinstance(value, bytes | bytearray):
@@ -205,8 +201,8 @@ def _error(error: Exception) -> Step:
     """
     text = str(error) if isinstance(error, ValueError) else ""
     answer = {
-        "error": child_setup.explain(text or error),
+        "error": child.explain(text or error),
         "raised": type(error).__name__,
-        "traceback": child_setup.traceback_text(error, __file__),
+        "traceback": child.traceback_text(error, __file__),
     }
     return json.dumps(answer), 0.0, False

@@ -32,7 +32,7 @@ class Connection:
         self._config = config
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
-        self._asked: set[asyncio.Future[Any]] = set()
+        self._requests: set[asyncio.Future[Any]] = set()
         self._holding = asyncio.create_task(self._hold())
 
     async def ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
@@ -43,18 +43,17 @@ class Connection:
             Exception: Whatever else the request raises, such as MCPError.
         """
         session = await self._limited(asyncio.shield(self._session), START_TIMEOUT_S)
-        asked = asyncio.ensure_future(request(session))
-        self._asked.add(asked)
+        answer = asyncio.ensure_future(request(session))
+        self._requests.add(answer)
         try:
-            return await self._limited(asked, self._config.timeout_s)
+            return await self._limited(answer, self._config.timeout_s)
         finally:
-            asked.cancel()
-            self._asked.discard(asked)
+            answer.cancel()
+            self._requests.discard(answer)
 
     async def close(self) -> None:
-        """Ends the session after the requests in progress, which have time limits."""
-        if self._asked:
-            await asyncio.wait(self._asked, timeout=self._config.timeout_s)
+        if self._requests:
+            await asyncio.wait(self._requests, timeout=self._config.timeout_s)
         self._closing.set()
         await asyncio.wait({self._holding}, timeout=_CLOSE_S)
         self._holding.cancel()
@@ -171,7 +170,6 @@ class McpTools:
         return text
 
     async def close(self) -> None:
-        """Ends all sessions."""
         if self._connection:
             self._replace(self._connection)
         await asyncio.gather(*self._closing)

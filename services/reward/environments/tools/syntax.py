@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from services.reward.environments.base import ToolCall
 
@@ -31,7 +30,7 @@ _VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=[^<>\n]+>|</functio
 
 @dataclass(frozen=True)
 class BadCall:
-    """Says why a call cannot be made, in words for the policy. The name is empty if it is unknown."""
+    """Why a call cannot be made, in words for the policy. The name is empty if it is unknown."""
 
     name: str
     detail: str
@@ -251,7 +250,7 @@ def _not_json(error: Exception, begin: int) -> BadCall:
     return BadCall("", f"the call is not valid JSON: {detail}")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) < len(pairs):
         raise ValueError("a key is set twice")

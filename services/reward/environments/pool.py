@@ -1,0 +1,216 @@
+"""Gives episodes to worker processes that each play many, so that one that fails hurts others as little as can be.
+
+- A call that does not end when it is canceled is stuck, mostly in a thread. Its worker gets no more episodes, and ends
+  once its others have ended; another takes its place.
+- If a worker dies, or stalls so that it has to be killed, the call that began last is the likeliest cause. The other
+  episodes fail as NEIGHBOR; so do all of them if none had a call in progress.
+- An episode can be isolated: it gets a process of its own.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from services.reward.environments.base import off_the_clock
+from services.reward.environments.executor import MAX_REPLY_BYTES
+from services.reward.errors import EnvironmentFailure, EpisodeError
+from services.reward.processes.child import Reply
+from services.reward.processes.pool import Calls, Target, Worker, WorkerPool
+
+log = logging.getLogger(__name__)
+
+
+def class_target(path: str, kwargs: Mapping[str, object], max_memory_bytes: int) -> Target:
+    """Returns how a worker starts that plays episodes of a class, a `module:Class`."""
+    return Target(
+        "services.reward.environments.executor:EpisodeExecutor",
+        {"path": path, "kwargs": kwargs},
+        lambda reason, detail, traceback: EpisodeError(EnvironmentFailure(reason), detail, traceback),
+        failed=EnvironmentFailure.CRASHED,
+        max_reply_bytes=2 * MAX_REPLY_BYTES,
+        max_memory_bytes=max_memory_bytes,
+        # The samples of a prompt group play on several workers and must meet the same world.
+        same_hashes=True,
+    )
+
+
+class EpisodeWorker(Worker):
+    """One process, started once. Its episodes are lost if it dies."""
+
+    def __init__(self, target: Target, version: str, on_loss: Callable[["EpisodeWorker"], None] | None):
+        """Prepares a process.
+
+        Args:
+            target: What it runs.
+            version: That of the class when the run began; empty for the run's first workers.
+            on_loss: Is called when it must get no further episodes, because it died or a call is stuck. None if it
+                plays only one episode.
+        """
+        super().__init__(target, version)
+        self._on_loss = on_loss
+        self._is_fault = True
+        self.episodes: set[str] = set()
+        """Episodes that have begun here and not ended."""
+        self.faults: dict[str, EpisodeError] = {}
+        """Why episodes cannot go on here."""
+
+    async def start(self) -> None:
+        try:
+            await super().start()
+        except EpisodeError as error:  # a late start is no fault of the episode's
+            raise _crashed(error.detail) from error.__cause__
+
+    async def play(self, episode: str, message: Mapping[str, object]) -> Reply:
+        """Sends a call of an episode and returns the reply.
+
+        Raises:
+            EpisodeError: As the worker says; the episode's fault if the worker died.
+        """
+        if episode in self.faults:
+            raise self.faults[episode]
+        return await self.call({"episode": episode, **message})
+
+    async def kill(self, why: str = "the run was closed") -> None:
+        if not self._why_killed:
+            self._is_fault = False
+        await super().kill(why)
+
+    async def _give_up(self, call: Mapping[str, object]) -> None:
+        episode = str(call["episode"])
+        log.warning("worker %d gets no more episodes: a call of %s does not end", self.pid, episode)
+        detail = "an earlier call of the episode does not end"
+        self.faults[episode] = EpisodeError(EnvironmentFailure.TIMEOUT, detail, alone=self._on_loss is not None)
+        if self._on_loss:
+            self._on_loss(self)
+
+    def _lose(self, calls: Calls, why: str) -> None:
+        episodes = {number: str(call["episode"]) for number, (call, _) in calls.items()}
+        begun = [episode for number, episode in episodes.items() if number <= self._last_begun]
+        self._blame(begun, set(episodes.values()), why)
+        for number, (_, reply) in calls.items():
+            reply.set_result(self.faults[episodes[number]])
+        if self._on_loss:
+            self._on_loss(self)
+
+    def _blame(self, begun: Sequence[str], waiting: set[str], why: str) -> None:
+        """Sets the fault of each episode, given those whose calls had begun, in order, and all that have calls."""
+        hurt = (self.episodes | waiting) - self.faults.keys()
+        suspects = [episode for episode in begun if episode in hurt] or list(hurt)[: len(hurt) == 1]
+        for episode in hurt:
+            if self._is_fault and episode in suspects[-1:]:
+                of = f", in the last of {len(suspects)} calls" if len(suspects) > 1 else ""
+                detail, is_shared = f"{why}{of}", self._on_loss is not None
+                self.faults[episode] = EpisodeError(EnvironmentFailure.CRASHED, detail, alone=is_shared)
+            else:
+                detail = f"{why}, perhaps because of another episode"
+                self.faults[episode] = EpisodeError(EnvironmentFailure.NEIGHBOR, detail)
+
+
+class EpisodePool(WorkerPool[EpisodeWorker]):
+    """Gives each episode to the worker with the fewest. A lost worker is replaced while the others continue."""
+
+    def __init__(self, target: Target, num_workers: int):
+        self._target = target
+        super().__init__([EpisodeWorker(target, "", self._lose) for _ in range(num_workers)])
+        self._places: dict[str, EpisodeWorker] = {}
+        self._isolated: set[str] = set()
+        self._places_alone = asyncio.Semaphore(num_workers)
+        self._retired: list[EpisodeWorker] = []  # each has a stuck call, and episodes that go on
+        self._kills: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        await super().open()
+        self.roles: Sequence[str] = self._workers[0].facts["roles"]
+        """Roles of the messages that the class may send."""
+
+    def isolate(self, episode: str) -> None:
+        """Gives the episode, which has not begun, a worker of its own. At most `num_workers` have one; others wait."""
+        self._isolated.add(episode)
+
+    def fault(self, episode: str) -> EpisodeError | None:
+        """Returns why the episode cannot go on, if its worker is lost or its call is stuck."""
+        return self._places[episode].faults.get(episode) if episode in self._places else None
+
+    async def begin(self, episode: str, message: Mapping[str, object]) -> Reply:
+        """Sends the first call of an episode, which stays on the worker that gets it.
+
+        Raises:
+            EpisodeError: As in EpisodeWorker.play.
+        """
+        if self._closed:
+            raise _crashed("the run was closed")
+        with off_the_clock():
+            worker = await (self._own(episode) if episode in self._isolated else self._free())
+        self._places[episode] = worker
+        worker.episodes.add(episode)
+        return await worker.play(episode, message)
+
+    async def call(self, episode: str, message: Mapping[str, object]) -> Reply:
+        """Sends a further call of an episode.
+
+        Raises:
+            EpisodeError: As in EpisodeWorker.play.
+        """
+        return await self._places[episode].play(episode, message)
+
+    async def end(self, episode: str) -> None:
+        worker = self._places.pop(episode, None)
+        if worker is None:
+            self._isolated.discard(episode)
+            return
+        try:
+            if worker.alive and episode not in worker.faults:
+                await worker.play(episode, {"call": "end"})
+        finally:
+            worker.episodes.discard(episode)
+            if episode in self._isolated:
+                self._isolated.discard(episode)
+                await worker.kill()
+                self._places_alone.release()
+            elif worker in self._retired and not worker.episodes:
+                self._retired.remove(worker)
+                await worker.kill()
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.gather(*(worker.kill() for worker in {*self._retired, *self._places.values()}), *self._kills)
+
+    async def _own(self, episode: str) -> EpisodeWorker:
+        await self._places_alone.acquire()
+        worker = self._places[episode] = EpisodeWorker(self._target, self.version, None)
+        await worker.start()
+        return worker
+
+    async def _free(self) -> EpisodeWorker:
+        if not any(worker.alive for worker in self._workers):
+            if not self._restarts:
+                self._replace(self._workers[0])
+            await asyncio.wait({*self._restarts}, return_when=asyncio.FIRST_COMPLETED)
+        alive = [worker for worker in self._workers if worker.alive]
+        if not alive:
+            raise _crashed("no worker could be restarted; the service's log says why")
+        return min(alive, key=lambda worker: len(worker.episodes))
+
+    def _lose(self, worker: EpisodeWorker) -> None:
+        """Puts another in the place of a worker that died or has a stuck call."""
+        if not worker.alive and worker in self._retired:
+            self._retired.remove(worker)
+        if self._closed or worker not in self._workers:
+            return
+        self._replace(worker)
+        if worker.alive:
+            self._retired.append(worker)
+        if len(self._retired) > len(self._workers):
+            oldest = self._retired[0]
+            kill = asyncio.create_task(oldest.kill(f"{len(self._retired)} workers have calls that do not end"))
+            self._kills.add(kill)
+            kill.add_done_callback(self._kills.discard)
+
+    def _replace(self, worker: EpisodeWorker) -> None:
+        fresh = EpisodeWorker(self._target, self.version, self._lose)
+        self._workers = [fresh if one is worker else one for one in self._workers]
+        self._restart(fresh)
+
+
+def _crashed(detail: str) -> EpisodeError:
+    return EpisodeError(EnvironmentFailure.CRASHED, detail)

@@ -1,0 +1,216 @@
+"""Calls one function in a pool of processes: what a worker executes, and who gets a call.
+
+-> {"fields": {"completion": "...", "answer": "...", ...}}                      keyword arguments
+<- {"score": 1.0}
+-> {"fields": {"completion": ["...", "..."], ...}, "num_samples": 2}            a prompt group
+<- {"scores": [1.0, {"reason": "ERROR", "detail": "..."}]}
+"""
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from services.common.import_path import require_takes
+from services.reward.errors import FailureReason, ScoringError
+from services.reward.processes import child
+from services.reward.processes.child import Executor, Reply
+from services.reward.processes.pool import START_TIMEOUT_S, Target, Worker, WorkerPool
+
+Value = TypeVar("Value")
+MAX_REPLY_BYTES = 16 << 20
+"""Enough for a group of 1000 samples that all fail with the longest error text that a worker keeps."""
+
+
+def function_target(
+    path: str,
+    *,
+    max_memory_bytes: int | None = None,
+    init: Mapping[str, object] | None = None,
+    arguments: Sequence[str] = (),
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Target:
+    """Returns how a worker starts that calls a function.
+
+    Args:
+        path: Function to call, as `module:function`.
+        max_memory_bytes: Limit of the worker's address space.
+        init: If set, the function is called once at the start with these keyword arguments. It returns a pair: the
+            function that scores, and its digest.
+        arguments: Names of the keyword arguments of a call. If set, a function that does not take them is refused.
+        start_timeout_s: Time limit for the start.
+    """
+    return Target(
+        "services.reward.processes.functions:FunctionExecutor",
+        {"path": path, "init": init, "arguments": arguments},
+        _to_error,
+        failed=FailureReason.ERROR,
+        max_reply_bytes=MAX_REPLY_BYTES,
+        max_memory_bytes=max_memory_bytes,
+        start_timeout_s=start_timeout_s,
+    )
+
+
+class FunctionPool(WorkerPool[Worker]):
+    """Processes that call the function of `target`. A dead one is restarted while the others continue.
+
+    They have `num_workers` calls at once, or `max_concurrent` if the function is async. `num_spares` more processes
+    wait, so that the next call need not wait for the restart. A call whose worker dies is made `num_tries` times. If
+    the function is async, another call may have been at fault: the call is then made again in a process without others.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        num_spares: int = 0,
+        max_concurrent: int = 1,
+        num_tries: int = 2,
+    ):
+        super().__init__([Worker(target) for _ in range(num_workers + num_spares)])
+        self._num_workers, self._max_concurrent, self._num_tries = num_workers, max_concurrent, num_tries
+        self._slots = asyncio.Semaphore(num_workers)
+        self._timeout_s = timeout_s
+        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        self._alone, self._turn_alone = Worker(target), asyncio.Lock()
+
+    async def open(self) -> None:
+        await super().open()
+        width = math.ceil(self._max_concurrent / self._num_workers) if self._is_async else 1
+        self._slots = asyncio.Semaphore(self._num_workers * width)
+        for worker in [*self._workers] * width:
+            self._idle.put_nowait(worker)
+
+    async def close(self) -> None:
+        await super().close()
+        await self._alone.kill()
+
+    async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
+        """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
+
+        Waiting for an idle worker does not count against the time limit.
+
+        Raises:
+            ScoringError: As in Worker.call; CRASHED if the pool is closed.
+        """
+        return (await self._call({"fields": fields}, limit_s))["score"]
+
+    async def call_group(self, fields: Mapping[str, object], num_samples: int) -> list[float | ScoringError]:
+        """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample.
+
+        Raises:
+            ScoringError: As in `call`, if the whole group has no scores.
+        """
+        reply = await self._call({"fields": fields, "num_samples": num_samples})
+        return [_to_error(**score) if isinstance(score, dict) else score for score in reply["scores"]]
+
+    @property
+    def _is_async(self) -> bool:
+        return self._workers[0].facts["is_concurrent"]
+
+    async def _call(self, message: Mapping[str, object], limit_s: float = math.inf) -> Reply:
+        tries = [self._try] * self._num_tries
+        if self._is_async:
+            tries = [self._try, *[self._try_alone] * self._num_tries]
+        for attempt in tries[:-1]:
+            try:
+                return await attempt(message, limit_s)
+            except ScoringError as error:
+                if error.reason is not FailureReason.CRASHED or self._closed:
+                    raise
+        return await tries[-1](message, limit_s)
+
+    async def _try_alone(self, message: Mapping[str, object], limit_s: float) -> Reply:
+        async with self._turn_alone:
+            return await self._send(self._alone, message, limit_s)
+
+    async def _try(self, message: Mapping[str, object], limit_s: float) -> Reply:
+        async with self._slots:
+            worker = await self._idle.get()
+            try:
+                return await self._send(worker, message, limit_s)
+            finally:
+                self._give_back(worker)
+
+    async def _send(self, worker: Worker, message: Mapping[str, object], limit_s: float) -> Reply:
+        if self._closed:
+            raise ScoringError(FailureReason.CRASHED, "the run was closed")
+        await worker.start()
+        return await worker.call(message, min(limit_s, self._timeout_s))
+
+    def _give_back(self, worker: Worker) -> None:
+        if worker.alive or self._closed:
+            self._idle.put_nowait(worker)
+            return
+        # If it fails, the next call on this worker tries again.
+        self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
+
+
+class FunctionExecutor(Executor):
+    """Calls a function; calls of an async one run at the same time."""
+
+    memory_key = "reward.max_memory_gib"
+    ends_by = (MemoryError, SystemExit)
+
+    def __init__(self, path: str, init: Mapping[str, object] | None, arguments: Sequence[str]):
+        function, module = child.load(path)
+        if init is not None:
+            self._function, self.version = function(**init)
+        else:
+            self._function, self.version = function, child.source_digest(module)
+        if arguments:
+            require_takes(self._function, path, (), dict.fromkeys(arguments))
+        methods = (self._function, getattr(self._function, "__call__", None))  # noqa: B004
+        self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
+        self._runner = asyncio.Runner()
+
+    def execute(self, call: Reply) -> Any:
+        if self.is_concurrent:
+            return self._execute_async(call)
+        result = self._function(**call["fields"])
+        return _result(self._runner.run(_wait_for(result)) if inspect.isawaitable(result) else result, call)
+
+    async def _execute_async(self, call: Reply) -> Reply:
+        return _result(await self._function(**call["fields"]), call)
+
+
+def _result(result: Any, call: Reply) -> Reply:
+    if "num_samples" in call:
+        return {"scores": _scores(result, call["num_samples"])}
+    return {"score": _score(result)}
+
+
+def _score(result: object) -> float:
+    if isinstance(result, ScoringError):
+        raise result
+    if not isinstance(result, numbers.Real) or not math.isfinite(result):
+        raise TypeError(f"a score must be a finite number, not {result!r}")
+    return float(result)
+
+
+def _scores(results: Iterable[object], num_samples: int) -> list[float | Reply]:
+    results = list(results)
+    if len(results) != num_samples:
+        raise ValueError(f"{len(results)} scores for {num_samples} samples")
+    return [_score_or_failure(result) for result in results]
+
+
+def _score_or_failure(result: object) -> float | Reply:
+    try:
+        return _score(result)
+    except ScoringError as error:
+        return {"reason": error.reason, "detail": child.explain(error.detail)}
+    except (TypeError, OverflowError) as error:
+        return {"reason": FailureReason.ERROR, "detail": child.explain(error)}
+
+
+async def _wait_for(result: Awaitable[Value]) -> Value:
+    return await result
+
+
+def _to_error(reason: str, detail: str, traceback: str = "") -> ScoringError:
+    return ScoringError(FailureReason(reason), detail, traceback)
