@@ -1,7 +1,11 @@
-"""Imports functions of the user that a config names as `package.module:function`."""
+"""Imports functions of the user that a config names as `package.module:function`, and checks their arguments.
+
+As a process, which `lockstep doctor` starts, it checks the functions that stdin names.
+"""
 
 import functools
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +41,6 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
 
     Modules in the working directory are found too: `python -m`, which starts services, looks there, and the `lockstep`
     command does not.
-
-    Raises:
-        InvalidInput: It cannot be imported, or is not a function; names `field`.
     """
     module_name, _, name = path.partition(":")
     if (directory := os.getcwd()) not in sys.path:
@@ -54,12 +55,24 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
 
 
 def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, Any], *, field: str) -> None:
-    """Checks that the function can be imported and takes the positional `args` and the `kwargs`.
-
-    Raises:
-        InvalidInput: It cannot; names `field`.
-    """
+    """Checks that the function can be imported and takes the positional `args` and the `kwargs`."""
     try:
         require_takes(load_function(path, field=field), path, args, kwargs)
     except TypeError as error:
         raise InvalidInput(f"{field}: {error}", field=field) from error
+
+
+def main() -> None:
+    """Imports what stdin names: JSON that maps config keys to path, names of positional arguments, and kwargs.
+
+    Exits with the reason if one is not there or does not take its arguments.
+    """
+    for field, (path, args, kwargs) in json.load(sys.stdin).items():
+        try:
+            require_function(path, args, kwargs, field=field)
+        except InvalidInput as error:
+            sys.exit(error.message)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from services.common.config.scorers import RemoteConfig
-from services.common.files.regular_files import open_plain_file
+from services.common.files.storage import open_plain_file
 from services.common.tasks import backoff_s
 from services.reward.scorers.base import FailureReason, ScoringError
 

@@ -6,8 +6,7 @@ import multiprocessing.util
 import os
 import tempfile
 
-from services.common.files.sockets import socket_directory
-from services.common.process import import_before_fork
+from services.common.process import import_before_fork, socket_directory
 from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
 

@@ -12,7 +12,7 @@ from services.common.batches.routes import RouteShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import Eagle3SpeculationConfig, RolloutConfig, SuffixSpeculationConfig
 from services.common.errors import InvalidInput
-from services.common.extras import require_suffix_decoding
+from services.common.process import require_suffix_decoding
 from services.rollout.compat.vllm.recorded import EngineArguments
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.receiver import WeightReceiver

@@ -26,11 +26,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.batches.routes import RouteShape
 from services.common.config.rollout import RolloutConfig
-from services.common.device_memory import DeviceState, changed, gib
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
-from services.common.files.sockets import socket_directory
-from services.common.process import own_log
+from services.common.memory import DeviceState, changed, gib
+from services.common.process import own_log, socket_directory
 from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
 from services.rollout.compat.vllm.client import (
     abort_samples,

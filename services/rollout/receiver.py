@@ -16,8 +16,8 @@ from lockstep.types.v1 import types_pb2
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from services.common.device_memory import DeviceState, device_state
 from services.common.errors import InternalError, LockstepError
+from services.common.memory import DeviceState, device_state
 from services.common.weights.buckets import Cost, unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup

@@ -10,7 +10,7 @@ import torch
 
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput, Reason
-from services.common.families.lora import PARTS
+from services.common.families.registry import PARTS
 
 
 class AdaptedLayer:

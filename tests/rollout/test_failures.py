@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
-from services.common import extras
+from services.common import process as extras
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.rollout import engine

@@ -45,7 +45,6 @@ class Copies:
                 self._sources.append(source)
 
     def run(self, *, non_blocking: bool = False) -> None:
-        """Copies all."""
         for target, source in self._alone:
             target.copy_(source, non_blocking=non_blocking)
         if self._targets:

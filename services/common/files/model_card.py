@@ -7,12 +7,12 @@ to the Hugging Face hub.
 import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import cast
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.regular_files import is_there, parse_object, read_regular
+from services.common.files.storage import JsonObject, is_there, parse_object, read_regular
 
 _REQUIRED = "config.json"
 _OPTIONAL = (
@@ -51,11 +51,7 @@ def read_model_card(model_path: str | Path) -> ModelCard:
 
 
 def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[str, str]:
-    """Returns the texts of a card's files by name. `directory` is where they are to be written.
-
-    Raises:
-        InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
-    """
+    """Returns the texts of a card's files by name; errors name `directory`, where they are to be written."""
     for name in card.files:
         if name != _REQUIRED and name not in _OPTIONAL:
             raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
@@ -64,11 +60,7 @@ def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[st
 
 
 def write_model_card(card: ModelCard, directory: Path) -> None:
-    """Writes the card's files into `directory`.
-
-    Raises:
-        InvalidInput: See `card_texts`.
-    """
+    """Checks the card's files and writes them into `directory`."""
     card_texts(card, directory)
     for name, content in card.files.items():
         (directory / name).write_bytes(content)
@@ -140,11 +132,7 @@ def shard_names(weight_map: Mapping[str, str]) -> list[str]:
 
 
 def require_whole_weights(directory: Path) -> None:
-    """Checks that all files of a model's weights are there, and as long as their headers say.
-
-    Raises:
-        InvalidInput: One is missing or damaged, or see `read_weight_map`. The message has the file.
-    """
+    """Checks that all files of a model's weights are there, and as long as their headers say."""
     for name in shard_names(read_weight_map(directory)):
         file = directory / name
         if not is_there(file, field="model"):
@@ -161,7 +149,7 @@ def _problem(file: Path) -> str:
             if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
                 return "its header is cut off" if size else "it is empty"
             header = parse_object(opened.read(length), file, field="model")
-        tensors = [cast(dict[str, Any], tensor) for name, tensor in header.items() if name != "__metadata__"]
+        tensors = [cast(JsonObject, tensor) for name, tensor in header.items() if name != "__metadata__"]
         expected = _LENGTH_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except (InvalidInput, OSError, ValueError, TypeError, LookupError):
         return "its header cannot be read"

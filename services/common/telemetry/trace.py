@@ -23,11 +23,7 @@ _TIMEOUT_S = 5.0
 
 
 class Otel:
-    """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller.
-
-    Raises:
-        InvalidInput: The endpoint is not a URL, or the extra `otel` is not installed.
-    """
+    """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller."""
 
     def __init__(self, endpoint: str, process: str, instance: str, *, field: str):
         parts = urlsplit(endpoint)
@@ -71,7 +67,6 @@ class Otel:
             span.end()
 
     def close(self) -> None:
-        """Sends the remaining spans."""
         self._provider.shutdown()
 
 
@@ -99,7 +94,6 @@ class Trace:
             self._write(ph="e", name=name, id2=number)
 
     def close(self) -> None:
-        """Sends the remaining spans to `otel`. The file needs no close."""
         if self._otel:
             self._otel.close()
 

@@ -20,7 +20,7 @@ from services.common.config.sft import SftConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError
 from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
-from services.common.files.sockets import socket_directory
+from services.common.process import socket_directory
 from services.common.rpc.address import PORTS, hold_free_port
 from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict

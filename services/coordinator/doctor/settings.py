@@ -19,9 +19,9 @@ from services.common.config.rollout import SpeculationConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
-from services.common.extras import require_suffix_decoding
 from services.common.families.architecture import read_architecture, read_content
-from services.common.host_memory import MEMINFO, host_memory
+from services.common.memory import MEMINFO, host_memory
+from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
@@ -64,7 +64,7 @@ Function = tuple[str, Sequence[str], Mapping[str, Any]]
 
 def check_functions(functions: Mapping[str, Function]) -> Finding:
     """Checks that the user's functions can be imported and take their arguments. `functions` has them by config key."""
-    if why := _problem(("-m", "services.common.probe_functions"), json.dumps(functions)):
+    if why := _problem(("-m", "services.common.import_path"), json.dumps(functions)):
         fix = "run in the directory that has the module, or install it where trainer and coordinator run"
         return Finding("functions", why, Verdict.FAIL, fix_of(why, fix, "import_path and kwargs"))
     return Finding("functions", f"imported {', '.join(path for path, _, _ in functions.values())}")

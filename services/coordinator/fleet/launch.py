@@ -17,8 +17,8 @@ from pathlib import Path
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
-from services.common.extras import require_extra
-from services.common.host_memory import killed_hint
+from services.common.memory import killed_hint
+from services.common.process import require_extra
 from services.common.rpc.address import hold_free_port, parse_address
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather

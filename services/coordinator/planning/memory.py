@@ -18,8 +18,7 @@ from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, Shape
-from services.common.families.lora import FUSED, PARTS, lora_layer
-from services.common.families.registry import Weight
+from services.common.families.registry import FUSED, PARTS, Weight, lora_layer
 from services.coordinator.planning.activations import Microbatch, in_flight, microbatch, weight_bytes
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32

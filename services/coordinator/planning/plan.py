@@ -22,9 +22,14 @@ from services.common.config.streaming import (
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture, mixes_layers, read_architecture, read_content
+from services.common.families.architecture import (
+    Architecture,
+    mixes_layers,
+    read_architecture,
+    read_content,
+    require_supported,
+)
 from services.common.families.registry import FAMILIES
-from services.common.families.supported import require_supported
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
 from services.coordinator.planning.memory import (
     Memory,

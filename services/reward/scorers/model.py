@@ -9,7 +9,7 @@ from typing import Any
 
 from services.common.config.reward import RewardConfig
 from services.common.config.scorers import HttpConfig, JudgeConfig, ModelConfig, parse_template
-from services.common.extras import missing_modules
+from services.common.process import missing_modules
 from services.reward.processes.pool import Target, WorkerPool
 from services.reward.remote import MayPassError, Remote
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
-from services.common.families.lora import PARTS, lora_layer
+from services.common.families.registry import PARTS, lora_layer
 from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
 from services.trainer.compat.torch import set_class
 from services.trainer.fsdp.weights import WeightStream, is_adapter

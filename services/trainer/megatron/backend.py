@@ -12,7 +12,7 @@ import torch.distributed as dist
 from services.common.config.layout import check_layout
 from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import Architecture
-from services.common.weights.span import Item
+from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
     Adapters,

@@ -5,9 +5,8 @@ from typing import Any
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from services.common.families.architecture import Architecture, make_architecture
+from services.common.families.architecture import Architecture, make_architecture, require_supported
 from services.common.families.registry import FAMILIES
-from services.common.families.supported import require_supported
 from services.trainer.checkpoint.model_files import load_config
 
 

@@ -20,9 +20,9 @@ from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import ServiceInfo
 from typer.testing import CliRunner
 
+from services.common import process as sockets
 from services.common.config.sft import SftConfig
 from services.common.errors import Unavailable
-from services.common.files import sockets
 from services.common.rpc import address as ports
 from services.common.rpc.server import Server
 from services.common.rpc.tls import Role
@@ -114,7 +114,7 @@ def test_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (long := tmp_path / ("d" * 100)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     assert host.check_sockets().found == "in /tmp"
-    monkeypatch.setattr(sockets, "_ELSEWHERE", ())
+    monkeypatch.setattr(sockets, "_SHORT_PLACES", ())
     for name in ("TMPDIR", "XDG_RUNTIME_DIR"):
         monkeypatch.delenv(name, raising=False)
     assert_fails(host.check_sockets(), FAIL, "cannot be made", "set TMPDIR to a directory")

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from services.common import extras
+from services.common import process as extras
 from services.common.import_path import load_function
 from services.coordinator.doctor import settings
 from services.coordinator.doctor.finding import Finding

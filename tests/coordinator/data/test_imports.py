@@ -14,5 +14,5 @@ def test_no_model_library_is_imported():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     num_modules, _, heavy = out.strip().partition(" ")
-    assert int(num_modules) >= 10
+    assert int(num_modules) > 3
     assert heavy == "[]"

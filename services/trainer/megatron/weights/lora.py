@@ -31,8 +31,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InternalError, InvalidInput
-from services.common.families.lora import FUSED, PARTS
-from services.common.weights.span import Computed
+from services.common.families.registry import FUSED, PARTS
+from services.common.weights.buckets import Computed
 from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
 from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class

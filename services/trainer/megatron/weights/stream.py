@@ -11,8 +11,8 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
+from services.common.weights.buckets import Computed, Item, Span
 from services.common.weights.plan import ALIGN_BYTES, take_together
-from services.common.weights.span import Computed, Item, Span
 from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.experts import GroupedExperts
 from services.trainer.megatron.model import Chunk, ValueModel
