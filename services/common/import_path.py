@@ -1,11 +1,7 @@
-"""Imports functions of the user that a config names as `package.module:function`, and checks their arguments.
-
-As a process, which `lockstep doctor` starts, it checks the functions that stdin names.
-"""
+"""Imports functions of the user that a config names as `package.module:function`, and checks their arguments."""
 
 import functools
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -60,19 +56,3 @@ def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, Any], 
         require_takes(load_function(path, field=field), path, args, kwargs)
     except TypeError as error:
         raise InvalidInput(f"{field}: {error}", field=field) from error
-
-
-def main() -> None:
-    """Imports what stdin names: JSON that maps config keys to path, names of positional arguments, and kwargs.
-
-    Exits with the reason if one is not there or does not take its arguments.
-    """
-    for field, (path, args, kwargs) in json.load(sys.stdin).items():
-        try:
-            require_function(path, args, kwargs, field=field)
-        except InvalidInput as error:
-            sys.exit(error.message)
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ from services.common.config.layout import data_parallel_size
 from services.common.config.trainer import ReferenceConfig, TrainerConfig
 from services.common.weights.buckets import Computed, Items, Span
 from services.trainer.backend import Role
-from services.trainer.megatron.weights import weight_map
+from services.trainer.megatron import weights as weight_map
 from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
 from tests.support import with_routes

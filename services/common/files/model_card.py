@@ -5,7 +5,7 @@ to the Hugging Face hub.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import cast
 
@@ -24,6 +24,8 @@ _OPTIONAL = (
     "vocab.json",
     "merges.txt",
 )
+# What transformers converts where there is no tokenizer.json. These are not text.
+_CONVERTED = ("tokenizer.model", "tiktoken.model")
 # Files whose key `auto_map` makes transformers import Python code.
 _NAMES_CODE = (_REQUIRED, "tokenizer_config.json")
 
@@ -40,7 +42,9 @@ def read_model_card(model_path: str | Path) -> ModelCard:
     directory = Path(model_path)
     if not directory.is_dir():
         raise NotFound(f"model: directory {directory} does not exist", field="model")
-    names = [name for name in (_REQUIRED, *_OPTIONAL) if is_there(directory / name, field="model")]
+    names = [name for name in (_REQUIRED, *_OPTIONAL, *_CONVERTED) if is_there(directory / name, field="model")]
+    if "tokenizer.json" in names:
+        names = [name for name in names if name not in _CONVERTED]
     if _REQUIRED not in names:
         raise NotFound(f"model: {directory} has no {_REQUIRED}", field="model")
     for name in names:
@@ -51,19 +55,30 @@ def read_model_card(model_path: str | Path) -> ModelCard:
 
 
 def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[str, str]:
-    """Returns the texts of a card's files by name; errors name `directory`, where they are to be written."""
-    for name in card.files:
-        if name != _REQUIRED and name not in _OPTIONAL:
-            raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
-    _refuse_code(card, directory)
+    """Returns the texts of a card's files by name. `directory` is where they are to be written.
+
+    Raises:
+        InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
+    """
+    _check_files(card, directory, (_REQUIRED, *_OPTIONAL))
     return {name: content.decode() for name, content in card.files.items()}
 
 
 def write_model_card(card: ModelCard, directory: Path) -> None:
-    """Checks the card's files and writes them into `directory`."""
-    card_texts(card, directory)
+    """Writes the card's files into `directory`.
+
+    Raises:
+        InvalidInput: See `card_texts`.
+    """
+    _check_files(card, directory, (_REQUIRED, *_OPTIONAL, *_CONVERTED))
     for name, content in card.files.items():
         (directory / name).write_bytes(content)
+
+
+def _check_files(card: ModelCard, directory: Path, expected: Collection[str]) -> None:
+    if unexpected := sorted(set(card.files) - set(expected)):
+        raise InvalidInput(f"model_card: unexpected file {unexpected[0]!r}", field="model_card")
+    _refuse_code(card, directory)
 
 
 def _refuse_outside(file: Path) -> None:
@@ -80,6 +95,8 @@ def _refuse_outside(file: Path) -> None:
 
 def _refuse_code(card: ModelCard, source: Path) -> None:
     for name, content in card.files.items():
+        if name in _CONVERTED:
+            continue
         if not name.endswith(".json"):
             _require_text(content, source / name)
         elif "auto_map" in parse_object(content, source / name, field="model") and name in _NAMES_CODE:

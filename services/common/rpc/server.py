@@ -36,7 +36,7 @@ from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import server_options
 from services.common.rpc.tls import Credentials, require_role
 from services.common.telemetry.context import incoming
-from services.common.telemetry.trace import NO_TRACE, Trace
+from services.common.telemetry.trace import NO_TRACE, Span, Trace
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,10 @@ class RpcMetrics:
         )
 
     @contextmanager
-    def call(self, method: str) -> Generator[None]:
-        """Counts and times the block as one call."""
+    def call(self, span: Span) -> Generator[None]:
+        """Counts the block as the call that `span` is, which ends with it."""
+        method, code, reason = span.name, "OK", ""
         self._started.labels(method).inc()
-        begin, code, reason = time.perf_counter(), "OK", ""
         try:
             yield
         except LockstepError as error:
@@ -88,7 +88,7 @@ class RpcMetrics:
             code, reason = "INTERNAL", Reason.INTERNAL.value
             raise
         finally:
-            self._seconds.labels(method).observe(time.perf_counter() - begin)
+            self._seconds.labels(method).observe(span.seconds)
             self._finished.labels(method, code).inc()
             if reason:
                 self._failures.labels(method, reason).inc()
@@ -171,7 +171,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         metadata = context.invocation_metadata() or ()
         with incoming(metadata), fence.incoming(metadata):
             try:
-                with self._trace.span(name), self._metrics.call(name):
+                with self._trace.span(name) as span, self._metrics.call(span):
                     self._require_role(method, context)
                     yield
             except LockstepError as error:

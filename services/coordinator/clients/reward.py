@@ -1,4 +1,4 @@
-"""Calls all reward services of a run."""
+"""Calls the reward services of a run, and counts what they could not score."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ ENVIRONMENT = "environment"
 
 @dataclass(frozen=True)
 class Cause:
-    """Says why a prompt group or an episode has no reward."""
+    """Why a prompt group or an episode has no reward."""
 
     source: str
     """`scorer` with its name, or `environment`."""
@@ -169,7 +169,6 @@ class Reward:
         return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._renewal.end()
         await self._client.close()
 
@@ -280,7 +279,6 @@ class Rewards:
         return {name: float(number) for name, number in total.items()}
 
     async def close(self) -> None:
-        """Closes the channels."""
         await gather(service.close() for service in self.services)
 
 

@@ -23,6 +23,7 @@ from services.common.rpc import metrics_server
 from services.common.rpc.client import Client
 from services.common.rpc.metrics_server import Metrics, Page
 from services.common.rpc.server import RpcMetrics
+from services.common.telemetry.trace import Span
 from tests.common.telemetry.watched import Service, reward_service, scrape, value
 from tests.support import PATIENCE_S
 
@@ -135,7 +136,7 @@ def test_whoever_sends_no_request_is_disconnected(monkeypatch: pytest.MonkeyPatc
 
 def test_two_processes_worth_of_metrics_do_not_meet() -> None:
     first, second = Metrics("a"), Metrics("b")
-    with RpcMetrics(first.registry).call("Score"):
+    with RpcMetrics(first.registry).call(Span("Score")):
         pass
     RpcMetrics(second.registry)
     assert first.registry.get_sample_value("lockstep_rpc_started_total", {"method": "Score"}) == 1
@@ -154,7 +155,7 @@ def test_two_processes_worth_of_metrics_do_not_meet() -> None:
 def test_every_end_of_a_call_has_its_code(error: BaseException, code: str, reason: str | None) -> None:
     registry = CollectorRegistry()
     metrics = RpcMetrics(registry)
-    with pytest.raises(type(error)), metrics.call("Train"):
+    with pytest.raises(type(error)), metrics.call(Span("Train")):
         raise error
     assert registry.get_sample_value("lockstep_rpc_finished_total", {"method": "Train", "code": code}) == 1
     failures = [s.labels["reason"] for m in registry.collect() for s in m.samples if "failures" in s.name]
