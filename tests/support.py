@@ -12,13 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import SAMPLE_SCHEMA, encode_kept
+from services.common.errors import LockstepError, Reason
+
+if TYPE_CHECKING:
+    import pytest
+
+ErrorT = TypeVar("ErrorT", bound=LockstepError)
 
 PATIENCE_S = 120.0
 """How long a test waits for an event before it fails. A test that passes never waits that long."""
@@ -180,6 +186,22 @@ def with_kept(samples: pa.Table) -> pa.Table:
         rows.append(encode_kept(sets))
     index = samples.schema.get_field_index("kept")
     return samples.set_column(index, samples.schema.field(index), pa.array(rows, pa.large_binary()))
+
+
+@contextlib.contextmanager
+def raises(
+    error: type[ErrorT], *, reason: Reason | None = None, field: str | None = None
+) -> Iterator["pytest.ExceptionInfo[ErrorT]"]:
+    """Asserts that the block raises `error` with this reason, by default that of its class, and naming this field.
+
+    Use pytest's own `match` where the text itself is what is tested.
+    """
+    import pytest
+
+    with pytest.raises(error) as caught:
+        yield caught
+    assert caught.value.reason is (reason or error.default_reason), caught.value
+    assert caught.value.metadata.get("field") == field or field is None, caught.value
 
 
 def free_port() -> int:

@@ -27,6 +27,7 @@ APART = {
 # These have not joined yet.
 NOT_JOINED = {
     "services.coordinator.cli.replicas",
+    "services.reward.sandboxed.checks",
     "services.trainer.command",
     "services.trainer.losses.value",
     "services.trainer.ranks.strategies",

@@ -111,7 +111,6 @@ def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
         yield spec.name, torch.zeros(tuple(spec.shape), dtype=getattr(torch, spec.dtype))
 
 
-# vLLM reads adapters from directories only.
 def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
     """Returns vLLM's request for the policy's only adapter. `path` matters only for loading it."""
     return LoRARequest("policy", 1, path, load_inplace=load_inplace)
@@ -120,7 +119,8 @@ def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
 def load_adapter(
     add_lora: Callable[[LoRARequest], bool], config_json: str, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Replaces the adapter with `tensors`, by their PEFT names, through the worker's `add_lora`."""
+    """Replaces the adapter with `tensors`, by their PEFT names, through the worker's `add_lora`, which reads adapters
+    from directories only."""
     with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
         save_file(dict(tensors), Path(directory) / "adapter_model.safetensors")
         (Path(directory) / "adapter_config.json").write_text(config_json)

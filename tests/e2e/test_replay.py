@@ -17,6 +17,7 @@ from services.common.errors import DataLoss, InvalidInput, NotFound, Preconditio
 from services.coordinator.replay.record import Record, require_positive
 from services.coordinator.replay.session import parse_what
 from tests.e2e.lockstep_command import NUM_STEPS, invoke
+from tests.support import raises
 
 
 @pytest.fixture
@@ -91,15 +92,15 @@ def test_what_cannot_be_replayed_is_said_before_anything_starts(workspace: Path)
     code, output = replay(workspace, "--step", 99)
     assert (code, f"has steps 1 to {NUM_STEPS}" in output) == (2, True), output
     assert not (run_dir / "replay").exists()
-    with pytest.raises(InvalidInput, match="counted from 1"):
+    with raises(InvalidInput, field="step"):
         require_positive(0)
-    with pytest.raises(InvalidInput, match="must be rewards, train or environment"):
+    with raises(InvalidInput, field="what"):
         parse_what("weights")
 
     with closing(Record(run_dir)) as record:
         assert [record.start(version)[0] for version in (0, 1, 2, 3, 4, 5)] == [0, 0, 2, 2, 4, 4]
         (run_dir / "batches" / "step-000001.parquet").unlink()
-        with pytest.raises(NotFound, match="samples of step 2 were not kept"):
+        with raises(NotFound, field="step"):
             record.batch(2)
         manifest = run_dir / "checkpoints" / "step-000004" / "manifest.json"
         manifest.write_bytes(manifest.read_bytes() + b" ")
@@ -108,7 +109,7 @@ def test_what_cannot_be_replayed_is_said_before_anything_starts(workspace: Path)
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database, database:
         gone = str(workspace / "gone")
         database.execute("UPDATE decisions SET body = json_set(body, '$.checkpoint', ?) WHERE kind = 'opened'", (gone,))
-    with closing(Record(run_dir)) as record, pytest.raises(NotFound, match="no checkpoint at or before step 1"):
+    with closing(Record(run_dir)) as record, raises(NotFound, field="step"):
         record.start(1)
 
     config = json.loads((run_dir / "config.json").read_text())

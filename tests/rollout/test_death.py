@@ -18,7 +18,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, Replica
-from tests.support import PATIENCE_S, descendants, engine_of, still_there
+from tests.support import PATIENCE_S, descendants, engine_of, raises, still_there
 
 
 @pytest.fixture(scope="module")
@@ -85,20 +85,17 @@ async def test_an_engine_that_cannot_be_made_is_the_callers_mistake(mortals: lis
     assert "Traceback" not in raised.value.message
     info = await replica.info()
     assert (info.info.state, info.num_workers) == ("idle", 0)
-    with pytest.raises(PreconditionFailed) as refused:
+    with raises(PreconditionFailed, reason=Reason.RUN_NOT_OPEN):
         await replica.receive(1, 0)
-    assert refused.value.reason is Reason.RUN_NOT_OPEN
 
 
 async def test_dummy_weights_are_never_served(opened: list):
     replica, _ = opened[0]
     for stamp in (PolicyStamp(version=0, digest="0" * 32), PolicyStamp()):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=Reason.NOT_SERVING):
             await replica.greedy(stamp)
-        assert raised.value.reason is Reason.NOT_SERVING
-    with pytest.raises(PreconditionFailed) as refused:  # nothing was received either
+    with raises(PreconditionFailed, reason=Reason.DIGEST_MISMATCH):  # nothing was received either
         await replica.commit(PolicyStamp(version=0, digest="0" * 32))
-    assert refused.value.reason is Reason.DIGEST_MISMATCH
 
 
 async def test_an_engine_that_hangs_is_missed_by_name_and_replaced_in_another_run(opened: list, model: Callable):
@@ -143,9 +140,8 @@ async def test_a_killed_engine_ends_its_service_with_a_word_and_no_files(
     generating = asyncio.create_task(replica.generate(stamp, seeds=range(32), temperature=1.0, max_tokens=480))
     await replica.until_sampling()
     os.kill(engine, signal.SIGKILL)
-    with pytest.raises(Unavailable) as raised:
+    with raises(Unavailable, reason=Reason.ENGINE_DEAD):
         await generating
-    assert raised.value.reason is Reason.ENGINE_DEAD
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
     assert not still_there(below)
     assert not list(temporary.iterdir())

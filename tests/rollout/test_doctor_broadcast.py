@@ -24,7 +24,7 @@ from services.rollout import servicer as rollout
 from services.trainer import servicer as trainer
 from services.trainer.ranks.calls import Ranks
 from tests.rollout.rollout_stack import PlayedTrainer
-from tests.support import PATIENCE_S, free_port
+from tests.support import PATIENCE_S, free_port, raises
 
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 
@@ -107,7 +107,7 @@ async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addre
         StoreClient(StoreAddress(group.store_host, group.store_port, group.store_secret), PATIENCE_S)
     for field, wrong in (("num_receivers", {"num_receivers": 0}), ("timeout_s", {"timeout_s": 1e9})):
         request = trainer_pb2.SendTestBroadcastRequest(**{"num_receivers": 1, "timeout_s": 1.0} | wrong)
-        with pytest.raises(InvalidInput, match=field):
+        with raises(InvalidInput, field=field):
             _ = [
                 answer
                 async for answer in client.stream(TrainerService.SendTestBroadcast, request, timeout_s=PATIENCE_S)

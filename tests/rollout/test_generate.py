@@ -14,7 +14,7 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from services.common.batches.batch import tokens_sha256
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
-from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of
+from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of, raises
 
 _BATCH_TOKENS = 2048
 """Tokens that the engine computes at once (vLLM's max_num_batched_tokens), as services/rollout/arguments.py sets it."""
@@ -74,7 +74,7 @@ async def test_truncation_to_one_token_is_greedy(played: PlayedTrainer, truncati
 
 async def test_a_token_outside_the_vocabulary_is_the_callers_mistake(played: PlayedTrainer):
     stamp = await publish(played, 105)
-    with pytest.raises(InvalidInput, match="vocab"):
+    with raises(InvalidInput, field="prompts"):
         await played.replica.generate(stamp, [[3, VOCAB + 5, 4]])
     await played.assert_exact(stamp)
 

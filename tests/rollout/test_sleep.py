@@ -15,7 +15,7 @@ from services.common.errors import InvalidInput, Overloaded, PreconditionFailed,
 from services.common.rpc.fence import new_token
 from services.rollout.engine import Engine
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PlayedTrainer, Replica
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, raises
 
 WEIGHTS, KV_CACHE = pb.ENGINE_PART_WEIGHTS, pb.ENGINE_PART_KV_CACHE
 _versions = itertools.count(1)
@@ -43,9 +43,8 @@ async def publish(played: PlayedTrainer) -> PolicyStamp:
 
 
 async def refused(call: Awaitable[object], reason: Reason) -> str:
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, reason=reason) as raised:
         await call
-    assert raised.value.reason is reason
     return raised.value.message
 
 
@@ -157,7 +156,7 @@ async def test_only_a_run_that_was_opened_for_it_can_sleep(replicas: list[Replic
 
 
 async def test_parts_are_named(replicas: list[Replica]):
-    with pytest.raises(InvalidInput, match="part"):
+    with raises(InvalidInput, field="part"):
         await replicas[0].wake(pb.ENGINE_PART_UNSPECIFIED)
 
 

@@ -19,7 +19,7 @@ from services.common.errors import Overloaded, PreconditionFailed, Reason
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
 from tests.rollout.rollout_stack import PlayedTrainer, Replica, completions, load_model
-from tests.support import make_model
+from tests.support import make_model, raises
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -108,9 +108,8 @@ async def test_the_engine_gives_its_memory_back_and_serves_what_was_published_si
         (publisher.replica.greedy(stamp), Reason.ASLEEP),
         (publisher.replica.wake(KV_CACHE), Reason.ASLEEP),
     ):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=reason):
             await call
-        assert raised.value.reason is reason
     for version in range(2, 8):  # a recorded reload, a checked one, direct copies
         factor = 0.5 if version % 2 == 0 else 2.0
         publisher.scale(factor)
@@ -135,9 +134,8 @@ async def test_weights_that_were_not_published_again_after_a_sleep_are_refused(p
         (publisher.replica.greedy(stamp), Reason.NOT_SERVING),
         (publisher.replica.commit(stamp), Reason.DIGEST_MISMATCH),
     ):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=reason):
             await call
-        assert raised.value.reason is reason
 
 
 async def test_a_cache_that_does_not_fit_is_refused_with_the_numbers_and_can_be_woken_later(publisher: Publisher):

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelR
 from services.common.batches.batch import encode_kept
 from services.common.errors import InternalError, InvalidInput
 from services.rollout.compat.vllm import recorded
+from tests.support import raises
 
 
 class PlayedScheduler:
@@ -117,9 +118,8 @@ def test_an_engine_that_cannot_is_refused(
     monkeypatch.setattr(recorded, "require_version", lambda _: Version(version))
     given = {"logprobs_mode": "processed_logprobs", "additional_config": {"x": 1}} | arguments
     if answer is None:
-        with pytest.raises(InvalidInput, match="set top_k to 0") as raised:
+        with raises(InvalidInput, field="rollout.sampling.top_k"):
             recorded.returning_masks(given, is_gpu=is_gpu)
-        assert raised.value.metadata["field"] == "rollout.sampling.top_k"
         return
     made = recorded.returning_masks(given, is_gpu=is_gpu)
     assert made["additional_config"] == {"x": 1, recorded.MASKS: True}

@@ -11,9 +11,10 @@ import pytest
 import torch
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason
+from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
 from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, greedy_by_transformers
+from tests.support import raises
 
 SILENT_SENDER = Path(__file__).parents[1] / "silent_sender.py"
 
@@ -68,9 +69,8 @@ class StopsAfter(Wire):
 async def assert_serves_nothing(played: PlayedTrainer, *stamps: PolicyStamp) -> None:
     assert not (await played.replica.info()).HasField("stamp")
     for stamp in stamps:
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=Reason.NOT_SERVING):
             await played.replica.greedy(stamp)
-        assert raised.value.reason is Reason.NOT_SERVING
 
 
 async def assert_next_is_exact(played: PlayedTrainer, version: int) -> PolicyStamp:
@@ -88,11 +88,10 @@ async def test_only_the_committed_stamp_is_served(played: PlayedTrainer):
         (6, stamp.digest, Reason.FUTURE_STAMP),
         (5, "0" * 32, Reason.DIGEST_MISMATCH),
     ):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=reason) as raised:
             await played.replica.greedy(PolicyStamp(version=version, digest=digest))
-        assert raised.value.reason is reason
         assert raised.value.metadata["held_digest"] == stamp.digest
-    with pytest.raises(LockstepError, match="expected_stamp"):
+    with raises(InvalidInput, field="expected_stamp"):
         await played.replica.greedy(PolicyStamp())
 
 
@@ -105,9 +104,8 @@ async def test_nothing_is_served_between_receive_and_commit(played: PlayedTraine
     stamp = PolicyStamp(version=11, digest=sent.digest)
     await assert_serves_nothing(played, before, stamp)
     for wrong in (PolicyStamp(version=11, digest=before.digest), PolicyStamp(version=10, digest=sent.digest), before):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=Reason.DIGEST_MISMATCH):
             await played.replica.commit(wrong)
-        assert raised.value.reason is Reason.DIGEST_MISMATCH
         await assert_serves_nothing(played, before, stamp, wrong)
     await played.replica.commit(stamp)
     await played.replica.commit(stamp)  # a repeated commit is answered
@@ -127,9 +125,8 @@ async def test_one_flipped_bit_is_noticed_and_nothing_is_served(played: PlayedTr
     assert sent.reason is Reason.DIGEST_MISMATCH
     intended = sent.metadata["sent"]
     assert received.digest != intended
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, reason=Reason.DIGEST_MISMATCH):
         await played.replica.commit(PolicyStamp(version=21, digest=intended))
-    assert raised.value.reason is Reason.DIGEST_MISMATCH
     await assert_serves_nothing(played, before, PolicyStamp(version=21, digest=intended))
     await assert_next_is_exact(played, 22)
 
@@ -164,9 +161,8 @@ async def test_a_publication_that_ends_half_way_leaves_the_replica_reloadable(
     assert raised.value.metadata["epoch"] == str(played.epoch)
     group.abort()
     await assert_serves_nothing(played, before)
-    with pytest.raises(PreconditionFailed) as refused:  # the broken epoch is over
+    with raises(PreconditionFailed, reason=Reason.NOT_JOINED):  # the broken epoch is over
         await played.replica.receive(played.epoch, 31)
-    assert refused.value.reason is Reason.NOT_JOINED
     await assert_next_is_exact(played, 32)
 
 
@@ -201,24 +197,21 @@ async def test_a_member_that_never_comes_costs_the_timeout_and_no_weights(played
     with pytest.raises(Aborted, match="all members to join"):
         await played.replica.join(played.describe_group(played.epoch, 3.0), played.plan.message)
     await played.assert_exact(stamp)  # nothing was received, so the old weights are whole
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, reason=Reason.NOT_JOINED):
         await played.replica.receive(played.epoch, 51)
-    assert raised.value.reason is Reason.NOT_JOINED
     await played.assert_exact(stamp)
 
 
 async def test_old_and_unknown_epochs_are_refused(played: PlayedTrainer):
     stamp = await assert_next_is_exact(played, 60)
     for epoch in (played.epoch, played.epoch - 1):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=Reason.OLD_EPOCH):
             await played.replica.join(played.describe_group(epoch, 5), played.plan.message)
-        assert raised.value.reason is Reason.OLD_EPOCH
-    with pytest.raises(InvalidInput, match="base_rank: must be 1 or more"):
+    with raises(InvalidInput, field="base_rank"):
         await played.replica.join(played.describe_group(played.epoch + 1, 5), played.plan.message, base_rank=0)
     for epoch in (played.epoch - 1, played.epoch + 1):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, reason=Reason.NOT_JOINED):
             await played.replica.receive(epoch, 61)
-        assert raised.value.reason is Reason.NOT_JOINED
     await played.assert_exact(stamp)
 
 
@@ -230,9 +223,8 @@ async def test_weights_that_change_under_a_sample_abort_it(played: PlayedTrainer
     await played.replica.until_sampling()
     played.draw(seed=71)
     stamp = await played.publish(71)
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, reason=Reason.NOT_SERVING):
         await generating
-    assert raised.value.reason is Reason.NOT_SERVING
     assert (await played.replica.info()).samples_in_flight == 0
     await played.assert_exact(stamp)
 

@@ -15,6 +15,7 @@ from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFou
 from services.trainer.checkpoint import export
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState, begin, finish, staging, verify
+from tests.support import raises
 
 STATE = TrainState(version=7, last_batch_id="b7", last_metrics={"loss": 0.25}, last_batch_sha256="a" * 64)
 
@@ -105,15 +106,14 @@ def test_existing_path_is_never_overwritten(saved: Path, tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     for path in (saved, tmp_path / "file"):
         for make in (begin, staging):
-            with pytest.raises(InvalidInput, match="exists") as caught:
+            with raises(InvalidInput, field="path"):
                 make(path)
-            assert caught.value.metadata["field"] == "path"
     assert verify(saved) == STATE
 
 
 def test_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInput, match="cannot be made"):
+    with raises(InvalidInput, field="path"):
         begin(tmp_path / "file" / "below")
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from services.common.errors import PreconditionFailed, Reason
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.updates.optim import make_adamw
+from tests.support import raises
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import KINDS, SMALL, TEMPERATURE, UPDATES, Harness, batch_of, config, read, samples
 
@@ -260,9 +261,8 @@ def test_logprob_gap_of_any_part_of_the_batch_stops_before_anything_is_applied(
     ]
     index = table.schema.get_field_index("logprobs")
     batch = table.set_column(index, table.schema.field(index), pa.array(mixed, pa.list_(pa.float32())))
-    with pytest.raises(PreconditionFailed, match="nothing was applied") as caught:
+    with raises(PreconditionFailed, reason=Reason.LOGPROB_GAP) as caught:
         harness.train(batch)
-    assert caught.value.reason is Reason.LOGPROB_GAP
     assert float(caught.value.metadata["logprob_gap_max"]) > 30
     assert all(torch.equal(tensor, before[name]) for name, tensor in harness.parameters().items())
     # What the refused batch accumulated is forgotten.
@@ -283,9 +283,8 @@ def test_samples_of_weights_that_are_too_far_away_are_refused(harness: Harness, 
     loss = {"num_minibatches": minibatches, "max_logprob_gap": 10.0, "loss": {"old_logprobs": "engine"}}
     harness.open("untied", loss | {"lag": {"versions": 1, "min_ess": 0.95}})
     before = harness.parameters()
-    with pytest.raises(PreconditionFailed, match="moved too far") as caught:
+    with raises(PreconditionFailed, reason=Reason.LOW_ESS) as caught:
         harness.train(batch)
-    assert caught.value.reason is Reason.LOW_ESS
     ess = float(caught.value.metadata["logprob_gap_ess"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in harness.parameters().items())
     harness.open("untied", loss | {"lag": {"versions": 1, "min_ess": ess * 0.99}})
@@ -298,9 +297,8 @@ def test_weights_that_are_not_numbers_stop_before_anything_is_applied(harness: H
     harness.open("untied", {})
     with torch.no_grad():
         next(harness.backend._model.parameters()).fill_(torch.nan)
-    with pytest.raises(PreconditionFailed) as caught:
+    with raises(PreconditionFailed, reason=Reason.LOGPROB_GAP):
         harness.train(samples())
-    assert caught.value.reason is Reason.LOGPROB_GAP
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "fail"])
@@ -312,9 +310,8 @@ def test_gradient_that_is_not_finite_is_not_applied(harness: Harness, on_nonfini
     huge = pa.array([[3e38] * len(row) for row in table["tokens"]], pa.list_(pa.float32()))
     table = table.set_column(index, table.schema.field(index), huge)
     if on_nonfinite == "fail":
-        with pytest.raises(PreconditionFailed, match="gradient of update 1 has norm") as caught:
+        with raises(PreconditionFailed, reason=Reason.NONFINITE_GRADIENT):
             harness.train(table, version=1)
-        assert caught.value.reason is Reason.NONFINITE_GRADIENT
     else:
         metrics = harness.train(table, version=1)
         assert metrics["skipped"] == 1
