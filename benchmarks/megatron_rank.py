@@ -19,8 +19,8 @@ from services.common.batches import batch as batches
 from services.common.config.trainer import TrainerConfig
 from services.trainer.checkpoint.manifest import begin as begin_checkpoint
 from services.trainer.megatron import backend
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts, train_parts
 
 
 def run_rank(directory: Path, model: str) -> None:

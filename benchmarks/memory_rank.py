@@ -26,8 +26,8 @@ from services.common.families.architecture import read_architecture
 from services.common.weights.store import ServedStore
 from services.trainer.backend import Role
 from services.trainer.ranks.launcher import run_ranks
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts, train_parts
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # of clear_refs, proc_pid_clear_refs(5)

@@ -30,8 +30,8 @@ from services.common.batches import batch as batches
 from services.common.families.architecture import read_architecture
 from services.trainer.backend import Role
 from services.trainer.ranks.calls import Message
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts, train_parts
 
 _WARM_UP_SAMPLES = 40  # per data-parallel rank: at least one full micro-batch for each of the two updates
 

@@ -14,7 +14,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
+from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256, trained_tokens
 from services.common.config.trainer import TrainerConfig
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.client import Client
@@ -31,24 +31,31 @@ def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterat
     return to_messages(message, frames, header)
 
 
+def cut(header: pb.TrainHeader, batch: pa.Table) -> Sequence[pa.Table]:
+    """Returns the blocks of `batch` that `header` asks for."""
+    if not header.tokens_per_block:
+        return [batch]
+    return blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
+
+
 def block_messages(
     header: pb.TrainHeader, batch: pa.Table, blocks: Sequence[pa.Table] | None = None
-) -> list[pb.TrainBlocksRequest]:
-    """Returns the messages of a TrainBlocks call, each frame of a sample; `blocks` are cut as the header says."""
-    blocks = blocks or blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
-    requests = [pb.TrainBlocksRequest(header=header)]
+) -> list[pb.TrainRequest]:
+    """Returns the messages of a Train call, each frame of a sample; `blocks` are cut as the header says."""
+    blocks = blocks or cut(header, batch)
+    requests = [pb.TrainRequest(header=header)]
     for block in blocks:
-        requests += [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
-        requests.append(pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
+        requests += [pb.TrainRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
+        requests.append(pb.TrainRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
     commit = pb.TrainCommit(
         sha256=batch_sha256(header, map(content_sha256, blocks)),
         num_samples=batch.num_rows,
-        num_tokens=sum(map(len, batch["tokens"].to_pylist())),
+        num_tokens=int(trained_tokens(batch).sum()),
     )
-    return [*requests, pb.TrainBlocksRequest(commit=commit)]
+    return [*requests, pb.TrainRequest(commit=commit)]
 
 
-async def as_stream(messages: Sequence[pb.TrainBlocksRequest]) -> AsyncIterator[pb.TrainBlocksRequest]:
+async def as_stream(messages: Sequence[pb.TrainRequest]) -> AsyncIterator[pb.TrainRequest]:
     for message in messages:
         yield message
 
@@ -117,8 +124,12 @@ class Deployment:
     ) -> pb.TrainResponse:
         fields = {"expected_stamp": stamp or self.stamp, "batch_id": batch_id or f"batch{next(_numbers)}"}
         head = pb.TrainHeader(**{**fields, "temperature": 1.0, **header})
-        frames = list(batches.encode(batch)) if isinstance(batch, pa.Table) else batch
-        return await self.call(TrainerService.Train, messages(pb.TrainRequest, head, frames))
+        if isinstance(batch, pa.Table):
+            requests = block_messages(head, batch)
+        else:  # frames that may be no samples at all
+            requests = [pb.TrainRequest(header=head), *(pb.TrainRequest(frame=frame) for frame in batch)]
+            requests.append(pb.TrainRequest(block=pb.TrainBlock()))
+        return await self.call(TrainerService.Train, as_stream(requests))
 
     async def forward(self, batch: pa.Table, role: int = pb.ROLE_POLICY) -> pa.Table:
         header = pb.ForwardHeader(role=role, temperature=1.0)

@@ -12,7 +12,7 @@ import pytest
 from services.common.config.run import Config
 from services.common.errors import InternalError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
-from services.coordinator.rl.forwards import ByLength
+from services.coordinator.rl.blocks import ByLength
 from services.trainer.ranks.calls import rank_command
 from tests.coordinator.fake_services import FakeReward
 from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services

@@ -97,7 +97,7 @@ async def cancel_at_the_gates(crew: Crew, command: Callable[..., Any]) -> None:
 
 
 async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
-    await cancel_at_the_gates(crew, FakeWorker.train)
+    await cancel_at_the_gates(crew, FakeWorker.apply_batch)
     after = asyncio.create_task(crew.ranks.call(FakeWorker.echo, value=2))
     crew.open_gates()
     async with asyncio.timeout(PATIENCE_S):

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
+from services.trainer.blocks import BlockTraining
 
 from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, Reason
-from services.trainer.blocks import BlockTraining
 from services.trainer.ranks import calls as ranks_module
 from services.trainer.ranks import sockets
 from services.trainer.ranks.calls import Ranks
