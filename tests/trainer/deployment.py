@@ -14,7 +14,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
 from services.common.config.trainer import TrainerConfig
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.client import Client
@@ -50,9 +50,13 @@ def block_messages(
     commit = pb.TrainCommit(
         sha256=batch_sha256(header, map(content_sha256, blocks)),
         num_samples=batch.num_rows,
-        num_tokens=int(trained_tokens(batch).sum()),
+        num_tokens=sum(map(_num_trained, batch.select(["tokens", "loss_mask"]).to_pylist())),
     )
     return [*requests, pb.TrainRequest(commit=commit)]
+
+
+def _num_trained(row: dict[str, list[Any] | None]) -> int:
+    return len(row["tokens"] or ()) if row["loss_mask"] is None else sum(row["loss_mask"])
 
 
 async def as_stream(messages: Sequence[pb.TrainRequest]) -> AsyncIterator[pb.TrainRequest]:
@@ -120,16 +124,11 @@ class Deployment:
         return (await self.call(TrainerService.GetInfo, pb.GetInfoRequest())).stamp
 
     async def train(
-        self, batch: pa.Table | Sequence[bytes], *, stamp: PolicyStamp | None = None, batch_id: str = "", **header: Any
+        self, batch: pa.Table, *, stamp: PolicyStamp | None = None, batch_id: str = "", **header: Any
     ) -> pb.TrainResponse:
         fields = {"expected_stamp": stamp or self.stamp, "batch_id": batch_id or f"batch{next(_numbers)}"}
         head = pb.TrainHeader(**{**fields, "temperature": 1.0, **header})
-        if isinstance(batch, pa.Table):
-            requests = block_messages(head, batch)
-        else:  # frames that may be no samples at all
-            requests = [pb.TrainRequest(header=head), *(pb.TrainRequest(frame=frame) for frame in batch)]
-            requests.append(pb.TrainRequest(block=pb.TrainBlock()))
-        return await self.call(TrainerService.Train, as_stream(requests))
+        return await self.call(TrainerService.Train, as_stream(block_messages(head, batch)))
 
     async def forward(self, batch: pa.Table, role: int = pb.ROLE_POLICY) -> pa.Table:
         header = pb.ForwardHeader(role=role, temperature=1.0)
