@@ -218,14 +218,3 @@ def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
     if config.compute_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, config.compute_dtype)
-
-
-def make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
-    """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
-    if config.strategy == "megatron":
-        from services.trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(role, config, model_path, device)
-    from services.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(role, config, model_path, device)

@@ -33,7 +33,6 @@ from services.trainer.backend import (
     PublishesSpans,
     Role,
     SeveralSenders,
-    make_backend,
 )
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.export import (
@@ -103,7 +102,7 @@ class Worker(MemoryCommands):
         reserve_workspaces(self._device)
         torch.manual_seed(seed)
         self._configs[role] = config
-        backend = self._backends[role] = make_backend(role, config, model_path, self._device)
+        backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
         if checkpoint_path:
             try:
                 backend.load(Path(checkpoint_path) / "state")
@@ -379,3 +378,14 @@ class Worker(MemoryCommands):
 def _exhaust(weights: Iterable[object]) -> None:
     for _ in weights:
         pass
+
+
+def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
+    """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
+    if config.strategy == "megatron":
+        from services.trainer.megatron.backend import MegatronBackend
+
+        return MegatronBackend(role, config, model_path, device)
+    from services.trainer.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(role, config, model_path, device)
