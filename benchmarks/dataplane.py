@@ -23,7 +23,7 @@ from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.run import Config
 from services.common.rpc.server import Server
 from services.coordinator.clients.trainer import Trainer
-from services.trainer.servicer import receive
+from services.trainer.stream import BatchReader
 
 _SAMPLES, _PROMPT_TOKENS, _MEAN_TOKENS = 2560, 175, 1158
 _REPEATS = 12
@@ -33,7 +33,9 @@ class _OnlyReceives(trainer_pb2_grpc.TrainerServiceServicer):
     """Receives a batch as the trainer does, and answers with its size."""
 
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: object) -> pb.TrainResponse:
-        _, samples = await receive(request_iterator)
+        reader = BatchReader(request_iterator)
+        await reader.header()
+        samples = await reader.rest()
         return pb.TrainResponse(version=samples.num_rows)
 
 

@@ -32,7 +32,7 @@ from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.rl.sampling.collect import Draw
+from services.coordinator.rl.sampling.collect import PromptRequest
 from services.coordinator.rl.sampling.episodes import EpisodeCollector
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -138,7 +138,7 @@ async def _measure(address: str) -> dict[str, list[float]]:
     collector = EpisodeCollector(rollout, rewards, Tokenizer.load(Path(_MODEL)), config, environments)
     samples: dict[str, list[float]] = {"coordinator CPU per turn [ms]": [], "turns [1/s]": []}
     for step in range(1 + _ROUNDS):  # one to warm up
-        draw = Draw(_NUM_SAMPLES, config.rollout.sampling, _STAMP, step)
+        draw = PromptRequest(_NUM_SAMPLES, config.rollout.sampling, _STAMP, step)
         cpu, begin = time.process_time(), time.perf_counter()
         groups = await gather(collector.one(i, _prompt(i), draw) for i in range(_NUM_PROMPTS))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - begin

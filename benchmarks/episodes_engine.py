@@ -39,7 +39,7 @@ from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.rl.sampling.collect import Draw
+from services.coordinator.rl.sampling.collect import PromptRequest
 from services.coordinator.rl.sampling.episodes import EpisodeCollector
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -107,7 +107,7 @@ class Comparison:
         )
         collector = EpisodeCollector(self._service.rollout, self._rewards, self._tokenizer, config, self._environments)
         sampling = config.rollout.sampling.model_copy(update={"max_tokens": turn_tokens})
-        draw = Draw(_NUM_SAMPLES, sampling, self._service.stamp, self._step)
+        draw = PromptRequest(_NUM_SAMPLES, sampling, self._service.stamp, self._step)
         cpu, begin = self._service.cpu_seconds(), time.perf_counter()
         num_tokens = _PROMPT_TOKENS + (_NUM_TURNS - num_turns) * len(_REPLY)
         prompts = [self._prompt(index, num_tokens) for index in range(_NUM_PROMPTS)]

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.megatron_layouts import CP, PP, TP, Layout, layouts, samples
+from benchmarks.updating import part_of, update
 from services.common.batches import batch as batches
 from services.common.config.trainer import TrainerConfig
 from services.trainer.checkpoint.manifest import begin as begin_checkpoint
 from services.trainer.megatron import backend
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts
 
 
 def run_rank(directory: Path, model: str) -> None:
@@ -63,14 +64,14 @@ def measure(worker: Worker, rank: int, layout: Layout, directory: Path) -> dict[
     result["logprobs"] = _logprobs(worker, config, table, data_rank, data_ranks)
     if layout.loads:
         return result
-    part = train_parts(table, config, data_ranks)[data_rank]
+    part = part_of(table, config, data_ranks, data_rank)
     num_tokens = sum(len(row) for name in ("prompt_tokens", "tokens") for row in table[name])
     for version in (0, 1):
         begin = time.perf_counter()
-        body = worker.train(**part.body, frames=part.frames, temperature=1.0, version=version).body
+        metrics = update(worker, part, version=version)
         seconds = time.perf_counter() - begin
-        result.setdefault("grad_norm", body["metrics"]["grad_norm"])
-        result.setdefault("loss", body["metrics"]["loss"])
+        result.setdefault("grad_norm", metrics["grad_norm"])
+        result.setdefault("loss", metrics["loss"])
     result |= {"second update [s]": seconds, "tokens/s/GPU": num_tokens / seconds / layout.world}
     result["idle after update [GB]"], result["peak [GB]"] = _allocated(), _peak()
     if layout.saves:

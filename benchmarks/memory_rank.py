@@ -21,13 +21,14 @@ from lockstep.types.v1.types_pb2 import WeightGroup
 from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.train_cases import make_samples
+from benchmarks.updating import part_of, update
 from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import read_architecture
 from services.common.weights.store import ServedStore
 from services.trainer.backend import Role
 from services.trainer.ranks.launcher import run_ranks
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # of clear_refs, proc_pid_clear_refs(5)
@@ -77,7 +78,7 @@ class Rank:
             for repeat in range(self._case["repeats"]):
                 with self.phase("forward"):
                     self._worker.forward(role=Role.POLICY, **forward.body, frames=forward.frames, temperature=1.0)
-                self._worker.train(**train.body, frames=train.frames, temperature=1.0, version=repeat)
+                update(self._worker, train, version=repeat)
                 with self.phase("publication"):
                     self._publish(epoch=repeat)
         return self._peaks
@@ -87,11 +88,11 @@ class Rank:
         lengths = np.array([[prompt, completion]] * self._case["samples"])
         samples = make_samples(lengths, read_architecture(self._model).vocab_size)
         forward, _ = forward_parts(samples, self._config, data_ranks)
-        return forward[data_rank], train_parts(samples, self._config, data_ranks)[data_rank]
+        return forward[data_rank], part_of(samples, self._config, data_ranks, data_rank)
 
     @contextmanager
     def _split_updates(self) -> Iterator[None]:
-        """Measures the two phases of Worker.train: the backend's accumulation and its step."""
+        """Measures the two phases of an update: the backend's accumulation and its step."""
         backend = type(self._worker._backends[Role.POLICY])  # pyright: ignore[reportPrivateUsage]
 
         def measured(name: str, phase: str) -> Any:

@@ -25,8 +25,8 @@ from services.common.batches import batch as batches
 from services.common.batches.routes import RouteShape, route_shape
 from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
-from services.trainer.ranks.shards import forward_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts
 
 _SEED = 0
 _UNCOMPILED = {"fsdp": {"torch_compile": False}}  # as the engine's, below: it would take minutes

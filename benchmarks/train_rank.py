@@ -26,12 +26,13 @@ from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.train_cases import Case, cases, make_samples, sample_lengths
+from benchmarks.updating import Part, part_of, update
 from services.common.batches import batch as batches
 from services.common.families.architecture import read_architecture
 from services.trainer.backend import Role
 from services.trainer.ranks.calls import Message
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts
 
 _WARM_UP_SAMPLES = 40  # per data-parallel rank: at least one full micro-batch for each of the two updates
 
@@ -102,13 +103,13 @@ class Rank:
             torch.cuda.reset_peak_memory_stats()
         return answers[0].body["data_rank"]
 
-    def _parts(self, samples: pa.Table, *, case: Case, data_ranks: int, data_rank: int) -> tuple[Message, Message]:
+    def _parts(self, samples: pa.Table, *, case: Case, data_ranks: int, data_rank: int) -> tuple[Message, Part]:
         """Returns this rank's samples for a forward and for an update."""
         forward, _ = forward_parts(samples, case.config, data_ranks)
-        return forward[data_rank], train_parts(samples, case.config, data_ranks)[data_rank]
+        return forward[data_rank], part_of(samples, case.config, data_ranks, data_rank)
 
-    def _repeat(self, parts: tuple[Message, Message], *, version: int) -> dict[str, float]:
-        """Returns the seconds of a reference's forward, of a call of Worker.train, and of the parts of that call."""
+    def _repeat(self, parts: tuple[Message, Part], *, version: int) -> dict[str, float]:
+        """Returns the seconds of a reference's forward, of an update, and of the parts of that update."""
         forward, train = parts
         measured: dict[str, float] = {}
         begin = self._together()
@@ -117,7 +118,7 @@ class Rank:
         measured["reference forward [s]"] = self._together() - begin
         _seconds.clear()
         begin = self._together()
-        self.worker.train(**train.body, frames=train.frames, temperature=1.0, version=version)
+        update(self.worker, train, version=version)
         measured["train [s]"] = self._together() - begin
         return measured | {
             "train: policy forward [s]": _seconds["forward"],
@@ -125,11 +126,12 @@ class Rank:
             "train: optimizer [s]": _seconds["step"],
         }
 
-    def _balance(self, train: Message) -> dict[str, float]:
+    def _balance(self, part: Part) -> dict[str, float]:
         """Returns how well this workload fills its micro-batches, and how balanced the ranks are."""
+        train, _ = part
         table = batches.decode(train.frames)
         num_tokens = sum(pc.sum(pc.list_value_length(table[name])).as_py() for name in ("prompt_tokens", "tokens"))
-        num_packs = sum(len(minibatch["packs"]) for minibatch in train.body["minibatches"])
+        num_packs = sum(len(sizes) for _, sizes in train.body["minibatches"])
         total = torch.tensor([float(num_tokens)], device=self._device)
         dist.all_reduce(total)
         return {
@@ -150,7 +152,7 @@ class Rank:
         torch.cuda.reset_peak_memory_stats()
         return measured
 
-    def _profile(self, name: str, parts: tuple[Message, Message]) -> None:
+    def _profile(self, name: str, parts: tuple[Message, Part]) -> None:
         """Writes the kernels on which a short batch spends most time to DIRECTORY/<name>.txt."""
         if self.rank:
             self._repeat(parts, version=0)

@@ -26,7 +26,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
 from services.coordinator.fleet.running import recorded_run, running_services
-from services.coordinator.rl.forwards import in_order_of_length
+from services.coordinator.rl.blocks import in_order_of_length
 from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer, stop_tokens

@@ -6,7 +6,7 @@ import torch
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.loss import LossConfig
 from services.coordinator.rl.advantages.samples import Samples
-from services.trainer.losses.terms import Tokens
+from services.trainer.losses.kinds import Tokens
 
 NOT_A_FUNCTION = 3
 

@@ -43,12 +43,20 @@ class Backend(Protocol):
         ...
 
     def accumulate(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction, *, is_whole: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Runs forward and backward on all packs of one optimizer update; sums gradients over packs and ranks.
+        """Runs forward and backward on all packs of one block of an update; sums gradients over packs and ranks.
+
+        With `is_whole`, the block is the whole update, and its gradient can be applied. Without it, the gradient is
+        added to those of the blocks since `step` or `discard_gradients`, and `complete_blocks` must be called before
+        `step`; `forward` may be called between blocks.
 
         Returns each pack's outputs [K, N], without gradient, and the metrics, also summed over packs and ranks.
         """
+        ...
+
+    def complete_blocks(self, factor: float) -> None:
+        """Completes the sum of the blocks' gradients over ranks, and multiplies it by `factor`."""
         ...
 
     def reduce(self, value: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
@@ -95,29 +103,11 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class AddsBlocks(Protocol):
-    """Describes a backend that can add up the gradients of several blocks before `step`."""
-
-    def accumulate_block(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Returns what `accumulate` returns. Adds to the gradients of the blocks since `step` or `discard_gradients`.
-
-        `forward` may be called between blocks. `complete_blocks` must be called before `step`.
-        """
-        ...
-
-    def complete_blocks(self, factor: float) -> None:
-        """Completes the sum of the blocks' gradients over ranks, and multiplies it by `factor`."""
-        ...
-
-
-@runtime_checkable
 class ReplaysRoutes(Protocol):
     """Describes a backend that, for packs with routes, computes with the experts that the routes name."""
 
     def replayed(self) -> torch.Tensor:
-        """Returns counts of the last `accumulate` or `accumulate_block`, float64 [2], summed over all ranks.
+        """Returns counts of the last `accumulate`, float64 [2], summed over all ranks.
 
         The first is the number of pairs of a token and a layer whose experts were replayed, the second the number of
         these experts that the router would have chosen too.

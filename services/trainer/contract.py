@@ -1,8 +1,9 @@
-"""Enforces the on-policy contract: checks the stamps that a call names and that its samples carry."""
+"""Enforces what a call must hold: its role is open with the parts that it needs, and stamps of header and samples are
+those of the weights that are trained (the on-policy contract)."""
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,21 +11,24 @@ import pyarrow as pa
 from google.protobuf.json_format import MessageToDict
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1 import types_pb2
+from lockstep.types.v1.types_pb2 import DeviceMemory
 
 from services.common.batches.routes import RouteShape, route_shape
 from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.stamps import require_stamp
-from services.trainer.backend import Role
+from services.trainer.backend import Part, Role
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.ranks.shards import vocab_size_of
-from services.trainer.samples import check_kept, check_routes, check_samples
+from services.trainer.ranks.calls import Ranks
+from services.trainer.ranks.worker import Worker
+from services.trainer.samples import check_kept, check_routes, check_samples, vocab_size_of
+
+log = logging.getLogger(__name__)
 
 MAX_SKIPPED = 5
 """Number of batches in a row of which nothing is applied that ends a run (OptimConfig.on_nonfinite)."""
 
-log = logging.getLogger(__name__)
 
 ROLES: Mapping[int, Role] = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
@@ -36,19 +40,24 @@ ROLES: Mapping[int, Role] = {
 
 @dataclass
 class OpenRole:
-    """Holds the state of one role of the open run."""
+    """The state of one role of the open run."""
 
-    asked: str  # digest of the config and model path in the OpenRun request
+    request_sha256: str  # of the config and model path in the OpenRun request
     config: TrainerConfig
-    opened: pb.OpenRunResponse
+    answer: pb.OpenRunResponse
     data_ranks: Sequence[int]  # for each rank, the index of the samples that it gets
     state: TrainState
     digest: str = ""  # of the weights as they were published; empty if they have changed since
 
     @property
+    def num_parts(self) -> int:
+        """Returns the number of parts that samples are split into."""
+        return max(self.data_ranks) + 1
+
+    @property
     def config_json(self) -> bytes:
         """Returns the model's config.json."""
-        return self.opened.model_card.files["config.json"]
+        return self.answer.model_card.files["config.json"]
 
     @functools.cached_property
     def routes(self) -> RouteShape | None:
@@ -57,7 +66,6 @@ class OpenRole:
 
     @property
     def stamp(self) -> types_pb2.PolicyStamp:
-        """Returns the stamp of the weights that this role holds."""
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
     def trained(self, header: pb.TrainHeader, metrics: dict[str, float], sha256: str) -> None:
@@ -100,7 +108,7 @@ def role_of(number: int, *, is_trained: bool = False) -> Role:
     return role
 
 
-def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: OpenRole) -> None:
+def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, opened: OpenRole) -> None:
     """Checks that the batch carries exactly the policy's held stamp, and every sample too (docs/design.md, On-policy).
 
     With `trainer.lag`, the samples must carry the stamp of exactly the earlier publication that the header names.
@@ -109,55 +117,54 @@ def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: 
     must name the version that the critic holds. With loss kind sft only the policy's version is checked.
 
     Raises:
-        InvalidInput: A header field or a column is missing or invalid.
-        PreconditionFailed: A stamp or a version is not the one that is held.
+        InvalidInput: A column is missing or invalid.
+        PreconditionFailed: A stamp or a version is not the one that is opened.
     """
-    check_header(header)
-    check_values(samples, held)
-    if role is Role.POLICY and held.config.loss.kind == "sft":
-        _require_version(header.expected_stamp.version, held)  # the samples come from a data set, not from a policy
+    check_values(samples, opened)
+    if role is Role.POLICY and opened.config.loss.kind == "sft":
+        _require_version(header.expected_stamp.version, opened)  # the samples come from a data set, not from a policy
         return
-    stamp = header.expected_stamp if role is Role.CRITIC else held.stamp
+    stamp = header.expected_stamp if role is Role.CRITIC else opened.stamp
     require_stamp(header.expected_stamp, stamp, who="the trainer")
     if role is Role.CRITIC:
-        _require_version(header.critic_version, held)
-    drawn = _drawn_stamp(header, held) if role is Role.POLICY else stamp
+        _require_version(header.critic_version, opened)
+    drawn = _drawn_stamp(header, opened) if role is Role.POLICY else stamp
     stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
     for row in stamps.to_pylist():
         sampled_from = types_pb2.PolicyStamp(version=row["policy_version"], digest=row["policy_digest"])
         require_stamp(sampled_from, drawn, who="a sample was generated by other weights: the trainer")
 
 
-def _drawn_stamp(header: pb.TrainHeader, held: OpenRole) -> types_pb2.PolicyStamp:
+def _drawn_stamp(header: pb.TrainHeader, opened: OpenRole) -> types_pb2.PolicyStamp:
     """Returns the stamp that the samples must carry: the held one or, with a lag, that of the publication named.
 
     Raises:
         PreconditionFailed: TOO_STALE, the publication is older than the lag allows; or this trainer did not make it.
     """
     if not header.HasField("drawn_stamp"):
-        return held.stamp
-    drawn, lag = header.drawn_stamp, held.config.lag.versions
-    if drawn.version + lag < held.state.version:
+        return opened.stamp
+    drawn, lag = header.drawn_stamp, opened.config.lag.versions
+    if drawn.version + lag < opened.state.version:
         raise PreconditionFailed(
-            f"the samples are of version {drawn.version}, and the trainer holds version {held.state.version}: "
-            f"trainer.lag.versions {lag} allows no older version than {held.state.version - lag}",
+            f"the samples are of version {drawn.version}, and the trainer holds version {opened.state.version}: "
+            f"trainer.lag.versions {lag} allows no older version than {opened.state.version - lag}",
             reason=Reason.TOO_STALE,
         )
-    digest = held.state.digests.get(str(drawn.version), "")
+    digest = opened.state.digests.get(str(drawn.version), "")
     published = types_pb2.PolicyStamp(version=drawn.version, digest=digest)
     require_stamp(drawn, published, who="among its last publications the trainer")
     return published
 
 
-def check_values(samples: pa.Table, held: OpenRole) -> None:
+def check_values(samples: pa.Table, opened: OpenRole) -> None:
     """Checks the values of all columns that the ranks get.
 
     Raises:
         InvalidInput: A column is invalid.
     """
-    vocab_size = vocab_size_of(held.config_json)
+    vocab_size = vocab_size_of(opened.config_json)
     check_samples(samples, vocab_size=vocab_size)
-    check_routes(samples, held.routes)
+    check_routes(samples, opened.routes)
     check_kept(samples, vocab_size=vocab_size)
 
 
@@ -180,27 +187,27 @@ def header_values(header: pb.TrainHeader) -> dict[str, Any]:
     return MessageToDict(decisive, preserving_proto_field_name=True)
 
 
-def _require_version(version: int, held: OpenRole) -> None:
-    if version != held.state.version:
+def _require_version(version: int, opened: OpenRole) -> None:
+    if version != opened.state.version:
         raise PreconditionFailed(
-            f"the batch is for version {version}, but the trainer holds version {held.state.version}",
+            f"the batch is for version {version}, but the trainer holds version {opened.state.version}",
             reason=Reason.STALE_STAMP,
         )
 
 
-def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainResponse:
+def replay(header: pb.TrainHeader, opened: OpenRole, sha256: str) -> pb.TrainResponse:
     """Returns the answer to a batch that was applied already: the same samples, to the version that the caller expects.
 
     Args:
         header: The header of the repeated call.
-        held: The role that the batch was applied to.
+        opened: The role that the batch was applied to.
         sha256: Of the repeated samples.
 
     Raises:
         PreconditionFailed: REPLAYED_BATCH: under this id other samples were applied, or to another version, or with
             another header.
     """
-    if held.state.last_batch_sha256 not in ("", sha256):
+    if opened.state.last_batch_sha256 not in ("", sha256):
         raise PreconditionFailed(
             f"other samples were applied as batch {header.batch_id}, by a coordinator that had the run in between; "
             "restart the trainer, to resume from a checkpoint",
@@ -208,19 +215,19 @@ def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainRespo
         )
     is_critic = ROLES[header.role] is Role.CRITIC
     applied_to = header.critic_version if is_critic else header.expected_stamp.version
-    if applied_to + 1 != held.state.version:
+    if applied_to + 1 != opened.state.version:
         raise PreconditionFailed(
-            f"batch {header.batch_id} was applied to version {held.state.version - 1}, not to {applied_to}",
+            f"batch {header.batch_id} was applied to version {opened.state.version - 1}, not to {applied_to}",
             reason=Reason.REPLAYED_BATCH,
         )
-    asked, applied = header_values(header), held.state.last_header
+    asked, applied = header_values(header), opened.state.last_header
     if applied and (other := sorted(name for name in {**asked, **applied} if asked.get(name) != applied.get(name))):
         raise PreconditionFailed(
             f"batch {header.batch_id} was applied with {other[0]} {applied.get(other[0])}, not {asked.get(other[0])}; "
             "a batch of other values needs an id of its own",
             reason=Reason.REPLAYED_BATCH,
         )
-    state, sha256_of_applied = held.state, bytes.fromhex(held.state.last_batch_sha256)
+    state, sha256_of_applied = opened.state, bytes.fromhex(opened.state.last_batch_sha256)
     return pb.TrainResponse(
         version=state.version, metrics=state.last_metrics, replayed=True, samples_sha256=sha256_of_applied
     )
@@ -232,3 +239,69 @@ def check_temperature(temperature: float) -> None:
         raise InvalidInput(
             f"temperature: must be at least {MIN_TEMPERATURE:g} and finite, not {temperature:g}", field="temperature"
         )
+
+
+_PARTS: Mapping[int, Part] = {
+    pb.MODEL_PART_OPTIMIZER: Part.OPTIMIZER,
+    pb.MODEL_PART_PARAMETERS: Part.PARAMETERS,
+}
+Request = pb.ReleaseMemoryRequest | pb.AcquireMemoryRequest
+
+
+class Released:
+    """Releases and acquires parts of the models on all ranks."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._parts: set[tuple[Role, Part]] = set()
+
+    async def release(self, request: pb.ReleaseMemoryRequest, opened: Collection[Role]) -> list[DeviceMemory]:
+        """Moves parts to host memory, unless they can stay. Returns the memory of each rank."""
+        roles, parts = _roles(request, opened), _parts(request)
+        # First: a call that asks from now on would run after this one.
+        self._parts |= {(role, part) for role in roles for part in parts}
+        least = request.least_free_bytes
+        answers = await self._ranks.call(Worker.release_memory, roles=roles, model_parts=parts, least_free_bytes=least)
+        return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
+
+    async def acquire(self, request: Request, opened: Collection[Role]) -> list[DeviceMemory]:
+        """Moves parts back to the devices. Returns the memory of each rank.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, a device has too little; other ranks may have moved theirs. All parts still count
+                as released, and both calls may be repeated.
+        """
+        roles, parts = _roles(request, opened), _parts(request)
+        answers = await self._ranks.call(Worker.acquire_memory, roles=roles, model_parts=parts)
+        self._parts -= {(role, part) for role in roles for part in parts}
+        return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
+
+    def forget(self, role: Role | None = None) -> None:
+        """Forgets what was released of a role that is opened anew, or of all."""
+        self._parts = {held for held in self._parts if role not in (None, held[0])}
+
+    def require_here(self, role: Role, *parts: Part) -> None:
+        """Checks that parts of a model are on the devices.
+
+        Raises:
+            PreconditionFailed: MEMORY_RELEASED, a part is released.
+        """
+        for part in parts:
+            if (role, part) in self._parts:
+                raise PreconditionFailed(
+                    f"part {part} of the {role} is released; call AcquireMemory", reason=Reason.MEMORY_RELEASED
+                )
+
+
+def _parts(request: Request) -> Sequence[Part]:
+    if not request.parts or not all(part in _PARTS for part in request.parts):
+        raise InvalidInput("parts: name optimizer, parameters or both", field="parts")
+    return [_PARTS[part] for part in request.parts]
+
+
+def _roles(request: Request, opened: Collection[Role]) -> Sequence[Role]:
+    roles = [role_of(role) for role in request.roles] or list(opened)
+    for role in roles:
+        if role not in opened:
+            raise InvalidInput(f"roles: no {role} is open on this trainer", field="roles")
+    return roles

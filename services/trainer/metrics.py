@@ -20,7 +20,7 @@ class TrainerMetrics:
         self._versions: Callable[[], Mapping[str, int]] = dict
         self._seconds = Histogram(
             "lockstep_trainer_phase_seconds",
-            "Time that a command (forward, train, send, save, ...) took on all ranks, without time in the queue.",
+            "Time that a command (forward, apply_batch, send, save, ...) took on all ranks, without time in the queue.",
             ["phase", "role"],
             buckets=SECONDS,
             registry=registry,

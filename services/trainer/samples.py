@@ -1,13 +1,22 @@
-"""Refuses samples whose columns contradict each other or themselves, before anything is computed from them."""
+"""Checks samples before anything is computed from them, and splits them into each rank's part."""
+
+import json
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from services.common.batches import batch as batches
 from services.common.batches.batch import SAMPLE_SCHEMA, decode_kept, keeps_sampled
 from services.common.batches.blocks import packed_lengths
 from services.common.batches.routes import RouteShape
+from services.common.config.layout import packs_multiple
+from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
+from services.trainer.backend import Role
+from services.trainer.ranks.calls import Message
+from services.trainer.updates.packing import assign
 
 # Columns with one value per completion token. All but the first may be missing.
 PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "returns"]
@@ -193,3 +202,96 @@ def _lengths(samples: pa.Table, name: str) -> np.ndarray:
 def _refuse(bad: np.ndarray, column: str, what: str) -> None:
     if bad.any():
         raise InvalidInput(f"{column}: row {int(bad.argmax())} {what}", field=column)
+
+
+_COLUMNS = ["prompt_tokens", "tokens", *PER_TOKEN]
+
+
+def minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarray]:
+    """Returns the rows of each mini-batch, if prompt groups are split equally in the order of their numbers.
+
+    Raises:
+        InvalidInput: The groups cannot be split equally.
+    """
+    group = samples["group"].to_numpy()
+    groups = np.unique(group)
+    if len(groups) % num_minibatches:
+        raise InvalidInput(
+            f"{len(groups)} prompt groups cannot be split into trainer.num_minibatches {num_minibatches}",
+            field="trainer.num_minibatches",
+        )
+    return [np.flatnonzero(np.isin(group, part)) for part in np.split(groups, num_minibatches)]
+
+
+def train_parts(
+    block: pa.Table, config: TrainerConfig, num_ranks: int, role: Role, rows: Mapping[int, np.ndarray]
+) -> list[Message]:
+    """Returns each rank's samples for `Worker.add_block`, in the order of its packs, and how they are packed.
+
+    `rows` has the rows that belong to each mini-batch, by its number.
+
+    Raises:
+        InvalidInput: The loss needs a column that is missing, or the samples cannot be split as the config asks.
+    """
+    for name in _needed(config, role):
+        if block[name].null_count:
+            raise InvalidInput(f"{name}: required to train the {role} with this loss", field=name)
+    sizes: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_ranks)]
+    orders: list[list[int]] = [[] for _ in range(num_ranks)]
+    for number, of_minibatch in rows.items():
+        for rank, packs in enumerate(_assign(block.take(pa.array(of_minibatch)), config, num_ranks)):
+            orders[rank] += [int(of_minibatch[index]) for pack in packs for index in pack]
+            sizes[rank].append((number, [len(pack) for pack in packs]))
+    narrow = block.select(_columns(block, config, role))
+    return [
+        Message({"minibatches": sizes[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
+        for rank in range(num_ranks)
+    ]
+
+
+def forward_parts(
+    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY
+) -> tuple[list[Message], np.ndarray]:
+    """Returns each rank's samples for `Worker.forward`, and the order that restores the rows of `samples`.
+
+    Row i of `samples` is row order[i] of the concatenated answers.
+    """
+    narrow = samples.select(_columns(samples, config, role))
+    parts: list[Message] = []
+    order: list[int] = []
+    for packs in _assign(samples, config, num_ranks):
+        rows = [index for pack in packs for index in pack]
+        frames = list(batches.encode(narrow.take(pa.array(rows))))
+        parts.append(Message({"packs": [len(pack) for pack in packs]}, frames))
+        order += rows
+    return parts, np.argsort(order)
+
+
+def vocab_size_of(config_json: bytes) -> int:
+    """Returns the vocabulary size of the model with this config.json."""
+    content = json.loads(config_json)
+    return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
+
+
+def _columns(samples: pa.Table, config: TrainerConfig, role: Role) -> list[str]:
+    """Returns the columns that the ranks need: routes only for the policy, since other models choose themselves."""
+    replays = role is Role.POLICY and config.replays_routes and not samples["routes"].null_count
+    is_cut = role is not Role.CRITIC and not samples["kept"].null_count
+    return [*_COLUMNS, *["routes"] * replays, *["kept"] * is_cut]
+
+
+def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
+    if role is Role.CRITIC:
+        return ("values", "returns")
+    advantages = () if config.loss.kind == "sft" else ("advantages",)
+    routes = ("routes",) if config.moe.replay_routes == "on" else ()
+    return (*advantages, *(("ref_logprobs",) if config.loss.kl_coef else ()), *routes)
+
+
+def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
+    return assign(
+        packed_lengths(samples).tolist(),
+        num_ranks=num_ranks,
+        max_tokens=config.max_tokens_per_microbatch,
+        multiple_of=packs_multiple(config),
+    )

@@ -28,13 +28,11 @@ from services.common.rpc.server import Context, OpenedRun, service_info, shielde
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
 from services.trainer.backend import Part, Role
-from services.trainer.blocks import BlockReader, BlockTraining, OpenStream
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.contract import (
     OpenRole,
-    check_contract,
-    check_header,
+    Released,
     check_temperature,
     check_values,
     replay,
@@ -43,10 +41,10 @@ from services.trainer.contract import (
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.publish import highest_cost
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.sockets import published_host
 from services.trainer.ranks.worker import CONFIGS, Worker
-from services.trainer.released import Released
+from services.trainer.samples import forward_parts
+from services.trainer.stream import ArrivingBatches, BatchReader, BatchTraining
 
 NAME = "lockstep.trainer.v1.TrainerService"
 
@@ -56,7 +54,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self, ranks: Ranks, worker: Worker, store: ServedStore, metrics: TrainerMetrics | None = None):
         self._metrics = metrics or TrainerMetrics()
-        self._metrics.watch(lambda: {str(role): held.state.version for role, held in list(self._roles.items())})
+        self._metrics.watch(lambda: {str(role): opened.state.version for role, opened in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store = store  # where the members of weight groups meet
         self._run_id, self._fence = "", Fence(self._close_abandoned)
@@ -66,14 +64,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
-        self._stream = OpenStream()  # the batch whose blocks are arriving
+        self._arriving = ArrivingBatches()
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         self._fence.renew_lease()
         state = "open" if self._roles else "idle"
         policy = self._roles.get(Role.POLICY)
-        run = OpenedRun(self._run_id, policy.asked if policy else "")
+        run = OpenedRun(self._run_id, policy.request_sha256 if policy else "")
         info = service_info("trainer", state, run=run, libraries=("torch", "transformers"))
         info.libraries.update(accelerator_libraries())
         stamp = policy.stamp if policy else types_pb2.PolicyStamp()
@@ -85,14 +83,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         config = parse_json(CONFIGS[role], request.config_json)
         asked = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
         async with self._saving, self._changing:
-            held = self._roles.get(role) if request.run_id == self._run_id else None
-            if held is None or held.asked != asked:
-                held = await self._open(role, config, request, asked)
+            opened = self._roles.get(role) if request.run_id == self._run_id else None
+            if opened is None or opened.request_sha256 != asked:
+                opened = await self._open(role, config, request, asked)
             self._fence.take_over(request.run_id)
-            await self._stream.end()
+            await self._arriving.end_all()
         answer = pb.OpenRunResponse()
-        answer.CopyFrom(held.opened)
-        answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
+        answer.CopyFrom(opened.answer)
+        answer.version, answer.last_batch_id = opened.state.version, opened.state.last_batch_id
         return answer
 
     @shielded
@@ -100,99 +98,63 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._saving, self._changing:
             if request.run_id != self._run_id or not self._fence.is_open:
                 return pb.CloseRunResponse()  # another coordinator has replaced this one since
-            await self._stream.end()
+            await self._arriving.end_all()
             await self._close()
         return pb.CloseRunResponse()
 
     async def Forward(
         self, request_iterator: AsyncIterator[pb.ForwardRequest], context: Context
     ) -> AsyncIterator[pb.ForwardResponse]:
-        header, samples = await receive(request_iterator)
+        header, frames = await from_messages(request_iterator, has_header=True)
+        samples = batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
         if header.role == pb.ROLE_UNSPECIFIED:
             raise InvalidInput("role: must be policy, reference or critic", field="role")
         role = role_of(header.role)
-        held = self._require_open(self._stand_in(role))
+        opened = self._require_open(self._stand_in(role))
         self._released.require_here(self._stand_in(role), Part.PARAMETERS)
         check_temperature(header.temperature)
-        check_values(samples, held)
-        data_ranks = held.data_ranks
-        parts, order = forward_parts(samples, held.config, max(data_ranks) + 1, role)
+        check_values(samples, opened)
+        parts, order = forward_parts(samples, opened.config, opened.num_parts, role)
         answers = await self._ranks.call(
-            Worker.forward, [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
+            Worker.forward, [parts[rank] for rank in opened.data_ranks], role=role, temperature=header.temperature
         )
         # Ranks that get the same samples give the same answer.
-        tables = [batches.decode(answers[data_ranks.index(rank)].frames) for rank in range(len(parts))]
+        tables = [batches.decode(answers[opened.data_ranks.index(rank)].frames) for rank in range(len(parts))]
         table = pa.concat_tables(tables).take(pa.array(order))
         async for answer in to_messages(pb.ForwardResponse, batches.encode(table)):
             yield answer
 
-    @shielded  # a batch that was received is applied and recorded, so that a retry does not apply it again
+    @shielded  # a batch whose commit has arrived is applied and recorded, so that a retry does not apply it again
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
-        begin = time.perf_counter()
-        header, samples = await receive(request_iterator)
-        received_s = time.perf_counter() - begin
-        sha256 = await asyncio.to_thread(content_sha256, samples)
+        reader = BatchReader(request_iterator)
+        header = await reader.header()
         role = role_of(header.role, is_trained=True)
         async with self._changing:
-            held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
-            if header.batch_id and header.batch_id == held.state.last_batch_id:
-                return replay(header, held, sha256.hex())
-            check_contract(header, samples, role, held)
-            self._released.require_here(role, *Part)
-            await self._stream.end()
-            if header.tokens_per_block and role is Role.POLICY:
-                training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
-                metrics = await training.whole(samples, held.state.version)
-            else:
-                parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
-                answers = await self._ranks.call(
-                    Worker.train,
-                    [parts[rank] for rank in held.data_ranks],
-                    temperature=header.temperature,
-                    version=held.state.version,
-                    role=role,
-                )
-                metrics = answers[0].body["metrics"]
-            if role is Role.POLICY:
-                metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
-            held.trained(header, metrics, sha256.hex())
-            self._metrics.trained(role, samples)
-        return pb.TrainResponse(version=held.state.version, metrics=metrics, samples_sha256=sha256)
-
-    @shielded
-    async def TrainBlocks(
-        self, request_iterator: AsyncIterator[pb.TrainBlocksRequest], context: Context
-    ) -> pb.TrainBlocksResponse:
-        reader = BlockReader(request_iterator)
-        header = await reader.header()
-        async with self._changing:
-            held = self._require_open()
-            check_header(header)
-            training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
-            if not (is_repeated := header.batch_id == held.state.last_batch_id):
-                self._released.require_here(Role.POLICY, *Part)
-                await self._stream.begin(training)
+            opened = self._require_open(role)
+            training = BatchTraining(self._ranks, header, role, opened)
+            if not (is_repeated := header.batch_id == opened.state.last_batch_id):
+                self._released.require_here(role, *Part)
+                await self._arriving.begin(training)
         if is_repeated:
             sha256 = await asyncio.to_thread(content_sha256, await reader.rest())
             async with self._changing:
-                answer = replay(header, self._require_open(), sha256.hex())
-            return pb.TrainBlocksResponse(**{field.name: value for field, value in answer.ListFields()})
+                return replay(header, self._require_open(role), sha256.hex())
         try:
             async for block in reader:
-                async with self._streaming(training):
-                    check_contract(header, block, Role.POLICY, held)
+                async with self._still_arriving(training):
                     await training.add(block)
             begin = time.perf_counter()
             hashing = asyncio.create_task(asyncio.to_thread(content_sha256, training.samples))  # while it is applied
-            async with self._streaming(training):
-                metrics, sha256 = await training.apply(held.state.version), await hashing
-                metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
-                held.trained(header, metrics, sha256.hex())
-                self._metrics.trained(Role.POLICY, training.samples)
-                return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics, samples_sha256=sha256)
+            async with self._still_arriving(training):
+                metrics, sha256 = await training.apply(), await hashing
+                if role is Role.POLICY:
+                    metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
+                opened.trained(header, metrics, sha256.hex())
+                self._metrics.trained(role, training.samples)
+                return pb.TrainResponse(version=opened.state.version, metrics=metrics, samples_sha256=sha256)
         finally:
             async with self._changing:
-                await self._stream.end(training)
+                await self._arriving.end(training)
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Context) -> pb.JoinWeightGroupResponse:
         policy = self._require_open()
@@ -201,7 +163,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"epoch {request.group.epoch} is not above epoch {self._epoch}, which this trainer has joined",
                 reason=Reason.OLD_EPOCH,
             )
-        store, plan = request.group.store_host, policy.opened.plan
+        store, plan = request.group.store_host, policy.answer.plan
         if plan.num_senders > 1 and self._ranks.num_hosts > 1 and is_loopback(store):
             raise InvalidInput(
                 f"store_host: ranks on other hosts also send weights and cannot reach {store}; give the coordinator an "
@@ -224,7 +186,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 )
             self._released.require_here(Role.POLICY, Part.PARAMETERS)
             skips_base = False
-            if policy.opened.plan.adapter_config_json:
+            if policy.answer.plan.adapter_config_json:
                 agreed = await self._killing_epoch_on_cancel(Worker.agree)
                 skips_base = agreed[0].body["skips_base"]
             answers = await self._killing_epoch_on_cancel(Worker.send, version=request.version, skips_base=skips_base)
@@ -243,18 +205,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         role = role_of(request.role, is_trained=True)
         async with self._saving, contextlib.AsyncExitStack() as stack:
             async with self._changing:
-                held = self._require_open(role)
+                opened = self._require_open(role)
                 if request.path and request == self._last_save[0] and Path(request.path).exists():
                     return self._last_save[1]  # the caller did not get this answer
-                if request.HasField("version") and request.version != held.state.version:
+                if request.HasField("version") and request.version != opened.state.version:
                     raise PreconditionFailed(
-                        f"cannot save version {request.version}: the trainer holds version {held.state.version}",
+                        f"cannot save version {request.version}: the trainer holds version {opened.state.version}",
                         reason=Reason.STALE_STAMP,
                     )
                 self._released.require_here(role, *Part)
-                await self._stream.end()  # FSDP does not save while there are gradients
+                await self._arriving.end_all()  # FSDP does not save while there are gradients
                 stack.enter_context(checkpoint.staged(Path(request.path)))
-                answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
+                answers = await self._ranks.call(Worker.save, path=request.path, state=vars(opened.state), role=role)
             # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
             self._last_save = (request, pb.SaveCheckpointResponse(**answer))
@@ -278,7 +240,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
         async with self._changing:
             self._require_any_open()
-            await self._stream.end()  # its gradients are dropped with the optimizer's memory
+            await self._arriving.end_all()  # its gradients are dropped with the optimizer's memory
             return pb.ReleaseMemoryResponse(ranks=await self._released.release(request, self._roles))
 
     @shielded
@@ -311,7 +273,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.checkpoint_path:
             state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
         self._fence.take_over(request.run_id)
-        await self._stream.end()
+        await self._arriving.end_all()
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):
             await self._close()
         self._roles.pop(role, None)
@@ -343,7 +305,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _close_abandoned(self) -> None:
         async with self._saving, self._changing:
             if self._fence.lease.has_ended(self._run_id):
-                await self._stream.end()
+                await self._arriving.end_all()
                 await self._close()
 
     async def _close(self) -> None:
@@ -355,11 +317,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._ranks.call(Worker.close)
 
     @contextlib.asynccontextmanager
-    async def _streaming(self, training: BlockTraining) -> AsyncGenerator[None]:
+    async def _still_arriving(self, training: BatchTraining) -> AsyncGenerator[None]:
         """Holds the weights for a part of `training`, if its run is still open and no other call has ended it."""
         async with self._changing:
-            self._require_open()
-            self._stream.require(training)
+            self._require_open(training.role)
+            self._arriving.require(training)
             yield
 
     async def _killing_epoch_on_cancel(self, command: Command, **arguments: Any) -> list[Message]:
@@ -387,14 +349,3 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         policy = self._roles.get(Role.POLICY)
         is_base = role is Role.REFERENCE and role not in self._roles and policy and policy.config.lora.rank
         return Role.POLICY if is_base else role
-
-
-async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
-    """Reads a stream of one header, Arrow frames and their SHA-256. Returns the header and the samples.
-
-    Raises:
-        InvalidInput: The header is missing or not first, or the frames are not a table of SAMPLE_SCHEMA.
-        DataLoss: What arrived is not what was sent.
-    """
-    header, frames = await from_messages(requests, has_header=True)
-    return header, batches.decode(frames, schema=batches.SAMPLE_SCHEMA)

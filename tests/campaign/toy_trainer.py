@@ -49,17 +49,11 @@ class ToyRank:
         return Message({"data_rank": 0}, [WeightPlan(num_senders=1).SerializeToString()])
 
     @rank_command
-    def train(self, *, version: int, role: str, frames: Sequence[bytes], **_: Any) -> Message:
-        self.begin_blocks(temperature=1.0)
-        self.add_block(minibatch=0, packs=[], frames=frames)
-        return self.apply_blocks(totals=[], version=version)
-
-    @rank_command
-    def begin_blocks(self, *, temperature: float) -> None:
+    def begin_batch(self, **_: Any) -> None:
         self._added = b""
 
     @rank_command
-    def add_block(self, *, minibatch: int, packs: list[int], frames: Sequence[bytes]) -> None:
+    def add_block(self, *, frames: Sequence[bytes], **_: Any) -> None:
         samples = batches.decode(frames)
         found = [
             (token, value)
@@ -73,13 +67,13 @@ class ToyRank:
         self._added += content_sha256(samples)
 
     @rank_command
-    def apply_blocks(self, *, totals: list[dict[str, int]], version: int) -> Message:
+    def apply_batch(self, **_: Any) -> Message:
         self._held = [after(self._weights, self._added), *self._held][: 1 + self._lag]
         metrics = {"entropy": 1.0, "grad_norm": float(self._weights[0]), "loss": float(self._weights[1])}
         return Message({"metrics": metrics | {"logprob_gap_max": 0.0, "logprob_gap_ess": 1.0}})
 
     @rank_command
-    def drop_blocks(self) -> None:
+    def drop_batch(self, *, role: str) -> None:
         self._added = b""
 
     @rank_command

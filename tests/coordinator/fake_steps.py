@@ -15,7 +15,7 @@ from services.common.config.run import Config
 from services.common.files.transfer import seal
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.prompts import PromptDataset
-from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.blocks import BlockMaker
 from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.rl.step import collect
@@ -84,7 +84,9 @@ class Steps:
     async def live(self, first: int, last: int) -> dict[int, pa.Table]:
         """Returns the batches of steps first..last-1, collected by a coordinator that starts at version `first`."""
         run = Run(self.config, open_run(self.config))
-        context: Any = SimpleNamespace(data=self.data, collector=self.collector, forwards=Forwards((), self.config, {}))
+        context: Any = SimpleNamespace(
+            data=self.data, collector=self.collector, block_maker=BlockMaker((), self.config, {})
+        )
         batches = {}
         try:
             run.begin(first, ())

@@ -92,7 +92,7 @@ def test_prometheus_reads_the_same_of_the_services(workspace: Path):
     assert all(
         {"vllm:kv_cache_usage_perc", "vllm:num_requests_running"} <= after[replica].keys() for replica in replicas
     )
-    assert gained("trainer", "lockstep_trainer_phase_seconds_count", phase="train", role="policy") == NUM_STEPS
+    assert gained("trainer", "lockstep_trainer_phase_seconds_count", phase="apply_batch", role="policy") == NUM_STEPS
     assert gained("trainer", "lockstep_rpc_finished_total", method="Train", code="OK") == NUM_STEPS
     sent = gained("trainer", "lockstep_trainer_publication_bytes_total")
     for replica in replicas:

@@ -31,24 +31,35 @@ def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterat
     return to_messages(message, frames, header)
 
 
+def cut(header: pb.TrainHeader, batch: pa.Table) -> Sequence[pa.Table]:
+    """Returns the blocks of `batch` that `header` asks for."""
+    if not header.tokens_per_block:
+        return [batch]
+    return blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
+
+
 def block_messages(
     header: pb.TrainHeader, batch: pa.Table, blocks: Sequence[pa.Table] | None = None
-) -> list[pb.TrainBlocksRequest]:
-    """Returns the messages of a TrainBlocks call, each frame of a sample; `blocks` are cut as the header says."""
-    blocks = blocks or blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch))
-    requests = [pb.TrainBlocksRequest(header=header)]
+) -> list[pb.TrainRequest]:
+    """Returns the messages of a Train call, each frame of a sample; `blocks` are cut as the header says."""
+    blocks = blocks or cut(header, batch)
+    requests = [pb.TrainRequest(header=header)]
     for block in blocks:
-        requests += [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
-        requests.append(pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
+        requests += [pb.TrainRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
+        requests.append(pb.TrainRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
     commit = pb.TrainCommit(
         sha256=batch_sha256(header, map(content_sha256, blocks)),
         num_samples=batch.num_rows,
-        num_tokens=sum(map(len, batch["tokens"].to_pylist())),
+        num_tokens=sum(map(_num_trained, batch.select(["tokens", "loss_mask"]).to_pylist())),
     )
-    return [*requests, pb.TrainBlocksRequest(commit=commit)]
+    return [*requests, pb.TrainRequest(commit=commit)]
 
 
-async def as_stream(messages: Sequence[pb.TrainBlocksRequest]) -> AsyncIterator[pb.TrainBlocksRequest]:
+def _num_trained(row: dict[str, list[Any] | None]) -> int:
+    return len(row["tokens"] or ()) if row["loss_mask"] is None else sum(row["loss_mask"])
+
+
+async def as_stream(messages: Sequence[pb.TrainRequest]) -> AsyncIterator[pb.TrainRequest]:
     for message in messages:
         yield message
 
@@ -113,12 +124,11 @@ class Deployment:
         return (await self.call(TrainerService.GetInfo, pb.GetInfoRequest())).stamp
 
     async def train(
-        self, batch: pa.Table | Sequence[bytes], *, stamp: PolicyStamp | None = None, batch_id: str = "", **header: Any
+        self, batch: pa.Table, *, stamp: PolicyStamp | None = None, batch_id: str = "", **header: Any
     ) -> pb.TrainResponse:
         fields = {"expected_stamp": stamp or self.stamp, "batch_id": batch_id or f"batch{next(_numbers)}"}
         head = pb.TrainHeader(**{**fields, "temperature": 1.0, **header})
-        frames = list(batches.encode(batch)) if isinstance(batch, pa.Table) else batch
-        return await self.call(TrainerService.Train, messages(pb.TrainRequest, head, frames))
+        return await self.call(TrainerService.Train, as_stream(block_messages(head, batch)))
 
     async def forward(self, batch: pa.Table, role: int = pb.ROLE_POLICY) -> pa.Table:
         header = pb.ForwardHeader(role=role, temperature=1.0)

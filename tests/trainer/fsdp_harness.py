@@ -19,9 +19,10 @@ from services.common.batches import batch as batches
 from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts
 from tests.support import make_batch, with_routes
+from tests.trainer.updating import totals_of, train_whole, whole_parts
 
 KINDS = ("untied", "tied", "moe")
 # eps is large against the root of the second moment. Adam divides by the sum of both, and with a small eps would scale
@@ -118,9 +119,8 @@ class Harness:
         return {name: parameter.detach().full_tensor().clone() for name, parameter in named}
 
     def train(self, batch: pa.Table, version: int = 0) -> dict[str, float]:
-        part = train_parts(batch, self._config, self.world)[self.rank]
-        answer = self.worker.train(**part.body, frames=part.frames, temperature=TEMPERATURE, version=version)
-        return answer.body["metrics"]
+        part, totals = whole_parts(batch, self._config, self.world)[self.rank], totals_of(batch, self._config)
+        return train_whole(self.worker, part, totals, version=version, temperature=TEMPERATURE)
 
     def gradients_of(self, batch: pa.Table) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Trains; returns the gradients of the last optimizer update, before the clip, and the metrics."""

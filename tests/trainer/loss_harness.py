@@ -19,12 +19,13 @@ import torch
 from services.common.batches import batch as batches
 from services.common.batches.blocks import trained_tokens
 from services.trainer.backend import Role
-from services.trainer.losses.terms import Tokens
+from services.trainer.losses.kinds import Tokens
 from tests.support import with_kept
 from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
 from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, PP, TP, Layout
+from tests.trainer.updating import counted
 
 # Every kind of loss, with bounds that many of the tokens or sequences meet.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -148,18 +149,23 @@ def batch_of(loss: str) -> pa.Table:
 @contextlib.contextmanager
 def mean_of_ranks(harness: MegatronHarness) -> Iterator[None]:
     """Makes a mistake: every rank divides by its own counts, and the quotients are averaged over the ranks."""
-    train = harness.worker.train
+    worker = harness.worker
+    add, apply, counts = worker.add_block, worker.apply_batch, []
 
-    def of_own_counts(*, minibatches: list[dict[str, Any]], frames: Any, **more: Any) -> Any:
+    def counting(*, minibatches: list[tuple[int, list[int]]], frames: Any, **more: Any) -> Any:
         table, begin = batches.decode(frames), 0
-        for minibatch in minibatches:
-            trained = trained_tokens(table.slice(begin, sum(minibatch["packs"])))
-            own = {"num_tokens": int(trained.sum()), "num_sequences": int((trained > 0).sum())}
-            minibatch["totals"] = minibatch["totals"] | {name: harness.world * count for name, count in own.items()}
-            begin += sum(minibatch["packs"])
-        return train(minibatches=minibatches, frames=frames, **more)
+        for _, sizes in minibatches:
+            counts.append(counted(trained_tokens(table.slice(begin, sum(sizes)))))
+            begin += sum(sizes)
+        return add(minibatches=minibatches, frames=frames, **more)
 
-    with mock.patch.object(harness.worker, "train", of_own_counts):
+    def of_own_counts(*, totals: list[dict[str, int]], **more: Any) -> Any:
+        own = [{name: harness.world * count for name, count in one.items()} for one in counts]
+        counts.clear()
+        return apply(totals=own, **more)
+
+    patches = {"add_block": counting, "apply_batch": of_own_counts}
+    with mock.patch.multiple(worker, **patches):
         yield
 
 

@@ -18,11 +18,13 @@ import pyarrow as pa
 import torch
 
 from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
-from services.trainer.ranks.shards import block_parts, groups_per_minibatch
+from services.trainer.backend import Role
+from services.trainer.samples import train_parts
 from tests.support import with_routes
 from tests.trainer.fsdp_harness import FULL_LOSS, OPTIM, TEMPERATURE, samples, write
 from tests.trainer.megatron_harness import MegatronHarness, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, EP, GATHERED, LOSS, OVERLAP, PP, SMALL, TP, VPP, Layout
+from tests.trainer.updating import counted
 
 NUM_UPDATES = 2
 MODES = ("whole", "off", "on")
@@ -112,19 +114,20 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
 def _cut(harness: MegatronHarness, batch: pa.Table) -> list[tuple[int, pa.Table]]:
     """Returns blocks of two groups, or of one if there are several mini-batches, each with its mini-batch's number."""
     num_minibatches = harness.config.num_minibatches
-    size = groups_per_minibatch(batch, num_minibatches)
+    size = len({*batch["group"].to_pylist()}) // num_minibatches
     cutter = BlockCutter(1 << 20, 2) if num_minibatches == 1 else BlockCutter(1)
     return [(block["group"][0].as_py() // size, block) for block in blocks_of(batch, cutter)]
 
 
 def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_streamed: bool) -> dict[str, float]:
     worker, blocks = harness.worker, _cut(harness, batch)
+    begin = functools.partial(worker.begin_batch, role=Role.POLICY, temperature=TEMPERATURE, is_one_block=False)
     if is_streamed:  # begins with a stream that is lost
-        worker.begin_blocks(temperature=TEMPERATURE)
+        begin()
         _add(harness, *blocks[1])
         _add(harness, *blocks[-1])
-        worker.drop_blocks()
-    worker.begin_blocks(temperature=TEMPERATURE)
+        worker.drop_batch(role=Role.POLICY)
+    begin()
     for block in blocks:
         _add(harness, *block)
         if is_streamed:  # as for later groups
@@ -134,15 +137,15 @@ def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_st
     counts: dict[int, list[np.ndarray]] = {}
     for number, block in blocks:
         counts.setdefault(number, []).append(trained_tokens(block))
-    trained = map(np.concatenate, counts.values())
-    totals = [{"num_tokens": int(part.sum()), "num_sequences": int((part > 0).sum())} for part in trained]
-    return worker.apply_blocks(totals=totals, version=version).body["metrics"]
+    totals = [counted(np.concatenate(part)) for part in counts.values()]
+    return worker.apply_batch(role=Role.POLICY, totals=totals, version=version).body["metrics"]
 
 
 def _add(harness: MegatronHarness, minibatch: int, block: pa.Table) -> None:
-    parts = block_parts(block, harness.config, harness._num_parts("policy"))
+    rows = {minibatch: np.arange(block.num_rows)}
+    parts = train_parts(block, harness.config, harness._num_parts("policy"), Role.POLICY, rows)
     part = parts[harness._data_ranks["policy"]]
-    harness.worker.add_block(minibatch=minibatch, **part.body, frames=part.frames)
+    harness.worker.add_block(role=Role.POLICY, **part.body, frames=part.frames)
 
 
 def _adds_output(harness: MegatronHarness) -> bool:

@@ -28,11 +28,12 @@ from services.common.config.trainer import ReferenceConfig, TrainerConfig
 from services.common.weights.buckets import Computed, Items, Span
 from services.trainer.backend import Role
 from services.trainer.megatron import weights as weight_map
-from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import forward_parts
 from tests.support import with_routes
 from tests.trainer.fsdp_harness import BASE, TEMPERATURE, aligned_samples, write
 from tests.trainer.megatron_layouts import FAMILY_LAYOUTS, LAYOUTS, LOSS, Layout
+from tests.trainer.updating import totals_of, train_whole, whole_parts
 
 # The slots are so small that several ranks send the weights of a tiny model.
 _SLOT_BYTES = 1 << 14
@@ -121,9 +122,10 @@ class MegatronHarness:
                 yield name, value
 
     def train(self, batch: pa.Table, version: int = 0, role: Role = Role.POLICY) -> dict[str, float]:
-        part = train_parts(batch, self._settings[role], self._num_parts(role), role)[self._data_ranks[role]]
-        answer = self.worker.train(role=role, **part.body, frames=part.frames, temperature=TEMPERATURE, version=version)
-        return answer.body["metrics"]
+        settings = self._settings[role]
+        part = whole_parts(batch, settings, self._num_parts(role), role)[self._data_ranks[role]]
+        totals = totals_of(batch, settings)
+        return train_whole(self.worker, part, totals, version=version, role=role, temperature=TEMPERATURE)
 
     def logprobs(self, batch: pa.Table, role: str = "policy") -> list[np.ndarray]:
         return self.forward(batch, role, "logprobs")

@@ -14,6 +14,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from transformers import AutoModelForCausalLM
 
 from services.common.batches import batch as batches
+from services.common.batches.blocks import content_sha256
 from services.common.errors import (
     Aborted,
     InvalidInput,
@@ -22,7 +23,7 @@ from services.common.errors import (
     Reason,
 )
 from tests.trainer import plain_grpo
-from tests.trainer.deployment import Deployment, messages
+from tests.trainer.deployment import Deployment, as_stream, block_messages
 
 OTHER_DIGEST = "f" * 32
 
@@ -45,7 +46,7 @@ def with_rows(table: pa.Table, row: int, **values: Any) -> pa.Table:
     return table
 
 
-async def refused(trainer: Deployment, batch: pa.Table | list[bytes], **header: Any) -> LockstepError:
+async def refused(trainer: Deployment, batch: pa.Table, **header: Any) -> LockstepError:
     """Returns the error of Train; asserts that nothing was applied: version and content are what they were."""
     before = trainer.stamp
     with pytest.raises(LockstepError) as caught:
@@ -248,8 +249,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
 async def test_bad_samples_are_refused(trainer: Deployment, case: str) -> None:
     spoil, field = BAD_BATCHES[case]
     batch = spoil(trainer.batch())
-    frames = list(batches.encode(batch))
-    error = await refused(trainer, frames)
+    error = await refused(trainer, batch)
     assert (type(error), error.metadata["field"]) == (InvalidInput, field)
     if field in ("logprobs", "reward", "group", "sample"):  # a Forward does not need them either, but they are wrong
         with pytest.raises(InvalidInput, match=f"{field}: row"):
@@ -283,30 +283,28 @@ async def test_loss_that_cannot_be_imported_is_refused_when_the_run_is_opened(tr
 
 
 async def test_malformed_streams_are_refused(trainer: Deployment) -> None:
-    frames = list(batches.encode(trainer.batch()))
-    header = pb.TrainHeader(expected_stamp=trainer.stamp, batch_id="b", temperature=1.0)
-
-    async def two_headers() -> Any:
-        yield pb.TrainRequest(header=header)
-        yield pb.TrainRequest(header=header)
-
+    batch = trainer.batch()
+    frames = [pb.TrainRequest(frame=frame) for frame in batches.encode(batch)]
+    header = pb.TrainRequest(header=pb.TrainHeader(expected_stamp=trainer.stamp, batch_id="b", temperature=1.0))
+    block = pb.TrainRequest(block=pb.TrainBlock(sha256=content_sha256(batch)))
+    half = pb.TrainRequest(frame=frames[0].frame[: len(frames[0].frame) // 2])
     for requests, field in (
-        (messages(pb.TrainRequest, None, frames), "header"),
-        (messages(pb.TrainRequest, None, []), "header"),
-        (two_headers(), "header"),
-        (messages(pb.TrainRequest, header, []), "frame"),
-        (messages(pb.TrainRequest, header, [b"no arrow"]), "frame"),
-        (messages(pb.TrainRequest, header, [frames[0][: len(frames[0]) // 2]]), "frame"),
+        (frames, "header"),
+        ([], "header"),
+        ([header, header], "header"),
+        ([header, block], "frame"),
+        ([header, pb.TrainRequest(frame=b"no arrow"), block], "frame"),
+        ([header, half, block], "frame"),
     ):
         with pytest.raises(InvalidInput) as caught:
-            await trainer.call(TrainerService.Train, requests)
+            await trainer.call(TrainerService.Train, as_stream(requests))
         assert caught.value.metadata["field"] == field
     for temperature in (0.0, -1.0, float("nan"), float("inf")):
-        assert (await refused(trainer, frames, temperature=temperature)).metadata["field"] == "temperature"
-    with pytest.raises(InvalidInput, match="batch_id"):
-        await trainer.call(
-            TrainerService.Train, messages(pb.TrainRequest, pb.TrainHeader(expected_stamp=trainer.stamp), frames)
-        )
+        assert (await refused(trainer, batch, temperature=temperature)).metadata["field"] == "temperature"
+    head = pb.TrainHeader(expected_stamp=trainer.stamp, temperature=1.0)
+    with pytest.raises(InvalidInput) as caught:
+        await trainer.call(TrainerService.Train, as_stream(block_messages(head, batch)))
+    assert caught.value.metadata["field"] == "batch_id"
 
 
 async def test_epochs_only_grow(trainer: Deployment) -> None:

@@ -35,7 +35,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
         "megatron": {"pipeline_model_parallel_size": 2},
     },
 }
-Messages = list[pb.TrainBlocksRequest]
+Messages = list[pb.TrainRequest]
 
 
 def header_of(trainer: Deployment, batch_id: str = "streamed", tokens: int = 1, **more: Any) -> pb.TrainHeader:
@@ -47,12 +47,12 @@ def header_of(trainer: Deployment, batch_id: str = "streamed", tokens: int = 1, 
     return header
 
 
-async def send(trainer: Deployment, messages: Sequence[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
-    return await trainer.call(TrainerService.TrainBlocks, as_stream(messages))
+async def send(trainer: Deployment, messages: Sequence[pb.TrainRequest]) -> pb.TrainResponse:
+    return await trainer.call(TrainerService.Train, as_stream(messages))
 
 
 async def refused(trainer: Deployment, messages: Messages) -> LockstepError:
-    """Returns the error of TrainBlocks; asserts that nothing was applied: version and content are what they were."""
+    """Returns the error of Train; asserts that nothing was applied: version and content are what they were."""
     before = trainer.stamp
     with pytest.raises(LockstepError) as caught:
         await send(trainer, messages)
@@ -65,7 +65,8 @@ async def digest_after_whole(trainer: Deployment, tokens: int, **changes: Any) -
     """Trains a fresh run on the whole batch; returns the stamp and the metrics that a stream must give, too."""
     await trainer.open(**changes)
     await trainer.publish()
-    answer = await trainer.train(trainer.batch(), tokens_per_block=tokens)
+    groups = 4 // changes["num_minibatches"] if "num_minibatches" in changes else 0
+    answer = await trainer.train(trainer.batch(), tokens_per_block=tokens, groups_per_minibatch=groups)
     return await trainer.publish(), without_times(answer.metrics)
 
 
@@ -129,7 +130,9 @@ async def test_minibatches_of_fewer_groups_have_smaller_blocks(trainer: Deployme
     for tokens in (33, 0):
         await trainer.open(**changes)
         batch = make_batch(6, 2, await trainer.publish())
-        found.append(without_times((await trainer.train(batch, tokens_per_block=tokens)).metrics))
+        groups = 3 if tokens else 0
+        answer = await trainer.train(batch, tokens_per_block=tokens, groups_per_minibatch=groups)
+        found.append(without_times(answer.metrics))
     assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5)
 
 
@@ -145,13 +148,13 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
             await send(trainer, messages[:length])
         taken = asyncio.Event()
 
-        async def stuck(length: int = length, taken: asyncio.Event = taken) -> AsyncIterator[pb.TrainBlocksRequest]:
+        async def stuck(length: int = length, taken: asyncio.Event = taken) -> AsyncIterator[pb.TrainRequest]:
             for message in messages[:length]:
                 yield message
             taken.set()
             await asyncio.Event().wait()
 
-        call = asyncio.create_task(trainer.call(TrainerService.TrainBlocks, stuck()))
+        call = asyncio.create_task(trainer.call(TrainerService.Train, stuck()))
         await taken.wait()
         call.cancel()
         await asyncio.wait({call})
@@ -188,7 +191,7 @@ async def test_batch_id_cannot_name_the_same_samples_with_another_header(trainer
             return await trainer.train(samples, batch_id="b", **{"stamp": stamp, **header})
         header = {"expected_stamp": header.pop("stamp", stamp), "temperature": 1.0, **header}
         head = pb.TrainHeader(batch_id="b", role=pb.ROLE_POLICY, tokens_per_block=1, **header)
-        return await trainer.call(TrainerService.TrainBlocks, as_stream(block_messages(head, samples)))
+        return await trainer.call(TrainerService.Train, as_stream(block_messages(head, samples)))
 
     for field, change in changes:
         with pytest.raises(PreconditionFailed, match=f"was applied with {field}") as caught:
@@ -226,7 +229,7 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
     other = block_messages(header_of(trainer), changed(batch, "reward", [0.5] * batch.num_rows))
     error = await refused(trainer, [*good[:-1], other[-1]])
     assert (type(error), error.reason) == (DataLoss, Reason.CORRUPT_TRANSFER)
-    wrong_block = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=b"x"))
+    wrong_block = pb.TrainRequest(block=pb.TrainBlock(sha256=b"x"))
     is_block = [message.WhichOneof("part") == "block" for message in good]
     flipped = [wrong_block if at == is_block.index(True) else message for at, message in enumerate(good)]
     assert (await refused(trainer, flipped)).reason is Reason.CORRUPT_TRANSFER
@@ -276,14 +279,14 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
     messages, goes_on = block_messages(header_of(trainer), trainer.batch()), asyncio.Event()
     reached = asyncio.Event()
 
-    async def interrupted() -> AsyncIterator[pb.TrainBlocksRequest]:
+    async def interrupted() -> AsyncIterator[pb.TrainRequest]:
         for message in messages[:-1]:
             yield message
         reached.set()
         await goes_on.wait()
         yield messages[-1]
 
-    call = asyncio.create_task(trainer.call(TrainerService.TrainBlocks, interrupted()))
+    call = asyncio.create_task(trainer.call(TrainerService.Train, interrupted()))
     await reached.wait()
     # The messages were sent; a Forward is answered after the blocks that the ranks have got.
     await trainer.forward(trainer.batch())

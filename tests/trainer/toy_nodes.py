@@ -49,7 +49,7 @@ class Worker:
         return Message({"value": value})
 
     @rank_command
-    def begin_blocks(self, **_: Any) -> None:
+    def begin_batch(self, **_: Any) -> None:
         self.calls.append("begin")
 
     @rank_command
@@ -57,7 +57,7 @@ class Worker:
         self.calls.append("add")
 
     @rank_command
-    def apply_blocks(self, **_: Any) -> Message:
+    def apply_batch(self, **_: Any) -> Message:
         self.calls.append("apply")
         return Message({"metrics": {}})
 

@@ -175,7 +175,7 @@ class LossConfig(MeanConfig):
     """Used by kind dppo."""
     import_path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
     """Your loss, as package.module:function, importable on every trainer rank. Read by python. It is called with the
-    tokens (services.trainer.losses.terms.Tokens), this section and `kwargs`; docs/algorithms.md has an example."""
+    tokens (services.trainer.losses.kinds.Tokens), this section and `kwargs`; docs/algorithms.md has an example."""
     kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function of `import_path`."""
     kl_coef: float = Field(default=0.0, ge=0)

@@ -1,8 +1,9 @@
 """Calls the trainers: the policy's, and those of the reference and the critic."""
 
 import asyncio
+import functools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 import grpc
 import pyarrow as pa
@@ -12,12 +13,19 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches.blocks import (
+    BlockCutter,
+    batch_sha256,
+    begins_of_groups,
+    blocks_of,
+    content_sha256,
+    trained_tokens,
+)
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.streaming import block_growth, groups_per_minibatch, tokens_per_block
 from services.common.counted import counted
-from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
+from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import MAX_RETRY_S, Client, Renewal, repeated
@@ -29,7 +37,7 @@ from services.coordinator.text.served import served_files
 log = logging.getLogger(__name__)
 
 # A function that makes the call with these requests.
-Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]
+Call = Callable[[AsyncIterator[pb.TrainRequest]], Awaitable[pb.TrainResponse]]
 
 
 def warn_of_skipped(batch_id: str, metrics: Mapping[str, float]) -> None:
@@ -42,13 +50,43 @@ def warn_of_skipped(batch_id: str, metrics: Mapping[str, float]) -> None:
             )
 
 
+def _cut(header: pb.TrainHeader, batch: pa.Table) -> Sequence[pa.Table]:
+    """Returns the blocks of `batch` that `header` asks for."""
+    if not header.tokens_per_block:
+        return [batch]
+    return blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth))
+
+
+def _block(block: pa.Table, sha256: bytes) -> Iterator[pb.TrainRequest]:
+    for frame in batches.encode(block):
+        yield pb.TrainRequest(frame=frame)
+    yield pb.TrainRequest(block=pb.TrainBlock(sha256=sha256))
+
+
+def _commit(header: pb.TrainHeader, batch: pa.Table, hashes: Iterable[bytes]) -> pb.TrainRequest:
+    num_tokens = int(trained_tokens(batch).sum())
+    sha256 = batch_sha256(header, hashes)
+    return pb.TrainRequest(commit=pb.TrainCommit(sha256=sha256, num_samples=batch.num_rows, num_tokens=num_tokens))
+
+
+async def whole_batch(header: pb.TrainHeader, batch: pa.Table) -> AsyncGenerator[pb.TrainRequest, None]:
+    """Yields the messages that train on `batch`: header, all blocks at once and the commit."""
+    yield pb.TrainRequest(header=header)
+    hashes: list[bytes] = []
+    for block in _cut(header, batch):
+        hashes.append(await asyncio.to_thread(content_sha256, block))
+        for message in _block(block, hashes[-1]):
+            yield message
+    yield _commit(header, batch, hashes)
+
+
 class BlockStream:
-    """Makes one TrainBlocks call: `run` starts it, `send` gives it blocks, and `commit` ends it."""
+    """Makes one Train call: `run` starts it, `send` gives it blocks, and `commit` ends it."""
 
     def __init__(self, header: pb.TrainHeader, call: Call):
         self._header, self._call = header, call
         # Made before they are sent: gRPC takes an error in the iterator of requests for a canceled call.
-        self._parts: asyncio.Queue[Sequence[pb.TrainBlocksRequest]] = asyncio.Queue()
+        self._parts: asyncio.Queue[Sequence[pb.TrainRequest]] = asyncio.Queue()
 
     async def run(self) -> tuple[int, dict[str, float]]:
         """Makes the call, which waits for blocks. Returns the new version and metrics, after the commit.
@@ -62,25 +100,15 @@ class BlockStream:
 
     def send(self, block: pa.Table) -> None:
         """Sends the next block."""
-        frames = [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block)]
-        end = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block)))
-        self._parts.put_nowait([*frames, end])
+        self._parts.put_nowait([*_block(block, content_sha256(block))])
 
     def commit(self, batch: pa.Table) -> None:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
-        header = self._header
-        cutter = BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
-        hashes = map(content_sha256, blocks_of(batch, cutter))
-        commit = pb.TrainCommit(
-            sha256=batch_sha256(self._header, hashes),
-            num_samples=batch.num_rows,
-            num_tokens=int(trained_tokens(batch).sum()),
-        )
-        self._parts.put_nowait([pb.TrainBlocksRequest(commit=commit)])
+        self._parts.put_nowait([_commit(self._header, batch, map(content_sha256, _cut(self._header, batch)))])
         self._parts.put_nowait([])
 
-    async def _requests(self) -> AsyncGenerator[pb.TrainBlocksRequest, None]:
-        yield pb.TrainBlocksRequest(header=self._header)
+    async def _requests(self) -> AsyncGenerator[pb.TrainRequest, None]:
+        yield pb.TrainRequest(header=self._header)
         while part := await self._parts.get():
             for message in part:
                 yield message
@@ -197,16 +225,28 @@ class Model:
         answers it again with the same metrics.
         """
         header, batch = self._header(batch_id, stamp, critic_version, drawn), self._needed(batch)
+        if header.tokens_per_block and (num_minibatches := self._config.trainer.num_minibatches) > 1:
+            header.groups_per_minibatch = len(begins_of_groups(batch)) // num_minibatches
         async with self._gpus.held_by(Side.TRAINER):
             with self.busy.working():
-                answer = await self._client.call(
-                    TrainerService.Train,
-                    lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
-                    timeout_s=self._timeouts.train_s,
-                    max_retry_s=MAX_RETRY_S,
-                )
+                answer = await self._train(header, batch)
         warn_of_skipped(batch_id, answer.metrics)
         return answer.version, dict(answer.metrics)
+
+    async def _train(self, header: pb.TrainHeader, batch: pa.Table) -> pb.TrainResponse:
+        call = functools.partial(
+            self._client.call,
+            TrainerService.Train,
+            lambda: whole_batch(header, batch),
+            timeout_s=self._timeouts.train_s,
+            max_retry_s=MAX_RETRY_S,
+        )
+        try:
+            return await call()
+        except Aborted as error:
+            if error.reason is not Reason.STREAM_ENDED:
+                raise
+            return await call()  # the other call of this run that needed the ranks, such as a save, has ended
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
@@ -303,9 +343,9 @@ class Trainer(Model):
         # While blocks are sent, other groups are generated.
         timeout_s = self._timeouts.generate_s + self._timeouts.train_s
 
-        async def call(requests: AsyncIterator[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
+        async def call(requests: AsyncIterator[pb.TrainRequest]) -> pb.TrainResponse:
             with self.busy.working():
-                return await self._client.call(TrainerService.TrainBlocks, requests, timeout_s=timeout_s)
+                return await self._client.call(TrainerService.Train, requests, timeout_s=timeout_s)
 
         header, config = self._header(batch_id, stamp), self._config
         if isinstance(config, Config) and config.trainer.num_minibatches > 1:

@@ -1,52 +1,50 @@
-"""Runs the training loop: generate and score, train, publish. It is synchronous and exactly on-policy."""
+"""Runs the training loop: sample, commit, publish.
 
-from lockstep.types.v1.types_pb2 import PolicyStamp
+Without a lag it is synchronous and exactly on-policy: each batch is sampled from the weights that it updates.
 
-from services.coordinator.rl.evaluation import evaluate
-from services.coordinator.rl.metrics import step_metrics
-from services.coordinator.rl.step import LoopContext, collect, update, warm_up
-from services.coordinator.rl.streaming import sending_blocks
+With a lag of k versions, each batch is sampled while the trainer works on earlier ones: the batch that updates version
+t is sampled from exactly version t - k, and the first k from the version that the run begins with. The replicas hold
+one stamp at a time: a version is published only after the batch that is sampled from the version before is complete and
+on disk. So nothing is in progress between two steps, and a checkpoint of version t needs only the batches that update t
+to t + k - 1, which are on disk.
+"""
+
+import asyncio
+from collections import deque
+
+from services.common.tasks import task_group
+from services.coordinator.rl.step import (
+    Batch,
+    LoopContext,
+    begin,
+    commit,
+    goes_on,
+    metrics_of,
+    sample,
+    save_and_evaluate,
+)
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
 
 
 async def train(run: Run, context: LoopContext) -> None:
-    """Trains from `run.version` to `run.num_steps` or until the run is stopped.
+    """Trains from `run.version` to `run.num_steps` or until the run is stopped."""
+    stamp, lag = await begin(run, context), run.config.trainer.lag.versions
+    sampled: deque[asyncio.Task[Batch]] = deque()  # the batches of the next `lag` steps
+    async with task_group() as tasks:
+        for version in range(run.version, run.version + lag):
+            sampled.append(tasks.create_task(sample(run, context, stamp, version, tasks)))
+            await sampled[-1]
 
-    If the trainer is a step ahead, the coordinator ended before it recorded that step. The trainer then answers the
-    recorded batch from memory, and the step is finished like any other.
-    """
-    publisher, version, held = context.publisher, run.version, context.trainer.opened.version
-    run.adopt_checkpoint(held)
-    if version < held:
-        stamp = run.unfinished_stamp()
-    else:
+    while goes_on(run, context):
+        async with task_group() as tasks:
+            sampled.append(tasks.create_task(sample(run, context, stamp, run.version + lag, tasks)))
+            batch = await sampled.popleft()
+            version, trained = await commit(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):
-            stamp = await publisher.publish(version)
-        await warm_up(run, context, stamp)
-        await save_and_evaluate(run, context, stamp)
-
-    while version < held or (version < run.num_steps and not run.stopping):
-        async with sending_blocks(run, context, stamp) as blocks:
-            with run.phase(Phase.GENERATING):
-                batch = await run.recorded_batch(stamp) or run.record.record_batch(
-                    await collect(run, context, stamp, version, blocks.take)
-                )
-            with run.phase(Phase.TRAINING):
-                version, trained = await blocks.commit(batch) or await update(run, context, batch, stamp)
-        with run.phase(Phase.PUBLISHING):
-            stamp = await publisher.publish(version)
-        run.finish_step(version, step_metrics(run, trained, batch))
+            stamp = await context.publisher.publish(version)
+        run.finish_step(version, metrics_of(run, trained, batch))
         await save_and_evaluate(run, context, stamp)
         run.checkpoints.check()
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints(context.trained_models)
-
-
-async def save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
-    """Saves and evaluates the policy of `stamp`, if this is due and not recorded yet."""
-    if run.checkpoint_due(stamp.version):
-        with run.phase(Phase.CHECKPOINTING):
-            await run.checkpoints.begin(context.trained_models, stamp.version)
-    if run.eval_due(stamp.version) and not run.record.was_evaluated(stamp.version):
-        await evaluate(run, context.collector, context.eval_data, stamp)

@@ -27,8 +27,7 @@ from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.observe.terminal import LastSample
 from services.coordinator.rl.advantages.estimators import require_importable
-from services.coordinator.rl.forwards import Forwards
-from services.coordinator.rl.lagged import train_lagged
+from services.coordinator.rl.blocks import BlockMaker
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
@@ -89,8 +88,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
             if loaded and loaded.tools is not None:
                 run.record.require_same_data(loaded.train.digest, loaded.others(config))
             async with _opened(run, sessions.restarts, given, frontend, loaded) as context:
-                loop = train_lagged if config.trainer.lag.versions else train
-                await loop(run, context)
+                await train(run, context)
                 return await finish(run, context.trainer)
 
 
@@ -162,7 +160,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
         collector=make_collector(services, data.tokenizer, config),
         trainer=trainer,
         publisher=publisher,
-        forwards=Forwards(list(services.auxiliary.values()), config, services.rollout.lengths),
+        block_maker=BlockMaker(list(services.auxiliary.values()), config, services.rollout.lengths),
         critic=critic,
     )
 

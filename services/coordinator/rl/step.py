@@ -1,41 +1,59 @@
-"""Implements the parts of a step: samples a batch, computes its advantages and updates the models."""
+"""The words of the loop: begin, sample a batch, commit it to the models that are trained, save and evaluate.
 
+Each knows how to go on after a crash: a batch that is on disk is not sampled again, and one that the trainer has
+applied is answered from its memory. `sample` sends the blocks of a batch to the trainer while other groups are still
+being generated, if the config streams. The trainer applies nothing before the commit, which is sent once the batch is
+on disk. A stream that is lost costs only time: the batch is then sent again, which gives the same weights.
+"""
+
+import asyncio
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.blocks import blocks_of
+from services.common.batches.blocks import begins_of_groups, blocks_of
 from services.common.config.run import Config
-from services.common.config.streaming import block_cutter
+from services.common.config.streaming import block_cutter, streams
+from services.common.errors import DataLoss, LockstepError, Reason
 from services.common.tasks import task_group
-from services.coordinator.clients.trainer import Model, Trainer
-from services.coordinator.data.groups import rewards_by_column, to_table
+from services.coordinator.clients.trainer import BlockStream, Model, Trainer
+from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts, prompts_to_try
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.samples import coef_after, kl_record
-from services.coordinator.rl.forwards import Forwards, TakeBlock
+from services.coordinator.rl.blocks import BlockMaker, TakeBlock
+from services.coordinator.rl.evaluation import evaluate
+from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.publishing.publication import Publisher
-from services.coordinator.rl.sampling.collect import Collector, Draw
+from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from services.coordinator.rl.sampling.selection import select
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import CollectedBatch
 from services.coordinator.runs.run import Run
 
+log = logging.getLogger(__name__)
+
+# Errors that are not the batch's fault: the connection, the deadline, or another call that needed the trainer.
+_LOST = {Reason.UNREACHABLE, Reason.DEADLINE, Reason.STREAM_ENDED}
+# The new version and the metrics of an update.
+Updated = tuple[int, dict[str, float]]
+
 
 @dataclass(frozen=True)
 class LoopContext:
-    """Holds the data and clients that the training loop uses."""
+    """The data and clients that the training loop uses."""
 
     data: PromptDataset
     eval_data: dict[str, Prompts]
     collector: Collector
     trainer: Trainer
     publisher: Publisher
-    forwards: Forwards
+    block_maker: BlockMaker
     critic: Model | None = None
 
     @property
@@ -44,7 +62,163 @@ class LoopContext:
         return (self.critic, self.trainer) if self.critic else (self.trainer,)
 
 
-async def warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
+@dataclass(frozen=True)
+class Batch:
+    """A batch that is on disk, the stamp that it was sampled from, and the stream that its blocks were sent on."""
+
+    samples: pa.Table
+    stamp: PolicyStamp
+    stream: "BatchStream | None" = None
+
+
+async def begin(run: Run, context: LoopContext) -> PolicyStamp:
+    """Publishes the version that the run starts from, warms up the critic, and returns the version's stamp.
+
+    If the trainer is a step ahead, the coordinator ended before it recorded that step. The stamp is then that of the
+    recorded batch, and nothing is published: `commit` gets the trainer's answer from memory, and the step is finished
+    like any other.
+    """
+    run.adopt_checkpoint(context.trainer.opened.version)
+    if run.version < context.trainer.opened.version:
+        return run.unfinished_stamp()
+    with run.phase(Phase.PUBLISHING):
+        stamp = await context.publisher.publish(run.version)
+    await _warm_up(run, context, stamp)
+    await save_and_evaluate(run, context, stamp)
+    return stamp
+
+
+def goes_on(run: Run, context: LoopContext) -> bool:
+    """Returns whether there is another step. A stopped run still finishes the one that the trainer has applied."""
+    is_ahead = run.version < context.trainer.opened.version
+    return is_ahead or (run.version < run.num_steps and not run.stopping)
+
+
+async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: int, tasks: asyncio.TaskGroup) -> Batch:
+    """Returns the batch that updates `version`, sampled from `stamp`; an empty one if the run ends before it.
+
+    A batch that was sampled before a restart is read from disk. With a lag, it cannot be sampled again if its weights
+    are older than `stamp`. A stream of blocks is a task of `tasks`.
+
+    Raises:
+        DataLoss: A batch of older weights is missing or damaged.
+    """
+    if version >= max(run.num_steps, context.trainer.opened.version):
+        return Batch(pa.table({}), stamp)
+    recorded, lag = run.record.recorded_stamp(version), run.config.trainer.lag.versions
+    is_older = lag > 0 and recorded.digest != "" and recorded.version < stamp.version
+    sampled_from = recorded if is_older else stamp
+    samples = run.record.recorded_batch(version, sampled_from)
+    if samples is not None:
+        await run.checkpoints.finish()  # the weights must not change before, and the update comes at once
+        return Batch(samples, sampled_from)
+    if is_older:
+        raise DataLoss(
+            f"the batch of step {version + 1} in {run.config.run_dir} was sampled from version {recorded.version} and "
+            "is missing or damaged: restore the file, or resume from an earlier checkpoint"
+        )
+    with run.phase(Phase.GENERATING):
+        stream = BatchStream(run, context, stamp, tasks) if streams(run.config) else None
+        collected = await collect(run, context, stamp, version, stream.send if stream else None)
+        return Batch(run.record.record_batch(collected), stamp, stream)
+
+
+async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:
+    """Applies `batch` to the models, which hold `stamp`. Returns the new version and the metrics."""
+    with run.phase(Phase.TRAINING):
+        updated = await batch.stream.commit(batch.samples) if batch.stream else None
+        return updated or await update(run, context, batch, stamp)
+
+
+async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:
+    """Sends the recorded batch to the policy and, if there is one, the critic."""
+    if context.critic or run.config.trainer.lag.versions:  # a save in progress writes weights that must not change
+        await run.checkpoints.finish()
+    batch_id, samples = run.batch_id(stamp), batch.samples
+    sampled_from = batch.stamp if batch.stamp != stamp else None
+    async with task_group() as tasks:
+        critic = None
+        if context.critic and run.config.critic:
+            critic_version = stamp.version + run.config.critic.warmup_steps
+            critic = tasks.create_task(context.critic.train(samples, batch_id, stamp, critic_version))
+        version, metrics = await context.trainer.train(samples, batch_id, stamp, drawn=sampled_from)
+    return version, metrics | (critic.result()[1] if critic else {})
+
+
+async def save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
+    """Saves and evaluates the policy of `stamp`, if this is due and not recorded yet."""
+    if run.checkpoint_due(stamp.version):
+        with run.phase(Phase.CHECKPOINTING):
+            await run.checkpoints.begin(context.trained_models, stamp.version)
+    if run.eval_due(stamp.version) and not run.record.was_evaluated(stamp.version):
+        await evaluate(run, context.collector, context.eval_data, stamp)
+
+
+def metrics_of(run: Run, trained: dict[str, float], batch: Batch) -> dict[str, float]:
+    """Returns all metrics of the step; with a lag, also the lag in versions and the effective sample size (share of the
+    tokens).
+
+    `time/generating_s` is 0 if nothing was generated; with a lag, it is that of another step's batch.
+    """
+    lag: dict[str, float] = {}
+    if run.config.trainer.lag.versions:
+        lag = {"lag/versions": float(run.version - batch.stamp.version), "lag/ess": trained["logprob_gap_ess"]}
+    return {"time/generating_s": 0.0, **step_metrics(run, trained, batch.samples), **lag}
+
+
+class BatchStream:
+    """Sends the blocks of one batch to the trainer. Unless it is lost on the way, its failure fails the step at once.
+
+    Without `commit`, nothing is applied.
+    """
+
+    def __init__(self, run: Run, context: LoopContext, stamp: PolicyStamp, tasks: asyncio.TaskGroup):
+        self._run, self._context, self._stamp, self._tasks = run, context, stamp, tasks
+        self._call: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
+        self._groups: list[int] = []
+
+    def send(self, groups: Sequence[ScoredGroup]) -> None:
+        """Sends the next block; called as soon as it is complete."""
+        config = self._run.config
+        if self._call is None:
+            stream = self._context.trainer.stream(self._run.batch_id(self._stamp), self._stamp)
+            self._call = stream, self._tasks.create_task(_unless_lost(stream))
+        samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
+        self._call[0].send(with_advantages(config, samples, kl_coef(self._run, self._stamp.version)))
+        self._groups += [group.index for group in groups]
+
+    async def commit(self, batch: pa.Table) -> Updated | None:
+        """Applies the blocks of `batch`, which is on disk. Returns the new version and metrics.
+
+        Returns None if no block was sent, the stream was lost, or `batch` has another order or fewer groups for its
+        mini-batches than what was sent: it must be sent again.
+        """
+        if self._call is None:
+            return None
+        stream, answer = self._call
+        groups, config = batch["group"].to_numpy()[begins_of_groups(batch)].tolist(), self._run.config
+        is_short = config.trainer.num_minibatches > 1 and len(groups) != config.data.prompts_per_step
+        # A group that was sampled again, because its replica was lost, is shorter than the part that was reported.
+        if groups != self._groups or is_short:
+            log.warning("the batch has another order or smaller mini-batches than its blocks; it is sent again")
+            answer.cancel()
+            return None
+        stream.commit(batch)
+        return await answer
+
+
+async def _unless_lost(stream: BlockStream) -> Updated | None:
+    """Returns the answer of `stream`, or None if it was lost on the way."""
+    try:
+        return await stream.run()
+    except LockstepError as error:
+        if error.reason not in _LOST:
+            raise
+        log.warning("the stream of blocks was lost; the batch is sent again: %s", error.message)
+        return None
+
+
+async def _warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
     """Trains only the critic on `critic.warmup_steps` batches of the initial policy. The batches are not recorded."""
     if not context.critic or not run.config.critic or stamp.version > 0:
         return
@@ -56,20 +230,6 @@ async def warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
             await context.critic.train(batch.samples, f"{run.run_id}/warm-up/{index}", stamp, index)
 
 
-async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
-    """Updates the policy and, if there is one, the critic. Returns the new version and the metrics of both."""
-    batch_id = run.batch_id(stamp)
-    if context.critic:  # the save in progress writes the critic, then the policy, which must not change before that
-        await run.checkpoints.finish()
-    async with task_group() as tasks:
-        critic = None
-        if context.critic and run.config.critic:
-            critic_version = stamp.version + run.config.critic.warmup_steps
-            critic = tasks.create_task(context.critic.train(batch, batch_id, stamp, critic_version))
-        version, metrics = await context.trainer.train(batch, batch_id, stamp)
-    return version, metrics | (critic.result()[1] if critic else {})
-
-
 async def collect(
     run: Run, context: LoopContext, stamp: PolicyStamp, step: int, take: TakeBlock | None = None
 ) -> CollectedBatch:
@@ -78,7 +238,7 @@ async def collect(
     `take` gets its groups in blocks, each as soon as it is complete.
     """
     config, rollout = run.config, run.config.rollout
-    draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step)
+    request = PromptRequest(rollout.completions_per_prompt, rollout.sampling, stamp, step)
     # A critic's warm-up has step numbers beyond the run's; it reads what is known at the policy's version.
     version = step if step < run.num_steps else stamp.version
     prompts = prompts_to_try(
@@ -86,11 +246,11 @@ async def collect(
     )
     collector, what = context.collector, f"step {step + 1}" if step < run.num_steps else "warm-up of the critic"
     with collector.failure_log.counting(what, is_evaluation=False):
-        async with context.forwards.of_batch(take) as forwards:
+        async with context.block_maker.begin(take) as blocks:
             collect_one = collector.with_baseline if config.advantage.needs_baseline else collector.one
-            draw_one = functools.partial(collect_one, draw=draw)
-            selected = await select(config, prompts, draw_one, forwards, collector.why_no_score)
-            groups = await forwards.complete(context.forwards.in_order(selected.groups))
+            draw_one = functools.partial(collect_one, request=request)
+            selected = await select(config, prompts, draw_one, blocks, collector.why_no_score)
+            groups = await blocks.complete(context.block_maker.in_order(selected.groups))
     coef = kl_coef(run, version)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     samples = with_advantages(config, samples, coef)

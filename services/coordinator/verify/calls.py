@@ -80,7 +80,6 @@ class CallChecks:
             "trainer.JoinWeightGroup": self._joins,
             "trainer.SendWeights": self._sends,
             "trainer.Train": self._trains,
-            "trainer.TrainBlocks": self._trains,
             "trainer.SaveCheckpoint": self._saves,
         }
         self._when_answered: dict[str, Callable[[_Call], None]] = {
@@ -93,7 +92,6 @@ class CallChecks:
             "trainer.JoinWeightGroup": self._has_joined,
             "trainer.SendWeights": self._has_sent,
             "trainer.Train": self._has_trained,
-            "trainer.TrainBlocks": self._has_trained,
             "trainer.SaveCheckpoint": self._has_saved,
         }
 
@@ -289,7 +287,7 @@ class CallChecks:
         require(held is None or version in held, f"version {version} {what}, but the trainer holds {held}")
 
     def _trains(self, call: _Call) -> None:
-        """Checks a part of a request to train: the header, a block, the hash of all, or the commit."""
+        """Checks a part of a request to train: the header, a block or the commit."""
         session, header = self._session, call.header
         if header.get("role", 0) not in _POLICY or "expected_stamp" not in header:
             return
@@ -298,7 +296,7 @@ class CallChecks:
         is_ahead = session.published is None and session.held == {stamp[0] + 1}
         is_published = session.published == stamp or is_ahead or not session.is_whole
         require(is_published, f"batch {batch_id} is to update {_show(stamp)}, but {_show(session.published)} is served")
-        if call.method == "trainer.TrainBlocks" and "commit" not in call.sent:
+        if "commit" not in call.sent:
             return  # nothing can be applied yet
         drawn = _stamp(header.get("drawn_stamp", header["expected_stamp"]))
         rows = self._batches(stamp[0])

@@ -22,7 +22,6 @@ from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import (
     Adapters,
-    AddsBlocks,
     Backend,
     LossFunction,
     Offloads,
@@ -73,7 +72,7 @@ class Replay:
         return counts_2
 
 
-class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, Offloads):
+class FsdpBackend(OffloadedParts, Backend, ReplaysRoutes, Adapters, Offloads):
     """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -113,7 +112,7 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, 
             return self.forward(packs, temperature)
 
     def accumulate(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction, *, is_whole: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
@@ -129,11 +128,6 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, 
                 outputs.append(outputs_KN.detach())
                 totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
-
-    def accumulate_block(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        return self.accumulate(packs, temperature, loss)
 
     def complete_blocks(self, factor: float) -> None:
         for parameter in self._model.parameters():

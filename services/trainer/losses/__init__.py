@@ -4,8 +4,7 @@ A loss sums the values of the tokens that it is given, and each value is already
 gradient is therefore the same for any split of the batch into micro-batches and ranks that keeps sequences whole.
 """
 
-from services.trainer.losses.policy import LOSSES, policy_loss
-from services.trainer.losses.terms import Totals
-from services.trainer.losses.value import explained_variance, value_loss
+from services.trainer.losses.kinds import Totals
+from services.trainer.losses.policy import LOSSES, explained_variance, policy_loss, value_loss
 
 __all__ = ["LOSSES", "Totals", "explained_variance", "policy_loss", "value_loss"]

@@ -16,7 +16,6 @@ from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
     Adapters,
-    AddsBlocks,
     Backend,
     BackgroundSaves,
     LossFunction,
@@ -55,7 +54,6 @@ T = TypeVar("T")
 class MegatronBackend(
     OffloadedParts,
     Backend,
-    AddsBlocks,
     ReplaysRoutes,
     SeveralSenders,
     PublishesSpans,
@@ -124,23 +122,18 @@ class MegatronBackend(
             return self.forward(packs, temperature)
 
     def accumulate(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction, *, is_whole: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        self._zero_gradients()
-        micros = self._model.cut(packs)
-        # Megatron divides by all ranks' rows, which its auxiliary losses need; ours is already normalized.
-        collect = self._collect(loss, self._count_rows(micros))
-        return self._gathered(self._model.accumulate(micros, temperature, collect), packs)
-
-    def accumulate_block(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        if not self._has_blocks:
+        if is_whole or not self._has_blocks:
             self._zero_gradients()
         self._offloader.load(PARAMS)  # a forward since the last block has released them
-        self._has_blocks = True
-        kept = self._model.accumulate_block(self._model.cut(packs), temperature, self._collect(loss, 1))
-        return self._gathered(kept, packs)
+        self._has_blocks = not is_whole
+        micros = self._model.cut(packs)
+        # Megatron divides a whole update by all ranks' rows, which its auxiliary losses need; ours is divided already.
+        collect = self._collect(loss, self._count_rows(micros) if is_whole else 1)
+        kept = self._model.accumulate(micros, temperature, collect, is_whole=is_whole)
+        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], packs)  # on all stages
+        return values, self._sum_metrics([metrics for _, metrics in kept])
 
     def complete_blocks(self, factor: float) -> None:
         self._offloader.load(PARAMS)  # which the step needs too
@@ -288,13 +281,6 @@ class MegatronBackend(
             return value * factor, rows, (outputs_KN.detach(), metrics)
 
         return collect
-
-    def _gathered(
-        self, kept: Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]], packs: Sequence[Pack]
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Returns on all stages what the last one kept: the outputs of each pack, and the sums of the metrics."""
-        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], packs)
-        return values, self._sum_metrics([metrics for _, metrics in kept])
 
     def _count_rows(self, micros: Sequence[MicroBatch]) -> int:
         rows = torch.tensor([sum(micro.num_rows for micro in micros)], device=self.device)

@@ -97,26 +97,27 @@ class MegatronModel:
             outputs = self._run(micros, temperature, lambda micro, outputs_KN: outputs_KN, is_forward_only=True)
         return self.from_last_stage(outputs, packs)
 
-    def accumulate(self, micros: Sequence[MicroBatch], temperature: float, collect: Collect) -> list[Any]:
+    def accumulate(
+        self, micros: Sequence[MicroBatch], temperature: float, collect: Collect, *, is_whole: bool
+    ) -> list[Any]:
         """Runs forward and backward of all micro-batches in Megatron's schedule.
 
-        `collect` returns the loss, the number of tokens by which the gradient will be divided, and a value to keep.
-        Returns the kept values on the last pipeline stage, and an empty list elsewhere.
+        `collect` returns the loss, the number of tokens by which the gradient of a whole update will be divided, and a
+        value to keep. Otherwise no number divides it, and each rank adds to its own gradients, which `complete_blocks`
+        sums. Returns the kept values on the last pipeline stage, and an empty list elsewhere.
         """
-        return self._run(micros, temperature, collect, is_forward_only=False)
+        with contextlib.nullcontext() if is_whole else self._without_reduction():
+            return self._run(micros, temperature, collect, is_forward_only=False)
 
-    def accumulate_block(self, micros: Sequence[MicroBatch], temperature: float, collect: Collect) -> list[Any]:
-        """Runs forward and backward like `accumulate`, but adds the gradients on each rank by itself.
-
-        `complete_blocks` then sums them over the ranks, and no number of tokens divides them.
-        """
+    @contextlib.contextmanager
+    def _without_reduction(self) -> Iterator[None]:
         held = self.config.finalize_model_grads_func, self.config.no_sync_func
         with contextlib.ExitStack() as stack:
             for chunk in self.ddp_chunks():
                 stack.enter_context(chunk.no_sync())  # the schedule's own lets the last micro-batch be reduced
             self.config.finalize_model_grads_func = self.config.no_sync_func = None
             try:
-                return self._run(micros, temperature, collect, is_forward_only=False)
+                yield
             finally:
                 self.config.finalize_model_grads_func, self.config.no_sync_func = held
 

@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,14 @@ from services.common.files.storage import storage_error, writing
 from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
-from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
+from services.trainer.backend import (
+    Adapters,
+    Backend,
+    BackgroundSaves,
+    PublishesSpans,
+    Role,
+    SeveralSenders,
+)
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.export import (
     adapter_config,
@@ -41,11 +48,8 @@ from services.trainer.losses.kinds import require_importable
 from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.memory import MemoryCommands, reserve_workspaces, return_free_memory
 from services.trainer.ranks.publish import SendingMember, join_epoch, send
-from services.trainer.ranks.strategies import make_backend
-from services.trainer.updates.blocks import BlockUpdate
-from services.trainer.updates.critic import update_critic
+from services.trainer.updates.batch import BatchUpdate, CriticUpdate
 from services.trainer.updates.packing import Pack, build_pack
-from services.trainer.updates.policy import Minibatch, update
 from services.trainer.updates.profiler import Profiler
 
 # The config class of each role.
@@ -74,8 +78,8 @@ class Worker(MemoryCommands):
         self._profiler: Profiler | None = None
         self._saving: futures.Future[dict[str, Any]] | None = None
         self._num_updates = 0
-        self._blocks: BlockUpdate | None = None  # the update whose blocks are arriving
-        self._profiled = ExitStack()  # closed when that update ends
+        self._updates: dict[Role, BatchUpdate] = {}  # those whose blocks are arriving
+        self._profiled = ExitStack()  # closed when that of the policy ends
 
     @rank_command
     def open(
@@ -98,7 +102,7 @@ class Worker(MemoryCommands):
         reserve_workspaces(self._device)
         torch.manual_seed(seed)
         self._configs[role] = config
-        backend = self._backends[role] = make_backend(role, config, model_path, self._device)
+        backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
         if checkpoint_path:
             try:
                 backend.load(Path(checkpoint_path) / "state")
@@ -119,7 +123,8 @@ class Worker(MemoryCommands):
     def close(self) -> None:
         """Closes all roles and frees their models. Leaves the weight group and the process group."""
         self.leave()
-        self.drop_blocks()
+        for role in list(self._updates):
+            self.drop_batch(role=role)
         self._end_of_save()
         if self._profiler is not None:
             self._profiler.close()
@@ -143,68 +148,45 @@ class Worker(MemoryCommands):
         return Message({}, list(batches.encode(pa.table(columns))))
 
     @rank_command
-    def train(
-        self,
-        *,
-        minibatches: list[dict[str, Any]],
-        temperature: float,
-        version: int,
-        frames: Sequence[bytes],
-        role: str = Role.POLICY,
-    ) -> Message:
-        """Trains a role on this rank's samples. `minibatches` has the pack sizes and totals of each mini-batch."""
-        samples, built, begin = batches.decode(frames), [], 0
-        for minibatch in minibatches:
-            sizes = minibatch["packs"]
-            packs = self._packs(samples.slice(begin, sum(sizes)), sizes)
-            built.append(Minibatch(packs, Totals(**minibatch["totals"])))
-            begin += sum(sizes)
-        if role == Role.CRITIC:
-            backend, config = self._open(Role.CRITIC), self._configs[Role.CRITIC]
-            assert isinstance(config, CriticSettings), "CONFIGS maps the critic to CriticSettings"
-            metrics = update_critic(backend, built, config, version)
-        else:
-            backend, profiler = self._open(), self._profiler
-            assert profiler is not None, "open creates the profiler with the policy"
-            index, self._num_updates = self._num_updates, self._num_updates + 1
-            with profiler.update(index):
-                metrics = update(backend, built, self._configs[Role.POLICY], temperature, version)
-        self._synchronize()
-        return Message({"metrics": metrics})
-
-    @rank_command
-    def begin_blocks(self, *, temperature: float) -> None:
-        """Begins an update of the policy whose blocks `add_block` gets; drops one that was begun before."""
-        self.drop_blocks()
-        self._blocks = BlockUpdate(self._open(), self._configs[Role.POLICY], temperature)
+    def begin_batch(self, *, role: str, temperature: float, is_one_block: bool) -> None:
+        """Begins an update of a role whose blocks `add_block` gets; drops one that was begun before."""
+        self.drop_batch(role=role)
+        role = Role(role)
+        backend, config = self._open(role), self._configs[role]
+        if isinstance(config, CriticSettings):
+            self._updates[role] = CriticUpdate(backend, config)
+            return
+        self._updates[role] = BatchUpdate(backend, config, temperature, is_one_block=is_one_block)
         assert self._profiler is not None, "open creates the profiler with the policy"
         self._profiled.enter_context(self._profiler.update(self._num_updates))
 
     @rank_command
-    def add_block(self, *, minibatch: int, packs: list[int], frames: Sequence[bytes]) -> None:
-        """Takes this rank's samples of a block of mini-batch number `minibatch`; of the first, adds their gradient."""
-        assert self._blocks is not None, "the servicer begins an update before it adds a block"
-        built = self._packs(batches.decode(frames), packs)
+    def add_block(self, *, role: str, minibatches: list[tuple[int, list[int]]], frames: Sequence[bytes]) -> None:
+        """Takes this rank's samples of a block; `minibatches` has numbers of mini-batches and the sizes of packs."""
+        samples, begin = batches.decode(frames), 0
         with self._profiled.pop_all() as profiled:  # an error ends the profile
-            self._blocks.add(built, minibatch)
+            for number, sizes in minibatches:
+                packs = self._packs(samples.slice(begin, sum(sizes)), sizes)
+                self._updates[Role(role)].add(packs, number)
+                begin += sum(sizes)
             self._profiled = profiled.pop_all()
 
     @rank_command
-    def apply_blocks(self, *, totals: list[dict[str, int]], version: int) -> Message:
-        """Updates the policy, which is at `version`, on the mini-batches of all blocks, which have `totals`."""
-        assert self._blocks is not None, "the servicer begins an update before it applies it"
-        with self._profiled.pop_all():
-            update, self._blocks = self._blocks, None
-            metrics = update.apply([Totals(**minibatch) for minibatch in totals], version)
-        self._num_updates += 1
+    def apply_batch(self, *, role: str, totals: list[dict[str, int]], version: int) -> Message:
+        """Updates a role, which is at `version`, on the mini-batches of all blocks, which have `totals`."""
+        role = Role(role)
+        with self._profiled.pop_all() if role is Role.POLICY else nullcontext():
+            metrics = self._updates.pop(role).apply([Totals(**minibatch) for minibatch in totals], version)
+        self._num_updates += role is Role.POLICY
         self._synchronize()
         return Message({"metrics": metrics})
 
     @rank_command
-    def drop_blocks(self) -> None:
+    def drop_batch(self, *, role: str) -> None:
         """Discards the gradients of the update whose blocks were arriving, if there is one."""
-        update, self._blocks = self._blocks, None
-        self._profiled.close()
+        if role == Role.POLICY:
+            self._profiled.close()
+        update = self._updates.pop(Role(role), None)
         if update is not None:
             update.drop()
 
@@ -396,3 +378,14 @@ class Worker(MemoryCommands):
 def _exhaust(weights: Iterable[object]) -> None:
     for _ in weights:
         pass
+
+
+def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
+    """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
+    if config.strategy == "megatron":
+        from services.trainer.megatron.backend import MegatronBackend
+
+        return MegatronBackend(role, config, model_path, device)
+    from services.trainer.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(role, config, model_path, device)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep.reward.v1.reward_pb2 import Candidate, Score, ScoreRequest, ScoreResponse
-from lockstep.trainer.v1.trainer_pb2 import ForwardResponse, TrainHeader, TrainRequest
+from lockstep.trainer.v1.trainer_pb2 import ROLE_POLICY, ForwardHeader, ForwardRequest, ForwardResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import encode
@@ -15,11 +15,11 @@ from services.common.errors import DataLoss, Reason
 from services.common.files.transfer import from_messages, require_sealed, seal, to_messages
 from tests.support import make_batch
 
-HEADER = TrainHeader(expected_stamp=PolicyStamp(version=3, digest="0" * 32), batch_id="b", temperature=1.0)
+HEADER = ForwardHeader(role=ROLE_POLICY, temperature=1.0)
 FRAMES = list(encode(make_batch(4, 3, PolicyStamp(version=3, digest="0" * 32)), frame_bytes=1000))
 
 
-async def sent(kind: Callable[..., Any] = TrainRequest, header: TrainHeader | None = HEADER) -> list[Any]:
+async def sent(kind: Callable[..., Any] = ForwardRequest, header: ForwardHeader | None = HEADER) -> list[Any]:
     return [message async for message in to_messages(kind, FRAMES, header)]
 
 
@@ -49,14 +49,14 @@ async def test_a_flipped_bit_in_any_frame_is_refused(index: int, at: int, bit: i
 
 
 CHANGES: dict[str, Callable[[list[Any]], list[Any]]] = {
-    "another temperature": lambda m: [TrainRequest(header=TrainHeader(batch_id="b", temperature=1.5)), *m[1:]],
+    "another temperature": lambda m: [ForwardRequest(header=ForwardHeader(role=ROLE_POLICY, temperature=1.5)), *m[1:]],
     "a frame is lost": lambda m: [*m[:1], *m[2:]],
     "a frame comes twice": lambda m: [*m[:2], *m[1:]],
     "two frames are swapped": lambda m: [m[0], m[2], m[1], *m[3:]],
-    "two frames are one": lambda m: [m[0], TrainRequest(frame=m[1].frame + m[2].frame), *m[3:]],
-    "a frame is no field": lambda m: [m[0], TrainRequest(), *m[2:]],
+    "two frames are one": lambda m: [m[0], ForwardRequest(frame=m[1].frame + m[2].frame), *m[3:]],
+    "a frame is no field": lambda m: [m[0], ForwardRequest(), *m[2:]],
     "a frame after the end": lambda m: [*m, m[1]],
-    "another hash": lambda m: [*m[:-1], TrainRequest(sha256=with_flipped_bit(m[-1].sha256, 5, 2))],
+    "another hash": lambda m: [*m[:-1], ForwardRequest(sha256=with_flipped_bit(m[-1].sha256, 5, 2))],
     "the stream ends early": lambda m: m[:-2],
     "the hash is missing": lambda m: m[:-1],
 }

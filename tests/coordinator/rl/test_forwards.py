@@ -16,7 +16,7 @@ from services.common.batches.blocks import blocks_of
 from services.common.config.streaming import block_cutter
 from services.common.errors import InternalError
 from services.coordinator.data.groups import ScoredGroup, to_table
-from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.blocks import BlockMaker
 from tests.coordinator.fake_services import make_config, make_prompt
 
 # A block ends with the group that brings it to 12 tokens, which two groups have.
@@ -66,12 +66,12 @@ async def run(
         trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 16},
     )
     models: Any = [model]
-    async with Forwards(models, config, {}).of_batch() as forwards:
+    async with BlockMaker(models, config, {}).begin() as blocks:
         for place in arrivals:
-            forwards.decide(place, group(place) if place in useful else None)
+            blocks.decide(place, group(place) if place in useful else None)
             await asyncio.sleep(0)
         chosen = sorted(useful)[:wanted]
-        return await forwards.complete([group(index) for index in chosen])
+        return await blocks.complete([group(index) for index in chosen])
 
 
 @given(st.data())
@@ -105,14 +105,14 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
         },  # one sample at a time, so that groups are in the order of prompts
         trainer={"max_tokens_per_microbatch": 16},
     )
-    async with Forwards([partial], config, {}).of_batch() as forwards:
+    async with BlockMaker([partial], config, {}).begin() as blocks:
         for place in (1, 0, 3):
-            forwards.decide(place, group(place))
+            blocks.decide(place, group(place))
         while not partial.blocks:
             await asyncio.sleep(0)
         assert partial.blocks == [["p0", "p0", "p1", "p1"]]  # 3 waits for 2
-        forwards.decide(2, None)
-        await forwards.complete([group(index) for index in (0, 1, 3)])
+        blocks.decide(2, None)
+        await blocks.complete([group(index) for index in (0, 1, 3)])
         assert partial.blocks[1:] == [["p3", "p3"]]
 
 
@@ -123,9 +123,9 @@ async def test_blocks_in_the_order_of_length() -> None:
         trainer={"max_tokens_per_microbatch": 16},
     )
     lengths, blocks = {f"p{index}": 2 for index in range(4)}, []
-    forwards = Forwards([], config, lengths)
+    forwards = BlockMaker([], config, lengths)
     groups = [group(index) for index in range(4)]  # of 1, 2, 3 and 1 tokens
-    async with forwards.of_batch(blocks.append) as batch:
+    async with forwards.begin(blocks.append) as batch:
         for one in groups:
             batch.begin(one.index, one.prompt)
         lengths |= {"p1": 2, "p2": 2, "p3": 1}
@@ -157,11 +157,11 @@ def test_blocks_are_those_that_the_recorded_batch_is_cut_into(
         trainer={"max_tokens_per_microbatch": 60, "num_minibatches": num_minibatches},
     )
     known = {f"p{index}": length for index, length in enumerate(lengths)}
-    forwards, blocks = Forwards([], config, known), []
+    forwards, blocks = BlockMaker([], config, known), []
     groups = [group(index, length=length) for index, length in enumerate(lengths)]
 
     async def draw() -> None:
-        async with forwards.of_batch(blocks.append) as batch:
+        async with forwards.begin(blocks.append) as batch:
             known.update((f"p{index}", length) for index, length in enumerate(lengths))
             for one in groups:
                 batch.begin(one.index, one.prompt)

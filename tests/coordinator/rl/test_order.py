@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from services.common.config.streaming import orders_by_length
 from services.coordinator.data.groups import ScoredGroup
-from services.coordinator.rl.forwards import ByLength, ByPrompt, in_order_of_length
+from services.coordinator.rl.blocks import ByLength, ByPrompt, in_order_of_length
 from tests.common.config.test_streaming import config
 from tests.coordinator.fake_services import make_prompt
 

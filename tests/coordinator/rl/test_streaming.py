@@ -12,7 +12,7 @@ import pytest
 from services.common.config.run import Config
 from services.common.errors import InternalError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
-from services.coordinator.rl.forwards import ByLength
+from services.coordinator.rl.blocks import ByLength
 from services.trainer.ranks.calls import rank_command
 from tests.coordinator.fake_services import FakeReward
 from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
@@ -23,6 +23,11 @@ _TWO_BLOCKS = {"max_tokens_per_microbatch": 16}
 def made(directory: Path, **trainer: Any) -> Config:
     directory.mkdir()
     return make_run(directory, 2, trainer=_TWO_BLOCKS | trainer)
+
+
+def is_stream(method: Any, request: Any) -> bool:
+    """Returns whether a call sends blocks as they are complete; a batch that is sent at once may be sent again."""
+    return method.__name__ == "Train" and not callable(request)
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
@@ -69,7 +74,7 @@ async def test_a_lost_stream_is_sent_again_as_a_whole(
     call, lost = Client.call, []
 
     async def losing(self: Client, method: Any, request: Any, **options: Any) -> Any:
-        if method.__name__ != "TrainBlocks":
+        if not is_stream(method, request):
             return await call(self, method, request, **options)
 
         async def cut() -> AsyncIterator[Any]:
@@ -110,9 +115,9 @@ async def test_an_error_of_the_trainer_ends_the_step_at_once(tmp_path: Path, mon
     call = Client.call
 
     async def failing(self: Client, method: Any, request: Any, **options: Any) -> Any:
-        if method.__name__ == "TrainBlocks":
+        if is_stream(method, request):
             raise InternalError("a rank is gone", reason=Reason.RANK_FAILED)
-        assert method.__name__ != "Train"
+        assert method.__name__ != "Train"  # it is not sent again
         return await call(self, method, request, **options)
 
     monkeypatch.setattr(Client, "call", failing)

@@ -61,8 +61,7 @@ class CountingRank:
         answer = pa.table({"values": pa.array(values, pa.list_(pa.float32()))})
         return Message({}, list(batches.encode(answer)))
 
-    @rank_command
-    def train(self, *, version: int, role: str, **_: Any) -> Message:
+    def _train(self, version: int, role: str) -> Message:
         if role == Role.CRITIC:
             self.critic_trained.append(version)
             return Message({"metrics": {"critic_loss": float(version)}})
@@ -72,20 +71,25 @@ class CountingRank:
         return Message({"metrics": metrics})
 
     @rank_command
-    def begin_blocks(self, *, temperature: float) -> None:
+    def begin_batch(self, *, role: str, is_one_block: bool, **_: Any) -> None:
+        self._is_one_block = is_one_block
         self._added = []
 
     @rank_command
-    def add_block(self, *, minibatch: int, packs: list[int], frames: Sequence[bytes]) -> None:
+    def add_block(self, *, role: str, minibatches: list[tuple[int, list[int]]], frames: Sequence[bytes]) -> None:
+        if self._is_one_block:
+            return
+        ((minibatch, packs),) = minibatches
         self._added.append(f"{minibatch} {packs} {content_sha256(batches.decode(frames)).hex()}")
 
     @rank_command
-    def apply_blocks(self, *, totals: list[dict[str, int]], version: int) -> Message:
-        self.blocks.append([*self._added, f"{totals}"])
-        return self.train(version=version, role=Role.POLICY)
+    def apply_batch(self, *, role: str, totals: list[dict[str, int]], version: int) -> Message:
+        if not self._is_one_block:
+            self.blocks.append([*self._added, f"{totals}"])
+        return self._train(version, role)
 
     @rank_command
-    def drop_blocks(self) -> None:
+    def drop_batch(self, *, role: str) -> None:
         self._added = []
 
     @rank_command

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import CheckpointConfig
 from services.common.errors import InternalError, PreconditionFailed
-from services.coordinator.rl.step import update
+from services.coordinator.rl.step import Batch, update
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
@@ -38,7 +39,9 @@ class FakeTrainer:
         Path(path).mkdir(parents=True)
         return "digest"
 
-    async def train(self, batch: object, batch_id: str, stamp: PolicyStamp, *_: object) -> tuple[int, dict[str, float]]:
+    async def train(
+        self, batch: object, batch_id: str, stamp: PolicyStamp, *_: object, **drawn: object
+    ) -> tuple[int, dict[str, float]]:
         self.trained.append(stamp.version)
         return stamp.version + 1, {}
 
@@ -100,7 +103,7 @@ async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_agai
     run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
     await run.checkpoints.begin([critic, trainer], 1)
     stamp, context = PolicyStamp(version=1, digest="d"), SimpleNamespace(trainer=trainer, critic=critic)
-    updating = asyncio.create_task(update(run, context, None, stamp))
+    updating = asyncio.create_task(update(run, context, Batch(pa.table({}), stamp), stamp))
     critic.ends.put_nowait(None)
     await until(lambda: trainer.saving)
     assert trainer.trained == []

@@ -35,7 +35,7 @@ _LIFE = 12  # events of the first coordinator: enough to open the services and t
 _STREAMED = {"trainer": {"max_tokens_per_microbatch": 16}}
 
 
-_STREAM = {"send of a block", "commit", "TrainBlocks"}
+_STREAM = {"send of a block", "commit", "Train"}
 _MINIBATCHES = {"trainer": {**_STREAMED["trainer"], "num_minibatches": 2}}
 
 

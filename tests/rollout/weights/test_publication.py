@@ -16,6 +16,7 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from services.common.batches import batch as batches
 from services.common.errors import Aborted
 from services.common.files.transfer import from_messages, to_messages
+from services.coordinator.clients.trainer import whole_batch
 from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.support import PATIENCE_S
 
@@ -89,7 +90,7 @@ async def forward(stack: Stack, batch: pa.Table, temperature: float) -> pa.Table
 
 async def train(stack: Stack, batch: pa.Table, stamp: PolicyStamp) -> trainer_pb2.TrainResponse:
     header = trainer_pb2.TrainHeader(expected_stamp=stamp, batch_id=f"{stack.run_id}/{stamp.version}", temperature=1.0)
-    requests = to_messages(trainer_pb2.TrainRequest, batches.encode(batch), header)
+    requests = whole_batch(header, batch)
     return await stack.trainer.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from services.common.config.loss import Aggregation, LossConfig, LossKind
 from services.common.config.trainer import OptimConfig
 from services.trainer.losses import LOSSES, Totals
+from services.trainer.losses.kinds import Tokens, clipped_surrogate, token_weights
 from services.trainer.losses.policy import KL_ESTIMATES, kl_k3
-from services.trainer.losses.terms import Tokens, clipped_surrogate, token_weights
 from services.trainer.updates.optim import learning_rate
 
 LOGPROBS = st.floats(-20, 0)

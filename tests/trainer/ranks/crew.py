@@ -10,12 +10,11 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches import batch as batches
 from services.common.errors import Aborted, PreconditionFailed, Reason
 from services.common.rpc.client import Client
+from services.coordinator.clients.trainer import whole_batch
 from services.trainer.ranks.calls import Message, Ranks, rank_command
 from tests.support import PATIENCE_S, make_batch
-from tests.trainer.deployment import messages
 
 DIGEST = "0" * 32
 
@@ -78,31 +77,26 @@ class FakeWorker:
         return Message({"data_rank": self.rank}, [b""])
 
     @rank_command
-    def train(self, **_: Any) -> Message:
-        self.entered.set()
-        self.gate.wait()
-        self.calls.append("train")
-        return Message({"metrics": {"loss": 0.5}})
-
-    @rank_command
-    def begin_blocks(self, **_: Any) -> None:
+    def begin_batch(self, **_: Any) -> None:
         self.calls.append("begin")
 
     @rank_command
-    def add_block(self, *, minibatch: int, **_: Any) -> None:
+    def add_block(self, *, minibatches: list[tuple[int, list[int]]], **_: Any) -> None:
         if self.block_error is not None:
             raise self.block_error
         self.calls.append("add")
-        self.minibatches.append(minibatch)
+        self.minibatches += [number for number, _ in minibatches]
         self.added.set()
 
     @rank_command
-    def apply_blocks(self, **_: Any) -> Message:
+    def apply_batch(self, **_: Any) -> Message:
+        self.entered.set()
+        self.gate.wait()
         self.calls.append("apply")
         return Message({"metrics": {"loss": 0.5}})
 
     @rank_command
-    def drop_blocks(self) -> None:
+    def drop_batch(self, *, role: str) -> None:
         self.calls.append("drop")
         self.dropped.set()
 
@@ -166,8 +160,7 @@ class Service:
     async def train(self, spoil: Callable[[pb.TrainRequest], pb.TrainRequest] = lambda m: m) -> pb.TrainResponse:
         stamp = PolicyStamp(version=0, digest=DIGEST)
         header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
-        frames = list(batches.encode(make_batch(2, 2, stamp)))
-        requests = (spoil(message) async for message in messages(pb.TrainRequest, header, frames))
+        requests = (spoil(message) async for message in whole_batch(header, make_batch(2, 2, stamp)))
         return await self.client.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)
 
     async def send(self, *, timeout_s: float = PATIENCE_S) -> PolicyStamp:

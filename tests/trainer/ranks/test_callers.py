@@ -66,7 +66,7 @@ async def test_batch_whose_caller_gave_up_is_applied_once(service: Service) -> N
     crew.open_gates()
     answer = await retry
     assert (answer.version, answer.replayed, answer.metrics["loss"]) == (1, True, 0.5)
-    assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
+    assert [worker.calls for worker in crew.workers] == [["send", "begin", "add", "apply"]] * 2
     assert await service.version() == 1
 
 
@@ -83,7 +83,7 @@ async def test_a_batch_that_changed_on_the_way_is_not_trained_on(service: Servic
         await service.train(flip_a_sign)
     assert caught.value.reason is Reason.CORRUPT_TRANSFER
     assert (await service.train()).version == 1
-    assert [worker.calls for worker in service.crew.workers] == [["send", "train"]] * 2
+    assert [worker.calls for worker in service.crew.workers] == [["send", "begin", "drop", "begin", "add", "apply"]] * 2
 
 
 async def test_weights_are_not_sent_as_the_version_before_a_batch_in_progress(service: Service) -> None:
@@ -98,7 +98,7 @@ async def test_weights_are_not_sent_as_the_version_before_a_batch_in_progress(se
     with pytest.raises(PreconditionFailed) as caught:
         await sending
     assert caught.value.reason is Reason.STALE_STAMP
-    assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
+    assert [worker.calls for worker in crew.workers] == [["send", "begin", "add", "apply"]] * 2
 
 
 @pytest.mark.parametrize("disturbs", ["save", "close"])
@@ -106,6 +106,7 @@ async def test_background_save_lets_train_go_on_and_what_would_disturb_it_wait(
     service: Service, tmp_path: Path, disturbs: str
 ) -> None:
     rank_0 = service.crew.workers[0]
+    rank_0.entered.clear()
     first = service.save(tmp_path / "a", version=0)
     await asyncio.to_thread(rank_0.entered.wait)
     assert (await service.train()).version == 1
@@ -116,11 +117,11 @@ async def test_background_save_lets_train_go_on_and_what_would_disturb_it_wait(
         waiting = asyncio.create_task(service.client.call(TrainerService.CloseRun, request, timeout_s=PATIENCE_S))
     await service.version()  # the server has read what came before
     assert not first.done() and not waiting.done()
-    assert rank_0.calls == ["send", "save 0", "train"]
+    assert rank_0.calls == ["send", "save 0", "begin", "add", "apply"]
     rank_0.writers.set()
     assert (await first).manifest_digest == "m"
     await waiting
-    assert rank_0.calls == ["send", "save 0", "train", {"save": "save 1", "close": "close"}[disturbs]]
+    assert rank_0.calls == ["send", "save 0", "begin", "add", "apply", {"save": "save 1", "close": "close"}[disturbs]]
 
 
 async def test_failed_background_save_is_its_error_and_the_trainer_goes_on(service: Service, tmp_path: Path) -> None:

@@ -97,12 +97,12 @@ async def cancel_at_the_gates(crew: Crew, command: Callable[..., Any]) -> None:
 
 
 async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
-    await cancel_at_the_gates(crew, FakeWorker.train)
+    await cancel_at_the_gates(crew, FakeWorker.apply_batch)
     after = asyncio.create_task(crew.ranks.call(FakeWorker.echo, value=2))
     crew.open_gates()
     async with asyncio.timeout(PATIENCE_S):
         assert [answer.body["value"] for answer in await after] == [2, 2]
-    assert crew.workers[0].calls == ["train"]
+    assert crew.workers[0].calls == ["apply"]
 
 
 async def test_error_of_a_canceled_call_is_nobodys(crew: Crew, caplog: pytest.LogCaptureFixture) -> None:

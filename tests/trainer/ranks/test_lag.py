@@ -8,12 +8,10 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches import batch as batches
 from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import LockstepError, PreconditionFailed, Reason
-from services.coordinator.clients.trainer import BlockStream
+from services.coordinator.clients.trainer import BlockStream, whole_batch
 from tests.support import PATIENCE_S, make_batch
-from tests.trainer.deployment import messages
 from tests.trainer.ranks.crew import DIGEST, Service
 
 
@@ -28,8 +26,7 @@ def header(held: int, drawn: PolicyStamp | None, **more: Any) -> pb.TrainHeader:
 
 async def train(service: Service, held: int, sampled: PolicyStamp, drawn: PolicyStamp | None) -> int:
     """Trains the trainer, which holds version `held`, on samples of `sampled`; the header names `drawn`."""
-    frames = list(batches.encode(make_batch(2, 2, sampled)))
-    requests = messages(pb.TrainRequest, header(held, drawn), frames)
+    requests = whole_batch(header(held, drawn), make_batch(2, 2, sampled))
     return (await service.client.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)).version
 
 
@@ -73,7 +70,7 @@ async def test_a_stream_of_blocks_is_compared_in_the_same_way(service: Service) 
         batch = make_batch(2, 2, drawn)
         stream = BlockStream(
             header(held, drawn, tokens_per_block=1),
-            lambda requests: service.client.call(TrainerService.TrainBlocks, requests, timeout_s=PATIENCE_S),
+            lambda requests: service.client.call(TrainerService.Train, requests, timeout_s=PATIENCE_S),
         )
         for block in blocks_of(batch, BlockCutter(1)):
             stream.send(block)

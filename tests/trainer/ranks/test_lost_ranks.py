@@ -9,16 +9,19 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
-from lockstep.types.v1.types_pb2 import PolicyStamp
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
 from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, Reason
-from services.trainer.blocks import BlockTraining
+from services.trainer.backend import Role
+from services.trainer.checkpoint.manifest import TrainState
+from services.trainer.contract import OpenRole
 from services.trainer.ranks import calls as ranks_module
 from services.trainer.ranks import sockets
 from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.sockets import RanksAddress
+from services.trainer.stream import BatchTraining
 from tests.support import PATIENCE_S, free_port, make_batch
 from tests.trainer.rank_threads import following
 from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
@@ -95,9 +98,12 @@ async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(traine
 
 @gone
 async def test_a_rank_that_is_lost_between_blocks_fails_the_batch(trainer: Trainer, number: int) -> None:
-    batch = make_batch(3, 2, PolicyStamp(version=0, digest="d"))
-    header = pb.TrainHeader(batch_id="b", temperature=1.0, role=pb.ROLE_POLICY, tokens_per_block=1)
-    training = BlockTraining(trainer.ranks, header, TrainerConfig(num_ranks=2), [0, 1])
+    stamp = PolicyStamp(version=0, digest="d")
+    batch = make_batch(3, 2, stamp)
+    header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0, tokens_per_block=1)
+    answer = pb.OpenRunResponse(model_card=ModelCard(files={"config.json": b'{"vocab_size": 64}'}))
+    opened = OpenRole("", TrainerConfig(num_ranks=2), answer, [0, 1], TrainState(0, "", {}), digest="d")
+    training = BatchTraining(trainer.ranks, header, Role.POLICY, opened)
     with toy("follow", trainer.ranks.address.pack()) as rank:
         async with asyncio.timeout(PATIENCE_S):
             await trainer.ranks.wait_for_all()
@@ -110,7 +116,7 @@ async def test_a_rank_that_is_lost_between_blocks_fails_the_batch(trainer: Train
                 await training.add(second)
             assert caught.value.reason is Reason.RANK_FAILED
             with pytest.raises(InternalError, match=r"rank 1 on .* is gone"):
-                await training.apply(0)
+                await training.apply()
     assert trainer.own.calls == ["begin", "add"]
 
 

@@ -36,10 +36,10 @@ async def test_who_was_replaced_changes_nothing_more(service: Service, tmp_path:
             await call
         assert caught.value.reason is Reason.RUN_REPLACED
     assert await service.version() == 0
-    assert [worker.calls for worker in crew.workers] == [["send", "train", "close"]] * 2
+    assert [worker.calls for worker in crew.workers] == [["send", "begin", "add", "apply", "close"]] * 2
     request = pb.CloseRunRequest(run_id="s")
     await service.client.call(TrainerService.CloseRun, request, timeout_s=PATIENCE_S)  # late
-    assert crew.workers[0].calls == ["send", "train", "close"]
+    assert crew.workers[0].calls == ["send", "begin", "add", "apply", "close"]
 
 
 async def test_who_is_replaced_while_it_joins_is_told_so(service: Service) -> None:
@@ -92,4 +92,4 @@ async def test_a_save_whose_answer_was_lost_is_answered_again(service: Service, 
     (tmp_path / "a").mkdir()  # what the ranks would have made
     await service.train()
     assert await service.save(tmp_path / "a", version=0) == first
-    assert service.crew.workers[0].calls == ["send", "save 0", "train"]
+    assert service.crew.workers[0].calls == ["send", "save 0", "begin", "add", "apply"]

@@ -36,9 +36,9 @@ class Streamed:
         self._spoil = spoil
         self.answer = asyncio.create_task(self.stream.run())
 
-    async def _call(self, requests: AsyncIterator[Any]) -> pb.TrainBlocksResponse:
+    async def _call(self, requests: AsyncIterator[Any]) -> pb.TrainResponse:
         spoiled = (self._spoil(message) async for message in requests)
-        return await self.service.client.call(TrainerService.TrainBlocks, spoiled, timeout_s=PATIENCE_S)
+        return await self.service.client.call(TrainerService.Train, spoiled, timeout_s=PATIENCE_S)
 
     @property
     def blocks(self) -> list[pa.Table]:
@@ -142,16 +142,16 @@ async def test_the_stream_of_a_coordinator_that_was_replaced_applies_nothing(
 
 
 async def test_a_block_with_a_flipped_bit_is_not_trained_on(service: Service) -> None:
-    changed: list[pb.TrainBlocksRequest] = []
+    changed: list[pb.TrainRequest] = []
 
-    def flip(message: pb.TrainBlocksRequest) -> pb.TrainBlocksRequest:
+    def flip(message: pb.TrainRequest) -> pb.TrainRequest:
         if message.WhichOneof("part") != "frame" or changed:
             return message
         changed.append(message)
         frame = bytearray(message.frame)
         advantage = np.float32(batches.decode([message.frame])["advantages"][0][0].as_py())
         frame[frame.index(advantage.tobytes()) + 3] ^= 0x80
-        return pb.TrainBlocksRequest(frame=bytes(frame))
+        return pb.TrainRequest(frame=bytes(frame))
 
     with pytest.raises(DataLoss, match="changed on the way") as caught:
         await Streamed(service, flip).whole()
@@ -160,11 +160,26 @@ async def test_a_block_with_a_flipped_bit_is_not_trained_on(service: Service) ->
     await applied_afterwards(service)
 
 
-@pytest.mark.parametrize("role", [pb.ROLE_UNSPECIFIED, pb.ROLE_REFERENCE, pb.ROLE_CRITIC])
-async def test_only_the_policy_is_trained_in_blocks(service: Service, role: pb.Role) -> None:
-    with pytest.raises(InvalidInput, match="for the policy"):
+@pytest.mark.parametrize(("role", "field"), [(pb.ROLE_REFERENCE, "role"), (pb.ROLE_CRITIC, "tokens_per_block")])
+async def test_only_the_policy_is_trained_in_blocks(service: Service, role: pb.Role, field: str) -> None:
+    await service.open("r", role=pb.ROLE_CRITIC)
+    service.crew.workers[1].calls.clear()
+    with pytest.raises(InvalidInput) as caught:
         await Streamed(service, role=role).whole()
-    assert service.crew.workers[1].calls == ["send"]
+    assert caught.value.metadata["field"] == field
+    assert service.crew.workers[1].calls == []
+
+
+async def test_without_a_number_of_tokens_there_is_one_block(service: Service) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        streamed = Streamed(service, tokens_per_block=0)
+        for block in streamed.blocks:
+            streamed.stream.send(block)
+        streamed.stream.commit(streamed.batch)
+        await streamed.answer
+    assert caught.value.metadata["field"] == "tokens_per_block"
+    assert service.crew.workers[1].calls == ["send", "begin", "add", "drop"]
+    await applied_afterwards(service)
 
 
 WHOLE: dict[str, dict[str, Any]] = {

@@ -2,25 +2,28 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
 from services.common.errors import InternalError
-from services.trainer.ranks.shards import block_parts
-from services.trainer.updates.gap import Replayed
+from services.trainer.backend import Role
+from services.trainer.samples import train_parts
+from services.trainer.updates.batch import Replayed
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
+from tests.trainer.updating import counted
 
 
 def in_blocks(harness: Harness) -> None:
     """Trains on two mini-batches, each of which is a block."""
     batch = samples()
-    harness.worker.begin_blocks(temperature=TEMPERATURE)
+    harness.worker.begin_batch(role=Role.POLICY, temperature=TEMPERATURE, is_one_block=False)
     totals = []
     for number, block in enumerate(blocks_of(batch, BlockCutter(1 << 20, 2))):
-        (part,) = block_parts(block, harness._config, 1)
-        harness.worker.add_block(minibatch=number, **part.body, frames=part.frames)
-        totals.append({"num_tokens": int(trained_tokens(block).sum()), "num_sequences": block.num_rows})
-    harness.worker.apply_blocks(totals=totals, version=0)
+        (part,) = train_parts(block, harness._config, 1, Role.POLICY, {number: np.arange(block.num_rows)})
+        harness.worker.add_block(role=Role.POLICY, **part.body, frames=part.frames)
+        totals.append(counted(trained_tokens(block)))
+    harness.worker.apply_batch(role=Role.POLICY, totals=totals, version=0)
 
 
 @pytest.mark.parametrize("train", [in_blocks, lambda harness: harness.train(samples())], ids=["blocks", "whole"])
@@ -42,6 +45,6 @@ def test_only_an_error_before_the_first_update_leaves_a_trainer_that_may_go_on(
     with pytest.raises(error, match=words) as caught:
         train(harness)
     assert type(caught.value) is error
-    harness.worker.drop_blocks()
+    harness.worker.drop_batch(role=Role.POLICY)
     after = harness.parameters()
     assert all(tensor.equal(before[name]) for name, tensor in after.items()) == (not failing)

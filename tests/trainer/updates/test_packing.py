@@ -17,11 +17,11 @@ from services.common.batches.routes import RouteShape
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
-from services.trainer.ranks.shards import forward_parts, train_parts
-from services.trainer.samples import check_kept, check_routes
+from services.trainer.samples import check_kept, check_routes, forward_parts
 from services.trainer.updates.packing import assign, build_pack
 from tests.support import with_kept, with_routes
 from tests.trainer.fsdp_harness import samples
+from tests.trainer.updating import whole_parts
 
 SHAPE = RouteShape(2, 4, 2)
 
@@ -138,20 +138,16 @@ def test_parts_hold_every_sample_once_in_its_minibatch(num_ranks: int, minibatch
     table = samples()
     config = TrainerConfig(max_tokens_per_microbatch=40, num_minibatches=minibatches)
     seen: list[list[tuple[int, int]]] = [[] for _ in range(minibatches)]
-    for part in train_parts(table, config, num_ranks):
+    for part in whole_parts(table, config, num_ranks):
         rows = batches.decode(part.frames).to_pylist()
         assert len(part.body["minibatches"]) == minibatches
         begin = 0
-        for index, minibatch in enumerate(part.body["minibatches"]):
-            size = sum(minibatch["packs"])
+        for index, (number, sizes) in enumerate(part.body["minibatches"]):
+            assert number == index
+            size = sum(sizes)
             seen[index] += [_name(table, row) for row in rows[begin : begin + size]]
             begin += size
         assert begin == len(rows)
-        totals = [m["totals"] for m in part.body["minibatches"]]
-        groups = np.split(np.arange(4), minibatches)
-        for index, share in enumerate(groups):
-            lengths = [len(r["tokens"]) for r in table.to_pylist() if r["group"] in share]
-            assert totals[index] == {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
     for index, share in enumerate(np.split(np.arange(4), minibatches)):
         want = [(r["group"], r["sample"]) for r in table.to_pylist() if r["group"] in share]
         assert sorted(seen[index]) == sorted(want)
@@ -253,8 +249,8 @@ def test_only_a_policy_that_replays_gets_routes() -> None:
 def test_a_batch_without_routes_is_refused_if_they_must_be_replayed() -> None:
     config = TrainerConfig.model_validate({"moe": {"replay_routes": "on"}})
     with pytest.raises(InvalidInput, match="routes: required"):
-        train_parts(samples(), config, 1)
-    assert train_parts(with_routes(samples()), config, 1)
+        whole_parts(samples(), config, 1)
+    assert whole_parts(with_routes(samples()), config, 1)
 
 
 def _changed(change: dict[int, bytes | None]) -> pa.Table:

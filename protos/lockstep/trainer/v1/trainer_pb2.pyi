@@ -140,35 +140,6 @@ class TrainHeader(_message.Message):
     block_growth: int
     def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ..., drawn_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., groups_per_minibatch: _Optional[int] = ..., tokens_per_block: _Optional[int] = ..., block_growth: _Optional[int] = ...) -> None: ...
 
-class TrainRequest(_message.Message):
-    __slots__ = ("header", "frame", "sha256")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    FRAME_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    header: TrainHeader
-    frame: bytes
-    sha256: bytes
-    def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
-
-class TrainResponse(_message.Message):
-    __slots__ = ("version", "metrics", "replayed", "samples_sha256")
-    class MetricsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    METRICS_FIELD_NUMBER: _ClassVar[int]
-    REPLAYED_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_SHA256_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    metrics: _containers.ScalarMap[str, float]
-    replayed: bool
-    samples_sha256: bytes
-    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., replayed: bool = ..., samples_sha256: _Optional[bytes] = ...) -> None: ...
-
 class TrainBlock(_message.Message):
     __slots__ = ("sha256",)
     SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +156,7 @@ class TrainCommit(_message.Message):
     num_tokens: int
     def __init__(self, sha256: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
-class TrainBlocksRequest(_message.Message):
+class TrainRequest(_message.Message):
     __slots__ = ("header", "frame", "block", "commit")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
@@ -197,7 +168,7 @@ class TrainBlocksRequest(_message.Message):
     commit: TrainCommit
     def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., block: _Optional[_Union[TrainBlock, _Mapping]] = ..., commit: _Optional[_Union[TrainCommit, _Mapping]] = ...) -> None: ...
 
-class TrainBlocksResponse(_message.Message):
+class TrainResponse(_message.Message):
     __slots__ = ("version", "metrics", "replayed", "samples_sha256")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")

@@ -60,11 +60,6 @@ class TrainerServiceStub(object):
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainRequest.SerializeToString,
                 response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainResponse.FromString,
                 _registered_method=True)
-        self.TrainBlocks = channel.stream_unary(
-                '/lockstep.trainer.v1.TrainerService/TrainBlocks',
-                request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainBlocksRequest.SerializeToString,
-                response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainBlocksResponse.FromString,
-                _registered_method=True)
         self.JoinWeightGroup = channel.unary_unary(
                 '/lockstep.trainer.v1.TrainerService/JoinWeightGroup',
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.JoinWeightGroupRequest.SerializeToString,
@@ -137,16 +132,9 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Train(self, request_iterator, context):
-        """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def TrainBlocks(self, request_iterator, context):
-        """Updates the policy on one batch that is sent in blocks while other samples are still being generated. Nothing is
-        applied without the commit; a stream that ends before it leaves nothing behind. The result is that of Train with
-        the same batch and header.
+        """Updates policy or critic on one batch, which is sent in one or more blocks. Blocks of the policy may be sent while
+        other samples are still being generated. Nothing is applied without the commit; a stream that ends before it leaves
+        nothing behind. A repeated batch id is answered again, but not applied again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,11 +220,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.Train,
                     request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainRequest.FromString,
                     response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainResponse.SerializeToString,
-            ),
-            'TrainBlocks': grpc.stream_unary_rpc_method_handler(
-                    servicer.TrainBlocks,
-                    request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainBlocksRequest.FromString,
-                    response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainBlocksResponse.SerializeToString,
             ),
             'JoinWeightGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinWeightGroup,
@@ -410,33 +393,6 @@ class TrainerService(object):
             '/lockstep.trainer.v1.TrainerService/Train',
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainRequest.SerializeToString,
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def TrainBlocks(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/lockstep.trainer.v1.TrainerService/TrainBlocks',
-            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainBlocksRequest.SerializeToString,
-            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.TrainBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

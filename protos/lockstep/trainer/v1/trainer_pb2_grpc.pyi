@@ -46,11 +46,9 @@ class TrainerServiceStub:
     large.
     """
     Train: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]
-    """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again."""
-    TrainBlocks: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainBlocksRequest, _trainer_pb2.TrainBlocksResponse]
-    """Updates the policy on one batch that is sent in blocks while other samples are still being generated. Nothing is
-    applied without the commit; a stream that ends before it leaves nothing behind. The result is that of Train with
-    the same batch and header.
+    """Updates policy or critic on one batch, which is sent in one or more blocks. Blocks of the policy may be sent while
+    other samples are still being generated. Nothing is applied without the commit; a stream that ends before it leaves
+    nothing behind. A repeated batch id is answered again, but not applied again.
     """
     JoinWeightGroup: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.JoinWeightGroupRequest, _trainer_pb2.JoinWeightGroupResponse]
     """Joins the weight group of an epoch. Returns when all members have joined."""
@@ -92,11 +90,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     large.
     """
     Train: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]  # type: ignore[assignment]
-    """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again."""
-    TrainBlocks: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainBlocksRequest, _trainer_pb2.TrainBlocksResponse]  # type: ignore[assignment]
-    """Updates the policy on one batch that is sent in blocks while other samples are still being generated. Nothing is
-    applied without the commit; a stream that ends before it leaves nothing behind. The result is that of Train with
-    the same batch and header.
+    """Updates policy or critic on one batch, which is sent in one or more blocks. Blocks of the policy may be sent while
+    other samples are still being generated. Nothing is applied without the commit; a stream that ends before it leaves
+    nothing behind. A repeated batch id is answered again, but not applied again.
     """
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_trainer_pb2.JoinWeightGroupRequest, _trainer_pb2.JoinWeightGroupResponse]  # type: ignore[assignment]
     """Joins the weight group of an epoch. Returns when all members have joined."""
@@ -165,17 +161,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.TrainRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainResponse, _abc.Awaitable[_trainer_pb2.TrainResponse]]:
-        """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again."""
-
-    @_abc_1.abstractmethod
-    def TrainBlocks(
-        self,
-        request_iterator: _MaybeAsyncIterator[_trainer_pb2.TrainBlocksRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.TrainBlocksResponse, _abc.Awaitable[_trainer_pb2.TrainBlocksResponse]]:
-        """Updates the policy on one batch that is sent in blocks while other samples are still being generated. Nothing is
-        applied without the commit; a stream that ends before it leaves nothing behind. The result is that of Train with
-        the same batch and header.
+        """Updates policy or critic on one batch, which is sent in one or more blocks. Blocks of the policy may be sent while
+        other samples are still being generated. Nothing is applied without the commit; a stream that ends before it leaves
+        nothing behind. A repeated batch id is answered again, but not applied again.
         """
 
     @_abc_1.abstractmethod

@@ -45,7 +45,7 @@ class DraftCounts:
 
 
 @dataclass(frozen=True)
-class Draw:
+class PromptRequest:
     """Says how to sample one prompt, and from which weights."""
 
     num_samples: int
@@ -73,9 +73,9 @@ class Collector:
         Raises:
             LockstepError: REWARD_FAILED if no sample has a reward; the message names the set and the last failure.
         """
-        draw = Draw(num_samples, sampling, stamp, stamp.version, keep_failed=True)
+        request = PromptRequest(num_samples, sampling, stamp, stamp.version, keep_failed=True)
         with self.failure_log.counting(f"evaluation of {name}", is_evaluation=True):
-            drawn = await gather(self.one(i, p, draw) for i, p in enumerate(prompts))
+            drawn = await gather(self.one(i, p, request) for i, p in enumerate(prompts))
         groups = [group for group in drawn if group is not None]
         assert len(groups) == len(prompts), "keep_failed keeps every group"
         if all(group.is_failed.all() for group in groups):
@@ -83,19 +83,19 @@ class Collector:
             raise LockstepError(f"{message}{self.why_no_score()}", reason=Reason.REWARD_FAILED)
         return groups
 
-    async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
+    async def one(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
         """Samples and scores one prompt. Returns None if `reward.on_failure` drops the group."""
-        params = self._params(draw, draw.sampling.max_tokens)
-        seeds = [seed_of(self._seed, draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
-        with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
-            group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
-            self._count_drafts(group, draw)
-            return await self._rewards.score(group, self._tokenizer, keep_failed=draw.keep_failed)
+        params = self._params(request, request.sampling.max_tokens)
+        seeds = [seed_of(self._seed, request.step, prompt.prompt_id, sample) for sample in range(request.num_samples)]
+        with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=request.num_samples):
+            group = await self._rollout.generate(index, prompt, seeds, params, request.stamp)
+            self._count_drafts(group, request)
+            return await self._rewards.score(group, self._tokenizer, keep_failed=request.keep_failed)
 
-    async def with_baseline(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
+    async def with_baseline(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
         """Does the same as `one`, and keeps the reward of one greedy completion too."""
-        greedy = replace(draw, num_samples=1, sampling=draw.sampling.model_copy(update={"temperature": 0.0}))
-        group, baseline = await gather(self.one(index, prompt, drawn) for drawn in (draw, greedy))
+        greedy = replace(request, num_samples=1, sampling=request.sampling.model_copy(update={"temperature": 0.0}))
+        group, baseline = await gather(self.one(index, prompt, drawn) for drawn in (request, greedy))
         return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
 
     def why_no_score(self) -> str:
@@ -107,26 +107,26 @@ class Collector:
         failed = {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
         return failed | self._drafts.take_metrics()
 
-    def _count_drafts(self, group: SampledGroup, draw: Draw) -> None:
-        if not draw.keep_failed:  # an evaluation is no part of a step
+    def _count_drafts(self, group: SampledGroup, request: PromptRequest) -> None:
+        if not request.keep_failed:  # an evaluation is no part of a step
             self._drafts.add(group.drafts)
 
-    def _params(self, draw: Draw, most: int) -> SamplingParams:
+    def _params(self, request: PromptRequest, most: int) -> SamplingParams:
         """Returns the sampling parameters for at most `most` tokens."""
-        max_tokens = min(draw.sampling.max_tokens, most)
+        max_tokens = min(request.sampling.max_tokens, most)
         return SamplingParams(
-            temperature=draw.sampling.temperature,
+            temperature=request.sampling.temperature,
             max_tokens=max_tokens,
-            min_tokens=min(draw.sampling.min_tokens, max_tokens),
-            bad_words=[TokenSequence(tokens=tokens) for tokens in self._bad_words(draw.sampling.bad_words)],
-            stop_token_ids=stop_tokens(self._tokenizer, draw.sampling),
-            repetition_penalty=draw.sampling.repetition_penalty,
-            presence_penalty=draw.sampling.presence_penalty,
-            frequency_penalty=draw.sampling.frequency_penalty,
-            stop=draw.sampling.stop,
-            top_p=draw.sampling.top_p,
-            top_k=draw.sampling.top_k,
-            min_p=draw.sampling.min_p,
-            return_routes=not draw.keep_failed,  # an evaluation trains on nothing
-            return_kept=draw.sampling.is_truncated and draw.sampling.temperature > 0 and not draw.keep_failed,
+            min_tokens=min(request.sampling.min_tokens, max_tokens),
+            bad_words=[TokenSequence(tokens=tokens) for tokens in self._bad_words(request.sampling.bad_words)],
+            stop_token_ids=stop_tokens(self._tokenizer, request.sampling),
+            repetition_penalty=request.sampling.repetition_penalty,
+            presence_penalty=request.sampling.presence_penalty,
+            frequency_penalty=request.sampling.frequency_penalty,
+            stop=request.sampling.stop,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+            min_p=request.sampling.min_p,
+            return_routes=not request.keep_failed,  # an evaluation trains on nothing
+            return_kept=request.sampling.is_truncated and request.sampling.temperature > 0 and not request.keep_failed,
         )

@@ -30,7 +30,7 @@ from services.coordinator.data.groups import Episode, SampledGroup, ScoredGroup,
 from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.fleet.opening import Services
-from services.coordinator.rl.sampling.collect import Collector, Draw
+from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -107,14 +107,14 @@ class EpisodeCollector(Collector):
         self._set_aside: set[str] = set()
         self._dangerous: dict[str, set[int]] = {}  # prompt id -> samples that hung or ended their worker
 
-    async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
+    async def one(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
         """Plays and scores the episodes of one prompt. Returns None if a failure drops the group."""
-        with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
+        with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=request.num_samples):
             try:
-                played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
+                played = await gather(self._play(prompt, request, sample) for sample in range(request.num_samples))
             except (
                 EpisodeFailed
-            ) as error:  # of a draw that keeps no failed episode: without one, the others are no group
+            ) as error:  # of a request that keeps no failed episode: without one, the others are no group
                 if self._settings.on_failure == "fail" and error.failure is not EnvironmentFailure.OVERLONG:
                     raise
                 return None
@@ -122,10 +122,10 @@ class EpisodeCollector(Collector):
             routes = [one.routes for one in played] if any(one.routes for one in played) else []
             kept = [one.kept for one in played] if any(one.kept for one in played) else []
             group = SampledGroup(
-                index, _shared_prompt(played), completions, draw.stamp, episodes=episodes, routes=routes, kept=kept
+                index, _shared_prompt(played), completions, request.stamp, episodes=episodes, routes=routes, kept=kept
             )
             with self._rewards.least_loaded() as reward:
-                scored = await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
+                scored = await reward.score(group, self._tokenizer, keep_failed=request.keep_failed)
         if scored is None:
             return None
         return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
@@ -145,20 +145,20 @@ class EpisodeCollector(Collector):
         metrics |= {"environment/tool_error_share": errors / calls} if calls else {}
         return super().take_metrics() | metrics
 
-    async def _play(self, prompt: Prompt, draw: Draw, sample: int) -> _Played:
+    async def _play(self, prompt: Prompt, request: PromptRequest, sample: int) -> _Played:
         """Plays one episode; again, with the same seeds, if the environment fails.
 
         An episode that hurts the others of its worker is played again alone, and so are all of its prompt until it ends
         well. What may be the fault of others does not count as a retry.
 
         Raises:
-            EpisodeFailed: The environment still fails, and the draw keeps no failed episodes.
+            EpisodeFailed: The environment still fails, and the request keeps no failed episodes.
         """
         tries, alone = _Tries(self._settings.max_retries), prompt.prompt_id in self._dangerous
         while True:
             try:
                 async with self._environments.episode(f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}") as client:
-                    played = await self._take_turns(client, prompt, draw, sample, alone=alone)
+                    played = await self._take_turns(client, prompt, request, sample, alone=alone)
                 self._forgive(prompt, sample)
                 return played
             except EpisodeFailed as error:
@@ -174,7 +174,7 @@ class EpisodeCollector(Collector):
                 alone = alone or tries.is_hurt or prompt.prompt_id in self._dangerous
             if tries.is_over or failure.failure is EnvironmentFailure.OVERLONG:
                 break
-        if not draw.keep_failed:
+        if not request.keep_failed:
             raise failure
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
 
@@ -185,7 +185,7 @@ class EpisodeCollector(Collector):
             self._dangerous.pop(prompt.prompt_id, None)
 
     async def _take_turns(
-        self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int, *, alone: bool
+        self, client: EpisodeClient, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
     ) -> _Played:
         messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt, alone=alone)
         first = self._begin(prompt, messages)
@@ -194,12 +194,12 @@ class EpisodeCollector(Collector):
         taken: list[Taken] = []
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
-            params = self._params(draw, self._max_tokens - len(stream.tokens))
-            seeds = [self._turn_seed(prompt, draw, sample, turn)]
-            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, affinity)
-            _require_stamp(group, draw, sample, turn)
+            params = self._params(request, self._max_tokens - len(stream.tokens))
+            seeds = [self._turn_seed(prompt, request, sample, turn)]
+            group = await self._rollout.generate(0, context, seeds, params, request.stamp, affinity)
+            _require_stamp(group, request, sample, turn)
             (completion,) = group.completions
-            self._count_drafts(group, draw)
+            self._count_drafts(group, request)
             if turn:
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
             stream.add_turn(completion, *(group.routes or [b""]), *group.kept)
@@ -219,7 +219,7 @@ class EpisodeCollector(Collector):
                 stream.add_context(added)
                 taken.append((completion.tokens, reply.messages))
         self._compare(prompt, messages, taken, sample)
-        completion, episode = stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment)
+        completion, episode = stream.end(reason, self._turn_seed(prompt, request, sample, 0), client.environment)
         kept = join_kept(stream.kept) if any(sets for sets, _ in stream.kept) else b""
         return _Played(first, completion, episode, routes=bytes(stream.routes), kept=kept)
 
@@ -249,9 +249,9 @@ class EpisodeCollector(Collector):
                 *(prompt.prompt_id, sample, error.message),
             )
 
-    def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
+    def _turn_seed(self, prompt: Prompt, request: PromptRequest, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""
-        return seed_of(self._seed, draw.step, prompt.prompt_id, sample, *([turn] if turn else []))
+        return seed_of(self._seed, request.step, prompt.prompt_id, sample, *([turn] if turn else []))
 
     def _total(self, score: Score, played: _Played) -> Score:
         """Returns the score with the environment's reward; a failed episode has a failure and no reward."""
@@ -284,17 +284,17 @@ def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> 
     return EpisodeCollector(services.rollout, services.reward, tokenizer, config, services.environments)
 
 
-def _require_stamp(turn_of: SampledGroup, draw: Draw, sample: int, turn: int) -> None:
+def _require_stamp(turn_of: SampledGroup, request: PromptRequest, sample: int, turn: int) -> None:
     """Checks that a turn comes from the stamp that its whole sample will carry to the trainer.
 
     Raises:
         PreconditionFailed: STALE_STAMP, it does not.
     """
-    if turn_of.stamp != draw.stamp:
+    if turn_of.stamp != request.stamp:
         raise PreconditionFailed(
             f"prompt {turn_of.prompt.prompt_id} sample {sample}: turn {turn} was sampled from version "
-            f"{turn_of.stamp.version} ({turn_of.stamp.digest[:8]}), and not from version {draw.stamp.version} "
-            f"({draw.stamp.digest[:8]}) like the others; see the log of the replica",
+            f"{turn_of.stamp.version} ({turn_of.stamp.digest[:8]}), and not from version {request.stamp.version} "
+            f"({request.stamp.digest[:8]}) like the others; see the log of the replica",
             reason=Reason.STALE_STAMP,
         )
 

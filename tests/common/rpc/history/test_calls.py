@@ -10,11 +10,11 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, WeightGroup
 
 from services.common.errors import PreconditionFailed, Reason
-from services.common.files.transfer import to_messages
 from services.common.rpc.client import Client
 from services.common.rpc.history import ids_of, keeping, line_files, note_row
+from services.coordinator.clients.trainer import whole_batch
 from tests.coordinator.fake_services import replicas
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, make_batch
 
 STAMP = PolicyStamp(version=0, digest="d" * 32)
 
@@ -60,10 +60,11 @@ async def test_calls_streams_failures_and_rows_have_their_lines_in_order(tmp_pat
     ]
 
 
-async def test_of_a_batch_its_header_and_its_hash_are_kept() -> None:
+async def test_of_a_batch_its_header_and_its_hashes_are_kept() -> None:
     header = trainer_pb2.TrainHeader(expected_stamp=STAMP, batch_id="run/0", temperature=1.0)
-    sent = [ids_of(message) async for message in to_messages(trainer_pb2.TrainRequest, [b"samples"], header)]
-    assert [sorted(ids) for ids in sent] == [["header"], [], ["sha256"]]
+    sent = [ids_of(message) async for message in whole_batch(header, make_batch(1, 1, STAMP))]
+    assert [sorted(ids) for ids in sent] == [["header"], [], ["block"], ["commit"]]
+    assert [{*part} for ids in sent[2:] for part in ids.values()] == [{"sha256"}] * 2
     assert (sent[0]["header"]["batch_id"], sent[0]["header"]["expected_stamp"]) == ("run/0", [0, "d" * 32])
 
 

@@ -19,7 +19,7 @@ from services.common.tasks import gather
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.evaluation import eval_sampling
-from services.coordinator.rl.sampling.collect import Draw
+from services.coordinator.rl.sampling.collect import PromptRequest
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)
@@ -36,8 +36,8 @@ async def collect(
 ) -> list[ScoredGroup]:
     config = make_config(reward={"scorers": [{"kind": "exact"}], "on_failure": policy}, seed=seed)
     async with collector(config, fakes, FakeReward(set(failing)), stamp) as collects:
-        draw = Draw(3, SamplingConfig(), stamp, stamp.version)
-        return [group for group in await gather(collects.one(i, p, draw) for i, p in enumerate(PROMPTS)) if group]
+        request = PromptRequest(3, SamplingConfig(), stamp, stamp.version)
+        return [group for group in await gather(collects.one(i, p, request) for i, p in enumerate(PROMPTS)) if group]
 
 
 async def test_the_batch_does_not_depend_on_who_is_first():
@@ -103,16 +103,16 @@ async def test_fail_names_prompt_scorer_and_reason():
 
 async def test_a_step_counts_what_was_drafted_for_its_samples():
     async with replicas(1) as fakes, collector(make_config(), fakes, FakeReward(set()), STAMP) as collects:
-        draw = Draw(3, SamplingConfig(), STAMP, STAMP.version)
-        await collects.one(0, PROMPTS[0], draw)
+        request = PromptRequest(3, SamplingConfig(), STAMP, STAMP.version)
+        await collects.one(0, PROMPTS[0], request)
         assert collects.take_metrics() == {}  # nothing is drafted
         fakes[0].drafts = Drafts(num_drafts=4, num_drafted=15, num_accepted=6)
-        await gather(collects.one(index, PROMPTS[index], draw) for index in (1, 2))
-        await collects.one(3, PROMPTS[3], replace(draw, keep_failed=True))  # an evaluation's
+        await gather(collects.one(index, PROMPTS[index], request) for index in (1, 2))
+        await collects.one(3, PROMPTS[3], replace(request, keep_failed=True))  # an evaluation's
         expected = {"drafted_tokens": 30, "accepted_tokens": 12, "accepted_per_draft": 1.5}
         assert collects.take_metrics() == {f"speculation/{name}": value for name, value in expected.items()}
         fakes[0].drafts.seconds = 0.25
-        await collects.one(4, PROMPTS[4], draw)
+        await collects.one(4, PROMPTS[4], request)
         assert collects.take_metrics()["speculation/draft_s"] == 0.25
         assert collects.take_metrics() == {}
 

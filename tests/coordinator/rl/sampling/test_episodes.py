@@ -18,7 +18,7 @@ from services.common.tasks import gather
 from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.data.groups import Episode, ScoredGroup, to_table
 from services.coordinator.rl.advantages import compute_advantages
-from services.coordinator.rl.sampling.collect import Collector, Draw
+from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from tests.coordinator.fake_environment import FakeEnvironment, Script, episodes
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.coordinator.text.bridge_families import make_tokenizer
@@ -87,7 +87,7 @@ async def test_an_environment_hears_whether_a_turn_begins_within_reasoning_and_i
         replicas(1) as fakes,
         episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
     ):
-        await collector.one(0, make_prompt(0), Draw(2, SAMPLING, STAMP, STAMP.version, keep_failed=False))
+        await collector.one(0, make_prompt(0), PromptRequest(2, SAMPLING, STAMP, STAMP.version, keep_failed=False))
         assert sorted((step.turn, step.is_reasoning) for step in environment.steps) == [
             *2 * [(0, False)], *2 * [(1, False)], *2 * [(2, True)],
         ]  # fmt: skip
@@ -118,7 +118,7 @@ async def played_on(
         data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16, "overlong": overlong},
     )
     async with episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector:  # type: ignore[arg-type]
-        draw = Draw(2, SAMPLING, STAMP, STAMP.version, keep_failed=keep_failed)
+        draw = PromptRequest(2, SAMPLING, STAMP, STAMP.version, keep_failed=keep_failed)
         groups = await gather(collector.one(i, make_prompt(i), draw) for i in range(num))
         played_on.metrics = collector.take_metrics()  # type: ignore[attr-defined]
         return groups
@@ -183,7 +183,7 @@ async def test_episodes_of_one_turn_are_the_samples_of_a_run_without_an_environm
         ):
             if not settings:
                 collector = Collector(collector._rollout, collector._rewards, collector._tokenizer, config.seed)
-            draw = Draw(4, SAMPLING, STAMP, STAMP.version)
+            draw = PromptRequest(4, SAMPLING, STAMP, STAMP.version)
             groups = await gather(collector.one(i, make_prompt(i), draw) for i in range(8))
             samples = to_table([group for group in groups if group])
             assert len(environment.steps) == (32 if settings else 0)
@@ -243,7 +243,7 @@ async def test_an_environment_gets_the_prompt_of_the_row_and_not_the_rendered_on
         episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
     ):
         prompt = replace(make_prompt(3), text="<|user|>1 + 1?<|assistant|>", extra={"level": 1}, row_prompt=own)
-        await collector.one(0, prompt, Draw(1, SAMPLING, STAMP, STAMP.version))
+        await collector.one(0, prompt, PromptRequest(1, SAMPLING, STAMP, STAMP.version))
     (request,) = environment.resets
     own = own if isinstance(own, str) else list(own)
     assert json.loads(request.row_json) == {"prompt": own, "answer": prompt.answer, "level": 1}
@@ -257,7 +257,7 @@ async def test_an_environment_gets_no_answer_of_a_row_that_has_none():
         episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
     ):
         prompt = replace(make_prompt(3), answer=None, extra={"level": None})
-        await collector.one(0, prompt, Draw(1, SAMPLING, STAMP, STAMP.version))
+        await collector.one(0, prompt, PromptRequest(1, SAMPLING, STAMP, STAMP.version))
     (request,) = environment.resets
     assert json.loads(request.row_json) == {"prompt": prompt.row_prompt, "level": None}
 
@@ -328,7 +328,7 @@ async def test_an_episode_that_a_chat_api_would_show_differently_is_named(caplog
             replicas(1) as fakes,
             episodes(config, fakes, FakeEnvironment(script), STAMP, tokenizer) as collector,
         ):
-            group = await collector.one(0, prompt, Draw(2, SAMPLING, STAMP, STAMP.version))
+            group = await collector.one(0, prompt, PromptRequest(2, SAMPLING, STAMP, STAMP.version))
             assert group is not None
             assert collector.take_metrics().get("environment/rendered_differently", 0) == differing
         warned = [one for one in caplog.records if "will not show the model the text" in one.getMessage()]

@@ -18,7 +18,7 @@ from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout
-from services.coordinator.rl.sampling.collect import Draw
+from services.coordinator.rl.sampling.collect import PromptRequest
 from services.coordinator.rl.sampling.episodes import EpisodeCollector
 from services.reward.metrics import RewardMetrics
 from services.reward.servicer import RewardServicer
@@ -133,7 +133,7 @@ async def test_one_bad_row_costs_its_own_group_and_no_other(
     max_retries = 5 if name == "AsyncHarmful" else 0
     async with real(harmful(["text 3"], how, where, name=name, max_retries=max_retries), monkeypatch) as collector:
         for step in range(2):
-            draw = Draw(2, SAMPLING, STAMP, step)
+            draw = PromptRequest(2, SAMPLING, STAMP, step)
             groups = await gather(collector.one(i, make_prompt(i), draw) for i in range(16))
             assert [index for index, group in enumerate(groups) if group is None] == [3]
             metrics = collector.take_metrics()
@@ -144,7 +144,7 @@ async def test_one_bad_row_costs_its_own_group_and_no_other(
 @pytest.mark.slow
 async def test_an_environment_that_hangs_in_close_costs_no_group(monkeypatch: pytest.MonkeyPatch):
     async with real(harmful(["text 3"], "sleeps", "close", max_retries=0), monkeypatch) as collector:
-        groups = await gather(collector.one(i, make_prompt(i), Draw(2, SAMPLING, STAMP, 1)) for i in range(8))
+        groups = await gather(collector.one(i, make_prompt(i), PromptRequest(2, SAMPLING, STAMP, 1)) for i in range(8))
         assert all(groups)
 
 
@@ -152,7 +152,7 @@ async def test_an_environment_that_hangs_in_close_costs_no_group(monkeypatch: py
 async def test_a_policy_that_always_hangs_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch):
     rows = [f"text {index}" for index in range(3)]
     async with real(harmful(rows, "queries"), monkeypatch) as collector:
-        groups = await gather(collector.one(i, make_prompt(i), Draw(2, SAMPLING, STAMP, 1)) for i in range(3))
+        groups = await gather(collector.one(i, make_prompt(i), PromptRequest(2, SAMPLING, STAMP, 1)) for i in range(3))
         assert groups == [None] * 3
         why = collector.why_no_score()
         assert "set_aside: hangs again, alone in a worker: prompt p" in why and "(environment.turn_s): step of '" in why

@@ -88,7 +88,7 @@ _BLOCKS_PER_STEP = 8
 TakeBlock = Callable[[Sequence[ScoredGroup]], None]
 
 
-class Forwards:
+class BlockMaker:
     """Sends the groups of a batch in blocks, in its order, to every model that must see them before training.
 
     Only that order decides which samples share a block, and not timing, because the results of a forward depend, in
@@ -109,7 +109,7 @@ class Forwards:
         self._groups_per_block = max(at_once, -(-self.num_wanted // _BLOCKS_PER_STEP))
 
     @asynccontextmanager
-    async def of_batch(self, take: TakeBlock | None = None) -> AsyncGenerator["BatchForwards", None]:
+    async def begin(self, take: TakeBlock | None = None) -> AsyncGenerator["BlocksOfBatch", None]:
         """Yields the forwards of one batch. `take` gets each block. A failure of a forward cancels the `with` block.
 
         Raises:
@@ -120,7 +120,7 @@ class Forwards:
         # A batch that is trained on as a whole is cut by groups: other models see it in blocks all the same.
         cutter = block_cutter(self._config) or BlockCutter(sys.maxsize, self._groups_per_block)
         async with task_group() as tasks:
-            yield BatchForwards(self, tasks, order, cutter, take or (lambda _: None))
+            yield BlocksOfBatch(self, tasks, order, cutter, take or (lambda _: None))
 
     def in_order(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
         """Returns `groups`, which are in the order of prompts, in the order of the batch."""
@@ -150,21 +150,21 @@ class Forwards:
         return rows.slice(0, samples.num_rows)
 
 
-class BatchForwards:
+class BlocksOfBatch:
     """Runs the forwards of one batch. A block starts as soon as its groups are certain."""
 
     def __init__(
         self,
-        forwards: Forwards,
+        maker: BlockMaker,
         tasks: asyncio.TaskGroup,
         order: ByPrompt | ByLength,
         cutter: BlockCutter,
         take: TakeBlock,
     ):
-        self._forwards, self._tasks, self._order, self._take = forwards, tasks, order, take
-        self._cutter, self._num_left = cutter, forwards.num_wanted
+        self._maker, self._tasks, self._order, self._take = maker, tasks, order, take
+        self._cutter, self._num_left = cutter, maker.num_wanted
         self._may_start = asyncio.Event()
-        if not forwards.starts_at_end:
+        if not maker.starts_at_end:
             self._may_start.set()
         self._block: list[ScoredGroup] = []
         self._running: list[asyncio.Task[list[ScoredGroup]]] = []
@@ -198,7 +198,7 @@ class BatchForwards:
         self, block: Sequence[ScoredGroup], before: asyncio.Task[list[ScoredGroup]] | None
     ) -> list[ScoredGroup]:
         await self._may_start.wait()
-        columns = await self._forwards.columns(block)
+        columns = await self._maker.columns(block)
         if before is not None:
             await before
         whole = [replace(group, columns=found) for group, found in zip(block, columns, strict=True)]

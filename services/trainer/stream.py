@@ -1,9 +1,9 @@
-"""Receives a batch in blocks, and has the ranks compute each block's gradient as soon as it is there."""
+"""Receives a batch as a stream of blocks, and has the ranks train on it."""
 
+import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,41 +14,33 @@ from services.common.batches.blocks import (
     BlockCutter,
     batch_sha256,
     begins_of_groups,
-    blocks_of,
     content_sha256,
     tokens_of_groups,
     trained_tokens,
 )
-from services.common.config.trainer import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
+from services.trainer.backend import Role
+from services.trainer.contract import OpenRole, check_contract, check_header
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Ranks
-from services.trainer.ranks.shards import block_parts, groups_per_minibatch
 from services.trainer.ranks.worker import Worker
+from services.trainer.samples import minibatch_rows, train_parts
 
 
-class BlockReader:
-    """Reads the messages of a TrainBlocks call: `header`, then the blocks by iteration, which ends after the commit."""
+class BatchReader:
+    """Reads the messages of a Train call: `header`, then the blocks by iteration, which ends after the commit."""
 
-    def __init__(self, messages: AsyncIterator[pb.TrainBlocksRequest]):
+    def __init__(self, messages: AsyncIterator[pb.TrainRequest]):
         self._messages = messages
         self._header = pb.TrainHeader()
         self._hashes: list[bytes] = []
         self._num_samples = self._num_tokens = 0
 
     async def header(self) -> pb.TrainHeader:
-        """Returns the header.
-
-        Raises:
-            InvalidInput: The first message is not a header for blocks of the policy.
-        """
-        async for message in self._messages:
-            self._header = message.header  # an empty one if the message is something else
-            break
-        if self._header.role != pb.ROLE_POLICY or not self._header.tokens_per_block:
-            raise InvalidInput(
-                "header: must be the first message, for the policy and with tokens_per_block above 0", field="header"
-            )
+        message = await anext(self._messages, pb.TrainRequest())
+        if not message.HasField("header"):
+            raise InvalidInput("header: must be the first message", field="header")
+        self._header = message.header
         return self._header
 
     async def __aiter__(self) -> AsyncIterator[pa.Table]:
@@ -66,7 +58,7 @@ class BlockReader:
                 frames.append(message.frame)
             elif part == "block":
                 block, frames = batches.decode(frames, schema=batches.SAMPLE_SCHEMA), []
-                if content_sha256(block) != message.block.sha256:
+                if await asyncio.to_thread(content_sha256, block) != message.block.sha256:
                     raise _corrupt("the bytes of a block changed on the way")
                 yield block
                 self._note(block, message.block.sha256)  # the caller has checked its samples
@@ -78,11 +70,8 @@ class BlockReader:
         raise _corrupt("it ended before its commit")
 
     async def rest(self) -> pa.Table:
-        """Returns the samples of all blocks. Raises as iteration does; DataLoss if there is no block."""
-        blocks = [block async for block in self]
-        if not blocks:
-            raise _corrupt("it has no block")
-        return pa.concat_tables(blocks)
+        """Returns the samples of all blocks. Raises as iteration does."""
+        return pa.concat_tables([block async for block in self])
 
     def _note(self, block: pa.Table, sha256: bytes) -> None:
         self._hashes.append(sha256)
@@ -90,6 +79,8 @@ class BlockReader:
         self._num_tokens += int(trained_tokens(block).sum())
 
     def _require_batch(self, commit: pb.TrainCommit) -> None:
+        if not self._hashes:
+            raise _corrupt("it has no block")
         if (self._num_samples, self._num_tokens) != (commit.num_samples, commit.num_tokens):
             raise _corrupt(
                 f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
@@ -99,105 +90,107 @@ class BlockReader:
             raise _corrupt("its header or its values are not those of the commit")
 
 
-class BlockTraining:
-    """Trains on one batch in blocks. Their gradients are added up on the ranks, and applied only by `apply`."""
+class BatchTraining:
+    """Trains a role on one batch, whose blocks the ranks get as they arrive. Only `apply` changes the weights."""
 
-    def __init__(self, ranks: Ranks, header: pb.TrainHeader, config: TrainerConfig, data_ranks: Sequence[int]):
-        self.header = header
+    def __init__(self, ranks: Ranks, header: pb.TrainHeader, role: Role, opened: OpenRole):
+        """Checks what the header says of the whole batch.
+
+        Raises:
+            InvalidInput: The role or its config does not allow blocks, or it is unknown where mini-batches end.
+        """
+        check_header(header)
+        self.role, self.header, self.opened = role, header, opened
         self.busy_s = 0.0
         """Seconds in which the ranks have worked on this batch."""
-        self._ranks, self._config, self._data_ranks = ranks, config, data_ranks
+        self._ranks, self._config = ranks, opened.config
+        self._num_minibatches = opened.config.num_minibatches
         self._blocks: list[pa.Table] = []
-        self._trained: list[list[np.ndarray]] = [[] for _ in range(config.num_minibatches)]
+        self._trained: list[list[np.ndarray]] = [[] for _ in range(self._num_minibatches)]
         """The number of trained tokens of each sample, by mini-batch and block."""
         self._groups: set[int] = set()
-        self._groups_per_minibatch = header.groups_per_minibatch
-        self._cutter = self._new_cutter()
+        self._cutter = BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
         self._is_applied = False
-
-    async def begin(self) -> None:
-        """Begins the batch; drops the gradients of a batch that was begun before.
-
-        Raises:
-            InvalidInput: The config does not allow blocks, or the header does not say where mini-batches end.
-        """
-        num_minibatches = self._config.num_minibatches
-        if not self._config.adds_blocks:
+        if not header.tokens_per_block:
+            return
+        if role is Role.CRITIC or not self._config.adds_blocks:
             raise InvalidInput(
-                "tokens_per_block: must be 0, because this config trains on whole batches (docs/concepts.md, A step)",
+                f"tokens_per_block: must be 0, because the {role} with this config trains on whole batches "
+                "(docs/concepts.md, A step)",
                 field="tokens_per_block",
             )
-        if num_minibatches > 1 and not self._groups_per_minibatch:
+        if self._num_minibatches > 1 and not header.groups_per_minibatch:
             raise InvalidInput(
-                f"groups_per_minibatch: must be above 0 with trainer.num_minibatches {num_minibatches}",
+                f"groups_per_minibatch: must be above 0 with trainer.num_minibatches {self._num_minibatches}",
                 field="groups_per_minibatch",
             )
-        await self._ranks.call(Worker.begin_blocks, temperature=self.header.temperature)
+
+    async def begin(self) -> None:
+        """Begins the batch on the ranks; drops the gradients of one that was begun before."""
+        header = self.header
+        is_one_block = not header.tokens_per_block
+        await self._ranks.call(
+            Worker.begin_batch, role=self.role, temperature=header.temperature, is_one_block=is_one_block
+        )
 
     async def add(self, block: pa.Table) -> None:
-        """Hands the ranks a block, whose samples were checked. Those of the first mini-batch compute its gradient.
+        """Hands the ranks a block.
 
         Raises:
-            InvalidInput: The block does not continue the one before it, does not end where the header says, or cannot
-                be trained on with the config.
+            InvalidInput: Its samples are invalid; it does not continue the block before it, does not end where the
+                header says, or cannot be trained on with the config.
+            PreconditionFailed: A stamp or a version is not the one that is held.
         """
-        minibatch = self._minibatch_of(block)
+        check_contract(self.header, block, self.role, self.opened)
+        rows = self._rows_by_minibatch(block)
         begin = time.perf_counter()
-        parts = block_parts(block, self._config, max(self._data_ranks) + 1)
-        await self._ranks.call(Worker.add_block, [parts[rank] for rank in self._data_ranks], minibatch=minibatch)
+        parts = train_parts(block, self._config, self.opened.num_parts, self.role, rows)
+        own_parts = [parts[data_rank] for data_rank in self.opened.data_ranks]
+        await self._ranks.call(Worker.add_block, own_parts, role=self.role)
         self._blocks.append(block)
-        self._trained[minibatch].append(trained_tokens(block))
+        trained = trained_tokens(block)
+        for number, of_minibatch in rows.items():
+            self._trained[number].append(trained[of_minibatch])
         self.busy_s += time.perf_counter() - begin
 
-    async def apply(self, version: int) -> dict[str, Any]:
-        """Updates the policy, which is at `version`, on the mini-batches of all blocks. Returns the metrics.
+    async def apply(self) -> dict[str, float]:
+        """Makes the updates of all mini-batches. Returns the metrics.
 
         Raises:
             InvalidInput: A mini-batch has no trained tokens, or fewer groups than the header says.
         """
         begin = time.perf_counter()
-        wanted, num_groups = self._groups_per_minibatch * self._config.num_minibatches, len(self._groups)
-        if wanted and num_groups != wanted:
+        wanted, num_groups = self.header.groups_per_minibatch * self._num_minibatches, len(self._groups)
+        if self.header.tokens_per_block and wanted and num_groups != wanted:
             raise InvalidInput(
                 f"group: the mini-batches need {wanted} groups, and {num_groups} have arrived", field="group"
             )
         totals = [vars(_totals(blocks)) for blocks in self._trained]
         if not all(minibatch["num_tokens"] for minibatch in totals):
             raise InvalidInput("loss_mask: masks every token of a mini-batch", field="loss_mask")
-        answers = await self._ranks.call(Worker.apply_blocks, totals=totals, version=version)
+        answers = await self._ranks.call(
+            Worker.apply_batch, role=self.role, totals=totals, version=self.opened.state.version
+        )
         self._is_applied = True
         self.busy_s += time.perf_counter() - begin
         return answers[0].body["metrics"]
 
-    async def whole(self, samples: pa.Table, version: int) -> dict[str, Any]:
-        """Trains on a batch that has arrived as a whole; the result is the same as that of its blocks.
-
-        Raises:
-            LockstepError: As `add` and `apply`. Nothing was applied.
-        """
-        self._groups_per_minibatch = groups_per_minibatch(samples, self._config.num_minibatches)
-        self._cutter = self._new_cutter()
-        await self.begin()
-        try:
-            for block in blocks_of(samples, self._new_cutter()):
-                await self.add(block)
-            return await self.apply(version)
-        except BaseException:
-            await self.drop()
-            raise
-
     async def drop(self) -> None:
         """Discards the gradients, if they were not applied."""
         if not self._is_applied:
-            await self._ranks.call(Worker.drop_blocks)
+            await self._ranks.call(Worker.drop_batch, role=self.role)
 
     @property
     def samples(self) -> pa.Table:
-        """Returns the samples of all blocks so far."""
-        return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
+        return pa.concat_tables(self._blocks)
 
-    def _new_cutter(self) -> BlockCutter:
-        return BlockCutter(self.header.tokens_per_block, self._groups_per_minibatch, self.header.block_growth)
+    def _rows_by_minibatch(self, block: pa.Table) -> dict[int, np.ndarray]:
+        """Returns the rows of the next block that belong to each mini-batch, by its number."""
+        if self.header.tokens_per_block:
+            return {self._minibatch_of(block): np.arange(block.num_rows)}
+        if self._blocks:
+            raise InvalidInput("tokens_per_block: 0 allows only one block", field="tokens_per_block")
+        return dict(enumerate(minibatch_rows(block, self._num_minibatches)))
 
     def _minibatch_of(self, block: pa.Table) -> int:
         """Returns the number of the mini-batch that the next block is in.
@@ -216,42 +209,47 @@ class BlockTraining:
                 f"{least_tokens} tokens, or with its mini-batch",
                 field="group",
             )
-        minibatch = len(self._groups) // (self._groups_per_minibatch or sys.maxsize)
-        if minibatch >= self._config.num_minibatches:
+        minibatch = len(self._groups) // (self.header.groups_per_minibatch or sys.maxsize)
+        if minibatch >= self._num_minibatches:
             raise InvalidInput(
-                f"group: {groups} are not in one of the {self._config.num_minibatches} mini-batches of "
-                f"{self._groups_per_minibatch} groups",
+                f"group: {groups} are not in one of the {self._num_minibatches} mini-batches of "
+                f"{self.header.groups_per_minibatch} groups",
                 field="group",
             )
         self._groups.update(groups)
         return minibatch
 
 
-class OpenStream:
-    """Holds the batch whose blocks are arriving, if any. A call that begins another or needs the ranks ends it."""
+class ArrivingBatches:
+    """The batch of each role whose blocks are arriving. A call that begins another or needs the ranks ends it."""
 
     def __init__(self) -> None:
-        self._training: BlockTraining | None = None
+        self._trainings: dict[Role, BatchTraining] = {}
 
-    async def begin(self, training: BlockTraining) -> None:
+    async def begin(self, training: BatchTraining) -> None:
         """Begins `training`, after the end of the one before."""
-        await self.end()
+        await self.end(self._trainings.get(training.role))
         await training.begin()
-        self._training = training
+        self._trainings[training.role] = training
 
-    def require(self, training: BlockTraining) -> None:
+    def require(self, training: BatchTraining) -> None:
         """Raises Aborted if another call has ended `training`."""
-        if self._training is not training:
+        if self._trainings.get(training.role) is not training:
             raise Aborted(
-                f"another call has ended the stream of batch {training.header.batch_id}: send the batch as a whole",
+                f"another call has ended the stream of batch {training.header.batch_id}: send the batch again",
                 reason=Reason.STREAM_ENDED,
             )
 
-    async def end(self, training: BlockTraining | None = None) -> None:
-        """Discards the gradients of the batch in progress, if there is one; if given, only if it is `training`."""
-        if self._training is not None and training in (None, self._training):
-            ended, self._training = self._training, None
-            await ended.drop()
+    async def end(self, training: BatchTraining | None) -> None:
+        """Discards the gradients of `training`, unless another call has ended it."""
+        if training is not None and self._trainings.get(training.role) is training:
+            del self._trainings[training.role]
+            await training.drop()
+
+    async def end_all(self) -> None:
+        """Discards the gradients of all batches in progress."""
+        for training in list(self._trainings.values()):
+            await self.end(training)
 
 
 def _totals(blocks: Sequence[np.ndarray]) -> Totals:
@@ -260,4 +258,4 @@ def _totals(blocks: Sequence[np.ndarray]) -> Totals:
 
 
 def _corrupt(why: str) -> DataLoss:
-    return DataLoss(f"a batch in blocks did not arrive as sent: {why}", reason=Reason.CORRUPT_TRANSFER)
+    return DataLoss(f"a batch did not arrive as sent: {why}", reason=Reason.CORRUPT_TRANSFER)

@@ -1,0 +1,336 @@
+"""Updates the policy or the critic on one batch, with any backend and any loss. Every rank runs the same code.
+
+The engine's log-probabilities are compared with the trainer's before the first update: on the whole batch if old
+log-probabilities are recomputed, else on the first mini-batch, because the trainer's log-probabilities of later ones
+come from a policy that has already been updated.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from services.common.config.loss import LossConfig
+from services.common.config.trainer import CriticSettings, TrainerConfig
+from services.common.errors import InternalError, LockstepError, PreconditionFailed, Reason
+from services.trainer.backend import Backend, LossFunction, ReplaysRoutes
+from services.trainer.losses import Totals, explained_variance, policy_loss, value_loss
+from services.trainer.losses.kinds import covariance, covariance_sums
+from services.trainer.updates.optim import learning_rate, weight_decay
+from services.trainer.updates.packing import Pack
+
+# Metrics that are divided by the same count as the loss; the others are means over tokens.
+_LOSSES = ("loss", "policy_loss")
+# The counts that the losses of a block are divided by, as long as those of its mini-batch are not known.
+_UNKNOWN = Totals(1, 1)
+
+
+class BatchUpdate:
+    """Updates the policy on one batch: `num_epochs` times, each time once for each mini-batch.
+
+    Blocks of the first mini-batch add to the gradient as they arrive. Those of later ones are kept, because they are
+    trained on by the weights that the updates before them leave. The counts that the loss is divided by are known only
+    at the end. So each block adds the gradient of the sum of its losses, and `apply` divides once, in float32.
+
+    A batch of one block is kept as a whole, and `apply` computes each mini-batch with its counts. So it may also have
+    losses that are divided by other counts, means over the batch, dropout and several epochs.
+
+    Discards gradients that an earlier update has left.
+    """
+
+    def __init__(self, backend: Backend, config: TrainerConfig, temperature: float, *, is_one_block: bool):
+        self._backend, self._config, self._temperature = backend, config, temperature
+        self._is_one_block, self._is_compared = is_one_block, config.loss.is_sampled
+        self._kept: dict[int, list[Pack]] = {}  # number of a mini-batch -> this rank's packs
+        self._sums: dict[str, float] = {}
+        self._gaps, self._replayed = Gaps(), Replayed()
+        backend.discard_gradients()
+
+    def add(self, packs: Sequence[Pack], minibatch: int) -> None:
+        """Takes this rank's packs of a block that belong to mini-batch number `minibatch`, counted from 0."""
+        if not (minibatch or self._is_one_block):
+            self._gaps.add(packs, self._accumulate(packs, _UNKNOWN))
+            return
+        self._kept.setdefault(minibatch, []).extend(packs)
+        if self._recomputes_old and not self._is_one_block:
+            self._gaps.add(packs, self._forward_old(packs))
+
+    def apply(self, totals: Sequence[Totals], version: int) -> dict[str, float]:
+        """Makes all updates of the role, which is at `version`, on the mini-batches, which have `totals`.
+
+        Returns metrics, the same on every rank: means over the updates.
+
+        Raises:
+            PreconditionFailed: The engine's and the trainer's log-probabilities differ too much. Nothing is applied.
+                Or the gradient of the first update is not finite and `optim.on_nonfinite` is fail.
+            RuntimeError: A later update failed, so that a part of the batch is applied.
+        """
+        if self._is_one_block:
+            self._accumulate_first(totals[0])
+        gap = self._require_agreement(totals)
+        num_updates = self._config.num_epochs * len(totals)
+        metrics: list[dict[str, float]] = []
+        for index in range(num_updates):
+            number = index % len(totals)
+            with later_update(index):
+                if index:
+                    self._accumulate(self._kept[number], totals[number])
+                metrics.append(self._apply_gradient(totals[number], version * num_updates + index))
+        return self._named(means_of(metrics)) | gap | self._replayed.metrics()
+
+    def drop(self) -> None:
+        """Discards the gradients."""
+        self._backend.discard_gradients()
+
+    @property
+    def _recomputes_old(self) -> bool:
+        return self._is_compared and self._config.loss.old_logprobs == "recompute"
+
+    def _accumulate_first(self, totals: Totals) -> None:
+        """Computes the first mini-batch of a batch of one block, and compares it as `apply` needs it."""
+        first, later = self._kept[0], [pack for number, packs in self._kept.items() if number for pack in packs]
+        # The old policy is the one before the first update. The first mini-batch gets it from its own forward.
+        later = later if self._recomputes_old else []
+        later_outputs = self._forward_old(later) if later else []
+        outputs = self._accumulate(first, totals)
+        if self._is_compared:
+            self._gaps.add([*first, *later], [*outputs, *later_outputs])
+        if self._recomputes_old:  # for the epochs after the first
+            _set_old(first, outputs)
+
+    def _forward_old(self, packs: Sequence[Pack]) -> Sequence[torch.Tensor]:
+        outputs = self._backend.forward(packs, self._temperature)
+        _set_old(packs, outputs)
+        return outputs
+
+    def _accumulate(self, packs: Sequence[Pack], totals: Totals) -> Sequence[torch.Tensor]:
+        """Adds the gradient of packs of a mini-batch with `totals`, and returns their outputs."""
+        if self._is_compared and self._config.loss.needs_covariance:
+            self._set_covariance(packs, totals)
+        loss = self._loss(totals if self._is_one_block else _UNKNOWN)
+        outputs, sums = self._backend.accumulate(packs, self._temperature, loss, is_whole=self._is_one_block)
+        self._sums = {name: self._sums.get(name, 0.0) + float(value) for name, value in sums.items()}
+        self._replayed.add(self._backend, packs)
+        return outputs
+
+    def _loss(self, totals: Totals) -> LossFunction:
+        return functools.partial(_policy_loss, config=self._config.loss, totals=totals)
+
+    def _set_covariance(self, packs: Sequence[Pack], totals: Totals) -> None:
+        means_2 = self._backend.reduce(covariance_sums([pack.columns for pack in packs]), dist.ReduceOp.SUM)
+        means_2 /= totals.num_tokens
+        for pack in packs:
+            pack.columns["covariance"] = covariance(pack.columns, means_2)
+
+    def _require_agreement(self, totals: Sequence[Totals]) -> dict[str, float]:
+        if not self._is_compared:
+            return {}
+        compared = totals if self._recomputes_old else totals[:1]
+        num_tokens = sum(minibatch.num_tokens for minibatch in compared)
+        return require_agreement(self._backend, self._gaps, num_tokens, self._config)
+
+    def _apply_gradient(self, totals: Totals, number: int) -> dict[str, float]:
+        """Applies the gradient of a mini-batch as update `number`, counted over the run. Returns its metrics."""
+        means, self._sums = self._sums, {}
+        if not self._is_one_block:
+            is_token_mean = self._config.loss.aggregation == "token_mean"
+            count = totals.num_tokens if is_token_mean else totals.num_sequences
+            self._backend.complete_blocks(1 / count)
+            means = {name: value / (count if name in _LOSSES else totals.num_tokens) for name, value in means.items()}
+        return self._shown(means) | _apply_gradient(self._backend, self._config, number)
+
+    def _shown(self, means: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics of an update, given the means over its mini-batch."""
+        return means
+
+    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics with the names that they have in the answer."""
+        return metrics
+
+
+class CriticUpdate(BatchUpdate):
+    """Updates the critic on one batch, which is one block. Reads returns instead of advantages."""
+
+    def __init__(self, backend: Backend, config: CriticSettings):
+        super().__init__(backend, config, 1.0, is_one_block=True)
+        self._is_compared, self._value_loss = False, config.value_loss
+
+    def _loss(self, totals: Totals) -> LossFunction:
+        return lambda outputs_1N, pack: value_loss(outputs_1N[0], pack.columns, totals, self._value_loss)
+
+    def _shown(self, means: dict[str, float]) -> dict[str, float]:
+        kept = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
+        return kept | {"explained_variance": explained_variance(means)}
+
+    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {f"critic_{name}": value for name, value in metrics.items()}
+
+
+def means_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean of each metric over the applied updates of a batch, and the number of others as `skipped`.
+
+    If none was applied, the means are over all of them, with 0 in place of numbers that are not finite.
+    """
+    applied = [update for update in metrics if not update["skipped"]]
+    used = applied or [{name: x if math.isfinite(x) else 0.0 for name, x in update.items()} for update in metrics]
+    means = {name: sum(update[name] for update in used) / len(used) for name in used[0]}
+    return means | {"skipped": float(len(metrics) - len(applied))}
+
+
+@contextmanager
+def later_update(index: int) -> Iterator[None]:
+    """Converts an error to one that ends the trainer, unless update `index` of the batch, counted from 0, is the first.
+
+    After an error that a rank survives, the trainer would hold neither the weights before the batch nor those after it.
+    """
+    try:
+        yield
+    except LockstepError as error:
+        if not index:
+            raise
+        raise RuntimeError(
+            f"update {index + 1} of a batch failed when those before it were applied; resume from a checkpoint: "
+            f"{error.message}"
+        ) from error
+
+
+def _set_old(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
+    """Makes the log-probabilities in `outputs` those of the old policy."""
+    for pack, outputs_2N in zip(packs, outputs, strict=True):
+        pack.columns["old_logprobs"] = outputs_2N[0].detach()
+
+
+def _apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict[str, float]:
+    """Applies the accumulated gradient as update `number`, counted over the run.
+
+    Returns its norm and learning rate, and whether it was skipped because it is not finite.
+
+    Raises:
+        PreconditionFailed: NONFINITE_GRADIENT, it is not finite and `optim.on_nonfinite` is fail. It was not applied.
+    """
+    lr = learning_rate(config.optim, number)
+    norm = backend.step(lr, weight_decay(config.optim, number))
+    if not math.isfinite(norm) and config.optim.on_nonfinite == "fail":
+        raise PreconditionFailed(
+            f"the gradient of update {number} has norm {norm} and was not applied; look at the samples of this step, "
+            "lower optim.lr, or set optim.on_nonfinite to skip",
+            reason=Reason.NONFINITE_GRADIENT,
+        )
+    return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
+
+
+def _policy_loss(
+    outputs_2N: torch.Tensor, pack: Pack, *, config: LossConfig, totals: Totals
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    # A recomputed old_logprobs column takes precedence. Otherwise the old policy is the engine's or the policy itself,
+    # for which the ratio is exactly 1.
+    is_engine = config.old_logprobs == "engine"
+    old_N = pack.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
+    columns = {"old_logprobs": old_N, **pack.columns}
+    return policy_loss(outputs_2N, columns, pack.completion_lengths, totals, config)
+
+
+class Gaps:
+    """Adds up one rank's differences between behavior and trainer log-probabilities over its trained tokens."""
+
+    def __init__(self) -> None:
+        self.sums_4: torch.Tensor | None = None
+        """Sums of |behavior - trainer|, of the k3 estimate of their KL divergence, of w and of w^2, float64; w is the
+        importance weight exp(trainer - behavior)."""
+        self.largest: torch.Tensor | None = None
+        """Maximum of |behavior - trainer|; 0 if all tokens are masked."""
+
+    def add(self, packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
+        """Adds `packs`, given the `outputs` of the policy before the update."""
+        is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
+        behavior_N = torch.cat([pack.columns["behavior_logprobs"] for pack in packs])[is_trained_N].double()
+        trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
+        log_weight_N = trainer_N - behavior_N
+        weight_N, gap_N = log_weight_N.exp(), log_weight_N.abs()
+        kl_N = torch.expm1(log_weight_N) - log_weight_N  # unlike the loss's k3 without a bound: it measures
+        sums_4 = torch.stack([x.sum() for x in (gap_N, kl_N, weight_N, weight_N.square())])
+        largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()
+        self.sums_4 = sums_4 if self.sums_4 is None else self.sums_4 + sums_4
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+
+
+def require_agreement(backend: Backend, gaps: Gaps, num_tokens: int, config: TrainerConfig) -> dict[str, float]:
+    """Returns the gap between engine and trainer on the `num_tokens` trained tokens of all ranks.
+
+    These are the mean and the maximum of |behavior - trainer|, the k3 estimate of their KL divergence, and the
+    effective sample size of the importance weights w as a share of n tokens, (sum w)^2 / (n sum w^2), which is 1 if
+    they agree exactly.
+
+    Raises:
+        PreconditionFailed: The mean gap is above the config's limit or, with a lag, the effective sample size is below
+            its limit. The gradients are discarded.
+    """
+    assert gaps.sums_4 is not None and gaps.largest is not None, "there is at least one pack"
+    gap, kl, weight, weight_square = backend.reduce(gaps.sums_4, dist.ReduceOp.SUM) / num_tokens
+    found = {
+        "logprob_gap_mean": float(gap),
+        "logprob_gap_max": float(backend.reduce(gaps.largest, dist.ReduceOp.MAX)),
+        "logprob_gap_kl": float(kl),
+        "logprob_gap_ess": float(weight.square() / weight_square),
+    }
+    if not found["logprob_gap_mean"] <= config.max_logprob_gap:  # "not <=" so that NaN is rejected too
+        backend.discard_gradients()
+        raise PreconditionFailed(
+            f"the engine and the trainer disagree: their log-probabilities differ by {found['logprob_gap_mean']:.4g} "
+            f"on average, more than trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
+            reason=Reason.LOGPROB_GAP,
+            **found,
+        )
+    if config.lag.versions and not found["logprob_gap_ess"] >= config.lag.min_ess:
+        backend.discard_gradients()
+        raise PreconditionFailed(
+            f"the effective sample size of the importance weights is {found['logprob_gap_ess']:.4g} of the tokens, "
+            f"less than trainer.lag.min_ess {config.lag.min_ess:g}: the policy has moved too far from the "
+            "weights that were sampled; nothing was applied",
+            reason=Reason.LOW_ESS,
+            **found,
+        )
+    return found
+
+
+class Replayed:
+    """Adds up what an update has replayed."""
+
+    def __init__(self) -> None:
+        self._num_tokens = self._num_experts = self._num_agreeing = 0.0
+
+    def add(self, backend: Backend, packs: Sequence[Pack]) -> None:
+        """Compares `packs`, which `backend` has just accumulated, with what it has replayed.
+
+        Raises:
+            InternalError: Some token of some layer was computed with other experts. The gradients are discarded.
+        """
+        routes = [pack.routes_TLK for pack in packs if pack.routes_TLK is not None]
+        if not routes:
+            return
+        num_tokens = torch.tensor(float(sum(map(len, routes))), dtype=torch.float64, device=backend.device)
+        num_tokens = float(backend.reduce(num_tokens, dist.ReduceOp.SUM))
+        num_layers, top_k = routes[0].shape[1:]
+        counts = backend.replayed().tolist() if isinstance(backend, ReplaysRoutes) else [0.0, 0.0]
+        if counts[0] != num_tokens * num_layers:
+            backend.discard_gradients()
+            raise InternalError(
+                f"{counts[0]:g} routes of {num_tokens:g} tokens x {num_layers} layers were replayed, so some were "
+                "ignored; nothing was applied. Set trainer.moe.replay_routes to off to train without them"
+            )
+        self._num_tokens += num_tokens
+        self._num_experts += counts[0] * top_k
+        self._num_agreeing += counts[1]
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the number of replayed tokens, prompts included, and the share of their experts that the trainer's
+        router would have chosen too; nothing if the batch has no routes."""
+        if not self._num_tokens:
+            return {}
+        return {
+            "moe_replayed_tokens": self._num_tokens,
+            "moe_route_agreement": self._num_agreeing / self._num_experts,
+        }
