@@ -97,7 +97,7 @@ class SampleChecks:
                 yield f"{path.name} has prompt {prompt} where the order of the data has {before}"
 
     def _places(self, num_prompts: int, step: int, config: Json) -> list[int]:
-        """Returns the places in the data of the prompts that `step` tries: see data/curriculum.py: plain_order."""
+        """Returns the places in the data of the prompts that `step` tries: see data/prompts.py: plain_order."""
         data, seed = config["data"], config["seed"]
         if self._order is None:
             self._order = EpochOrder(num_prompts, data["prompts_per_step"], seed=seed, shuffle=data["shuffle"])

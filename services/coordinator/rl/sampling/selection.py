@@ -1,6 +1,6 @@
 """Selects the groups that a step trains on. The choice does not depend on timing, unless `keep: arrival` is set.
 
-Prompts are tried in a fixed order (data/curriculum.py); the batch is the first `prompts_per_step` useful groups in that
+Prompts are tried in a fixed order (data/prompts.py); the batch is the first `prompts_per_step` useful groups in that
 order. `prompts_per_step` x `over_sampling.factor` prompts are sampled concurrently. When a group turns out to be
 useless, the next prompt takes its place immediately. With factor 1 no more prompts are tried than the batch needs.
 """
