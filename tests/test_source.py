@@ -24,11 +24,7 @@ APART = {
 }
 # These have not joined yet.
 NOT_JOINED = {
-    "services.coordinator.cli.replicas",
-    "services.reward.environments.messages",
-    "services.reward.environments.toolbox.search_index",
-    "services.reward.graders.notation",
-    "services.reward.inside.checks",
+    "services.reward.sandboxed.checks",
     "services.trainer.command",
     "services.trainer.losses.value",
     "services.trainer.ranks.strategies",
