@@ -26,7 +26,6 @@ APART = {
 }
 # These have not joined yet.
 NOT_JOINED = {
-    "services.coordinator.cli.replicas",
     "services.reward.sandboxed.checks",
     "services.trainer.command",
     "services.trainer.losses.value",
