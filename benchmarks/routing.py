@@ -66,7 +66,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     from services.common.config.rollout import RolloutConfig
     from services.rollout.__main__ import _configure_vllm
     from services.rollout.arguments import engine_arguments
-    from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
+    from services.rollout.compat.vllm.recorded import keep_in_one_frame, returning_experts
     from services.rollout.sampling import engine_sampling
 
     _configure_vllm()
@@ -75,11 +75,11 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     # Compiling would take minutes for the same experts.
     config = RolloutConfig(max_model_len=longest, dtype="bfloat16", engine={"enforce_eager": True})
     made = engine_arguments(config, str(model), _SEED) | {"load_format": "auto"}
-    arguments = returning_routes(made, is_gpu=torch.cuda.is_available())
+    arguments = returning_experts(made, is_gpu=torch.cuda.is_available())
     if arguments is None:
-        sys.exit("this vLLM returns no routes on this device (services/rollout/compat/vllm/routes.py)")
+        sys.exit("this vLLM returns no routes on this device (services/rollout/compat/vllm/recorded.py)")
     llm = LLM(**arguments)
-    llm.collective_rpc("lockstep_record_routes")
+    llm.collective_rpc("lockstep_record_experts")
     random = np.random.default_rng(_SEED)
     vocab = llm.llm_engine.model_config.get_vocab_size()
     prompts = random.integers(0, vocab, (options.prompts, options.tokens // 4)).tolist()

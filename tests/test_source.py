@@ -13,6 +13,25 @@ from tests.support import ROOT
 
 SOURCES = sorted((ROOT / "services").rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 400, 60, 6
+# A smaller module joins the one of its folder that alone imports it, except those that must stay apart.
+MIN_FILE_LINES = 80
+APART = {
+    "services.common.weights.digest_gpu": "imports triton",
+    "services.trainer.merging_gpu": "imports triton",
+    "services.coordinator.observe.trackers.mlflow": "a kind of tracker, which needs its package",
+    "services.coordinator.observe.trackers.wandb": "a kind of tracker, which needs its package",
+    "services.rollout.metrics": "its metrics are listed without vLLM",
+    "services.coordinator.rl.loop": "the loop alone on a page",
+}
+# These have not joined yet.
+NOT_JOINED = {
+    "services.coordinator.cli.replicas",
+    "services.reward.environments.messages",
+    "services.reward.environments.toolbox.search_index",
+    "services.reward.graders.notation",
+    "services.reward.inside.checks",
+    "services.trainer.command",
+}
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {
@@ -83,6 +102,53 @@ def test_source_keeps_the_rules(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
     large = [f for f in functions(tree) if f[1] > MAX_FUNCTION_LINES or f[2] > MAX_ARGUMENTS]
     assert large == []
+
+
+def lone_modules(sources: dict[str, str]) -> set[str]:
+    """Returns the modules under MIN_FILE_LINES that are imported by one module only, which is in their folder.
+
+    `sources` has the text of each module by its dotted name. Modules that a string names, as a command does with
+    `python -m`, are left out.
+    """
+    importers: dict[str, set[str]] = {name: set() for name in sources}
+    named = set()
+    for importer, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            for name in _imported(node):
+                if name in importers and name != importer:
+                    importers[name].add(importer)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in importers:
+                named.add(node.value)
+    return {
+        name
+        for name, by in importers.items()
+        if len(by) == 1
+        and next(iter(by)).rpartition(".")[0] == name.rpartition(".")[0]
+        and name not in named
+        and not name.endswith(("__init__", "__main__"))
+        and len(sources[name].splitlines()) < MIN_FILE_LINES
+    }
+
+
+def test_small_modules_join_the_only_one_that_imports_them() -> None:
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+    sources = {name: path.read_text(encoding="utf-8") for path, name in names.items()}
+    assert sorted(lone_modules(sources) - set(APART) - NOT_JOINED) == []
+
+
+@pytest.mark.parametrize(
+    ("others", "is_lone"),
+    [
+        ({"a.user": "from a.small import x"}, True),
+        ({"a.user": "from a import small"}, True),
+        ({"a.user": "import a.small", "a.other": "import a.small"}, False),
+        ({"b.user": "import a.small"}, False),
+        ({"a.user": "import a.small; run('a.small')"}, False),
+        ({}, False),
+    ],
+)
+def test_the_rule_sees_what_must_join(others: dict[str, str], is_lone: bool) -> None:
+    assert lone_modules({"a.small": "x = 1", **others}) == ({"a.small"} if is_lone else set())
 
 
 def test_files_of_tests_and_benchmarks_are_as_short() -> None:

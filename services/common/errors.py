@@ -20,7 +20,7 @@ MAX_HEADER_BYTES = 64 << 10
 
 
 class Reason(StrEnum):
-    """Identifies what went wrong, one word per case."""
+    """What went wrong, one word per case."""
 
     INVALID_CONFIG = "INVALID_CONFIG"
     INVALID_INPUT = "INVALID_INPUT"
@@ -73,8 +73,7 @@ class Reason(StrEnum):
 
 
 class LockstepError(Exception):
-    """Serves as base class of all errors. `metadata` maps strings to strings that a program or a person needs to act on
-    it."""
+    """The base of all errors. `metadata` has strings that a program or a person needs to act on it."""
 
     code = grpc.StatusCode.INTERNAL
     default_reason = Reason.INTERNAL

@@ -1,4 +1,4 @@
-"""Imports functions of the user that a config names as `package.module:function`."""
+"""Imports functions of the user that a config names as `package.module:function`, and checks their arguments."""
 
 import functools
 import inspect
@@ -37,9 +37,6 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
 
     Modules in the working directory are found too: `python -m`, which starts services, looks there, and the `lockstep`
     command does not.
-
-    Raises:
-        InvalidInput: It cannot be imported, or is not a function; names `field`.
     """
     module_name, _, name = path.partition(":")
     if (directory := os.getcwd()) not in sys.path:
@@ -54,11 +51,7 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
 
 
 def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, Any], *, field: str) -> None:
-    """Checks that the function can be imported and takes the positional `args` and the `kwargs`.
-
-    Raises:
-        InvalidInput: It cannot; names `field`.
-    """
+    """Checks that the function can be imported and takes the positional `args` and the `kwargs`."""
     try:
         require_takes(load_function(path, field=field), path, args, kwargs)
     except TypeError as error:

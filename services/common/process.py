@@ -1,4 +1,4 @@
-"""Sets up service processes, and ends them together with the process that started them."""
+"""Sets up service processes: their packages, log, limits and directory for sockets; and ends them with their parent."""
 
 import gc
 import logging
@@ -6,9 +6,16 @@ import os
 import resource
 import select
 import signal
+import socket
+import tempfile
 import threading
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
+import services
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.telemetry.context import LogFormat, formatter
 
 _GRACE_S = 10.0
@@ -73,3 +80,99 @@ def exit_with(pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name=f"exit-with-{pid}", daemon=True).start()
+
+
+# Modules of the packages in each extra of pyproject.toml.
+MODULES = {
+    "reward": ("aiohttp", "bm25s", "math_verify", "sympy"),
+    "reward-model": ("safetensors", "torch", "transformers"),
+    "rollout": ("psutil", "torch", "transformers", "vllm"),
+    "trainer": ("accelerate", "psutil", "safetensors", "torch", "transformers", "zmq"),
+}
+
+# What vLLM needs for suffix decoding. It is no extra, because it has no wheels and must be compiled.
+_SUFFIX = ("arctic-inference", "0.1.1")
+
+
+def missing_modules(extra: str) -> list[str]:
+    """Returns the modules of an extra that are not installed."""
+    return [name for name in MODULES.get(extra, ()) if find_spec(name) is None]
+
+
+def require_extra(service: str) -> None:
+    """Checks that the extra of `service` is installed, and that the working directory has no package `services`.
+
+    `python -m services.<service>` would import that in place of Lockstep's.
+    """
+    if missing := missing_modules(service):
+        raise PreconditionFailed(
+            f"the {service} service cannot run here without {', '.join(missing)}: pip install 'lockstep-rl[{service}]'",
+            reason=Reason.UNSUPPORTED_VERSION,
+            library=missing[0],
+        )
+    own = Path(services.__file__).parent
+    for hiding in (Path.cwd() / "services" / "__init__.py", Path.cwd() / "services.py"):
+        if hiding.exists() and not hiding.parent.samefile(own):
+            raise PreconditionFailed(
+                f"{hiding} hides Lockstep's own package `services`: run in another directory",
+                reason=Reason.UNSUPPORTED_VERSION,
+            )
+
+
+def require_suffix_decoding() -> None:
+    """Checks that the package for suffix decoding is installed, in the version that was tested."""
+    package, tested = _SUFFIX
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = ""
+    if found != tested:
+        raise PreconditionFailed(
+            f"rollout.speculation.kind suffix: host {socket.gethostname()} has "
+            f"{f'{package} {found}' if found else f'no {package}'}; every replica's host needs version {tested}: "
+            f"pip install {package}=={tested}",
+            reason=Reason.UNSUPPORTED_VERSION,
+            library=package,
+            installed=found,
+            supported=f"=={tested}",
+        )
+
+
+# The longest name of a socket that is made in such a directory: vLLM's are 36 characters.
+_SOCKET_NAME = "s" * 36
+# Not first the user's runtime directory: it is removed when the user logs out.
+_SHORT_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+
+
+def socket_directory() -> "tempfile.TemporaryDirectory[str]":
+    """Makes a directory that only this user can enter and in which sockets can be made.
+
+    It is in the directory for temporary files or, if sockets cannot be made there because its path is too long for
+    example, in /tmp or another place with a short path.
+    """
+    places = (tempfile.gettempdir(), os.environ.get("TMPDIR"), *_SHORT_PLACES, os.environ.get("XDG_RUNTIME_DIR"))
+    refused: list[str] = []
+    for place in dict.fromkeys(filter(None, places)):
+        try:
+            directory = tempfile.TemporaryDirectory(prefix="lockstep-", dir=place)
+        except OSError as error:
+            refused.append(f"{place}: {error.strerror or error}")
+            continue
+        try:
+            _try_socket(os.path.join(directory.name, _SOCKET_NAME))
+        except OSError as error:
+            directory.cleanup()
+            refused.append(f"{place}: {error.strerror or error}")
+        else:
+            return directory
+    raise InvalidInput(
+        "TMPDIR: an engine's processes meet at Unix sockets, and none can be made here; set TMPDIR to a directory that "
+        f"this user can write to, with a path of at most 50 characters ({'; '.join(refused)})",
+        field="TMPDIR",
+    )
+
+
+def _try_socket(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.bind(path)
+    os.unlink(path)

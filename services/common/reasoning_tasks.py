@@ -13,12 +13,8 @@ TAG = "answer"
 INSTRUCTION = f"Give the final answer between <{TAG}> and </{TAG}>."
 
 
-def make_tasks(task: str, *, seed: int, size: int, settings: Mapping[str, Any]) -> Any:
-    """Returns the dataset of reasoning_gym: `size` entries by index, each with question, answer and metadata.
-
-    Raises:
-        InvalidInput: The package is not installed, there is no such task, or the settings do not fit it.
-    """
+def make_tasks(task: str, *, seed: int, size: int, settings: Mapping[str, object]) -> Any:
+    """Returns the dataset of reasoning_gym: `size` entries by index, each with question, answer and metadata."""
     return _make(task, seed, size, json.dumps(settings, sort_keys=True))
 
 

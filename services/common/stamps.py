@@ -6,12 +6,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 
 
 def require_stamp(expected: PolicyStamp, held: PolicyStamp, *, who: str) -> None:
-    """Enforces the on-policy contract: `held`, the stamp of the service `who`, must equal `expected`.
-
-    Raises:
-        InvalidInput: `expected` is empty.
-        PreconditionFailed: `held` is unpublished, is older or newer, or has another digest.
-    """
+    """Enforces the on-policy contract: `held`, the stamp of the service `who`, must equal `expected`."""
     if not expected.digest:
         raise InvalidInput("expected_stamp: required", field="expected_stamp")
     if not held.digest:
@@ -35,5 +30,4 @@ def require_stamp(expected: PolicyStamp, held: PolicyStamp, *, who: str) -> None
 
 
 def show(stamp: PolicyStamp) -> str:
-    """Formats a stamp for messages."""
     return f"version {stamp.version} ({stamp.digest[:8]})"

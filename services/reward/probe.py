@@ -1,32 +1,109 @@
-"""Checks that this host can run programs in a sandbox: `python -m services.reward.probe`.
+"""Checks of what a reward service needs: `python -m services.reward.probe sandbox|scorers|environment`.
 
-The exit code is 0 if it can; otherwise it is 1, and stderr says why.
+`environment` opens one and plays episodes of it, one call at a time:
+
+    -> {"environment": {"kind": "python", ...}}               section of a config
+    <- {"version": "1/3f2a...", "tools": [{...}]}             it is open; with JSON schemas
+    -> {"reset": {"prompt": ..., "answer": ...}, "seed": 7}   begins an episode, after the end of the one before
+    <- {"messages": [{"role": "user", "content": "..."}]}     or {"failure": {"reason": "...", "message": "..."}}
+    -> {"step": "..."}                                        the policy's text
+    <- {"messages": [...], "reward": 1.0, "done": true, "tool_calls": [...]}     what is zero or empty is left out
 """
 
-import asyncio
-import sys
+from collections.abc import Mapping
+from typing import Any
 
+from google.protobuf.json_format import MessageToDict
+from lockstep.reward.v1 import environment_pb2 as pb
+from prometheus_client import CollectorRegistry
+
+from services.common.config.environment import EnvironmentSection, WorkerEnvironmentConfig
+from services.common.config.load import parse_json
+from services.common.config.reward import RewardConfig
+from services.common.errors import PreconditionFailed
+from services.common.probe import Answers, Requests, answer_with
+from services.reward.environments.base import EpisodeError, Turn
+from services.reward.environments.episode import EpisodeContext
+from services.reward.environments.servicer import EpisodeTable, make_environment
+from services.reward.errors import ScoringError
+from services.reward.metrics import RewardMetrics
+from services.reward.run import ScoringRun
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import ScoringError
 
 _LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_processes=8, max_output_bytes=1 << 20)
 
 
-async def _probe() -> None:
-    sandbox = Sandbox(_LIMITS)
+async def sandbox(requests: Requests) -> Answers:
+    """Makes one sandbox."""
+    async for _ in requests:
+        made = Sandbox(_LIMITS)
+        try:
+            await made.open()
+        except ScoringError as error:
+            raise PreconditionFailed(error.detail) from error
+        finally:
+            made.close()
+        yield {}
+
+
+async def scorers(requests: Requests) -> Answers:
+    """Starts a worker for each scorer of kind python, as a run does. The request is the section `reward`, as text."""
+    async for request in requests:
+        config = parse_json(RewardConfig, request)
+        named = tuple(scorer for scorer in config.scorers if scorer.kind == "python")
+        run = ScoringRun(config.model_copy(update={"scorers": named, "num_workers": 1}))
+        try:
+            await run.open()
+        finally:
+            await run.close()
+        yield {}
+
+
+async def environment(requests: Requests) -> Answers:
+    """Opens an environment and plays its episodes."""
+    config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
+    one_worker = {"num_workers": 1} if isinstance(config, WorkerEnvironmentConfig) else {}
+    tried = make_environment(config.model_copy(update=one_worker))
     try:
-        await sandbox.open()
+        await tried.open()
+    except BaseException as error:
+        await tried.close()
+        if isinstance(error, EpisodeError):
+            raise PreconditionFailed(" ".join(error.detail.split())) from error
+        raise
+    context = EpisodeContext(tried, config.turn_s, RewardMetrics(CollectorRegistry()))
+    episodes = _Episodes(EpisodeTable(context, config.episode_s))
+    try:
+        yield {"version": tried.version, "tools": list(tried.tools)}
+        async for call in requests:
+            try:
+                yield await episodes.play(call)
+            except PreconditionFailed as error:  # a step after the end
+                yield {"failure": {"reason": error.reason, "message": error.message}}
     finally:
-        sandbox.close()
+        await episodes.table.close()
 
 
-def main() -> None:
-    """Creates one sandbox and exits."""
-    try:
-        asyncio.run(_probe())
-    except ScoringError as error:
-        sys.exit(error.detail)
+class _Episodes:
+    def __init__(self, table: EpisodeTable):
+        self.table = table
+        self._num_episodes = self._num_turns = 0
+
+    async def play(self, call: Mapping[str, Any]) -> Mapping[str, object]:
+        if "reset" in call:
+            await self.table.end(str(self._num_episodes))
+            self._num_episodes, self._num_turns = self._num_episodes + 1, 0
+            request = pb.ResetRequest(episode_id=str(self._num_episodes), seed=call["seed"])
+            return _plain(await self.table.reset(request, call["reset"]))
+        request = pb.StepRequest(episode_id=str(self._num_episodes), turn=self._num_turns, text=call["step"])
+        self._num_turns += 1
+        num_tokens = len(call["step"].split())  # there is no tokenizer here
+        return _plain(await self.table.step(request, Turn(call["step"], num_tokens, is_truncated=False)))
+
+
+def _plain(answer: pb.ResetResponse | pb.StepResponse) -> Mapping[str, object]:
+    return MessageToDict(answer, preserving_proto_field_name=True)
 
 
 if __name__ == "__main__":
-    main()
+    answer_with({"sandbox": sandbox, "scorers": scorers, "environment": environment})

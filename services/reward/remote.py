@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from services.common.config.scorers import RemoteConfig
-from services.common.files.regular_files import open_plain_file
+from services.common.files.storage import open_plain_file
 from services.common.tasks import backoff_s
-from services.reward.scorers.base import FailureReason, ScoringError
+from services.reward.errors import FailureReason, ScoringError
 
 MAX_RESPONSE_BYTES = 4 << 20
 _MAX_KEY_BYTES = 64 << 10

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.rewards import weighted_sum
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected
+from services.reward.scorers.base import Item, Scorer, expected
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.model import HttpScorer, JudgeScorer, ModelScorer
 from services.reward.scorers.python import PythonScorer

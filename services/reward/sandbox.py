@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.reward.scorers.base import FailureReason, ScoringError
+from services.reward.errors import FailureReason, ScoringError
 
 # linux/audit.h, and the numbers of asm/unistd_64.h and asm-generic/unistd.h.
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -103,10 +103,12 @@ _NOBODY = 65534
 _CHILD = re.compile(rb'"child-pid": (\d+)')
 PYTHON = str(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttributeAccessIssue] not in typeshed
 """Interpreter that the virtual environment is based on."""
-_INSIDE = Path(__file__).with_name("inside")
+_SANDBOXED = Path(__file__).with_name("sandboxed")
 _CODE = "/code"
-"""Where the modules of `services/reward/inside` are in the sandbox."""
-_MAIN = f"import sys; sys.path.insert(0, {_CODE!r}); from services.reward.inside.harness import main; del sys.path[0]; "
+"""Where the modules of `services/reward/sandboxed` are in the sandbox."""
+_MAIN = (
+    f"import sys; sys.path.insert(0, {_CODE!r}); from services.reward.sandboxed.harness import main; del sys.path[0]; "
+)
 _NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
 _PROBE = "import socket\ntry: socket.socket()\nexcept PermissionError: print('closed')"
 
@@ -258,9 +260,9 @@ class Sandbox:
 
 def _compile(folder: Path) -> None:
     """Compiles the modules that run inside, below their names, into `folder`."""
-    package = folder / "services" / "reward" / "inside"
+    package = folder / "services" / "reward" / "sandboxed"
     package.mkdir(parents=True)
-    for module in _INSIDE.glob("*.py"):
+    for module in _SANDBOXED.glob("*.py"):
         py_compile.compile(str(module), cfile=str(package / f"{module.stem}.pyc"), doraise=True)
     for parent in (package.parent, package.parent.parent):
         shutil.copy(package / "__init__.pyc", parent)

@@ -14,12 +14,17 @@ from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
-from services.reward.environments.servicer import EnvironmentServicer, parse_environment
+from services.reward.environments.servicer import (
+    EnvironmentServicer,
+    finish_reason,
+    parse_environment,
+    parse_object,
+    require_run,
+)
+from services.reward.errors import Tracebacks
 from services.reward.metrics import RewardMetrics
-from services.reward.requests import finish_reason, parse_object, require_run
 from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item
-from services.reward.tracebacks import Tracebacks
 
 log = logging.getLogger(__name__)
 

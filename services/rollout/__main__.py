@@ -6,8 +6,7 @@ import multiprocessing.util
 import os
 import tempfile
 
-from services.common.files.sockets import socket_directory
-from services.common.process import import_before_fork
+from services.common.process import import_before_fork, socket_directory
 from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
 
@@ -56,7 +55,7 @@ def _prepare(files: contextlib.ExitStack) -> None:
         import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
         from services.rollout.compat.vllm.engine_fork import fork_engines
 
-        fork_engines(preload=["services.rollout.weights.receiver"])
+        fork_engines(preload=["services.rollout.receiver"])
 
 
 async def run(options: ServeOptions) -> int:

@@ -1,8 +1,8 @@
-"""Makes the arguments of a vLLM engine."""
+"""The arguments of a vLLM engine, and checks that this host can run it."""
 
 import socket
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from vllm.config.lora import MaxLoRARanks
@@ -12,26 +12,27 @@ from services.common.batches.routes import RouteShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import Eagle3SpeculationConfig, RolloutConfig, SuffixSpeculationConfig
 from services.common.errors import InvalidInput
-from services.common.extras import require_suffix_decoding
+from services.common.process import require_suffix_decoding
+from services.rollout.compat.vllm.recorded import EngineArguments
 from services.rollout.compat.vllm.scheduler import scheduler
-from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.receiver import WeightReceiver
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Describes the abilities that a run needs of the engine."""
+    """The abilities that a run needs of the engine."""
 
     adapter_rank: int = 0
     """LoRA rank of adapters that are published beside a base; 0 if whole weights are published."""
     can_sleep: bool = False
     """Whether the engine must be able to free its memory."""
     routes: RouteShape | None = None
-    """The shape of the routes to return with samples, if the engine can; None if the model has none."""
+    """The shape of the routed experts to return with samples, if the engine can; None if the model has none."""
 
 
-def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: Needs = Needs()) -> dict[str, Any]:
+def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: Needs = Needs()) -> EngineArguments:
     """Returns the vLLM engine arguments; `config.engine` overrides all others."""
-    arguments: dict[str, Any] = {
+    arguments: EngineArguments = {
         "model": model_path,
         "load_format": "dummy",  # the first publication fills in the weights
         "skip_tokenizer_init": True,

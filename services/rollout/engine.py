@@ -1,79 +1,65 @@
-"""Wraps vLLM's AsyncLLM: tokens in, tokens out, with detection of the engine's death."""
+"""One vLLM engine (AsyncLLM): tokens in, tokens out, sleep, and why it did not start or died.
+
+vLLM's engine is a process of its own, and its error is only in the log.
+"""
 
 import asyncio
 import contextlib
-import math
 import multiprocessing
 import os
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import torch
-from lockstep.types.v1.types_pb2 import Completion, DeviceMemory, FinishReason, ModelCard, SamplingParams
+from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.batches.routes import RouteShape
 from services.common.config.rollout import RolloutConfig
-from services.common.device_memory import DeviceState, changed, gib
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
-from services.common.files.sockets import socket_directory
+from services.common.memory import DeviceState, changed, gib
+from services.common.process import own_log, socket_directory
 from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
-from services.rollout.compat.vllm.client import abort_samples, lengths_so_far, stop_reading
-from services.rollout.compat.vllm.detokenizer import set_tokenizer
-from services.rollout.compat.vllm.drafts import Drafts, drafts_of
-from services.rollout.compat.vllm.kept import kept_of, refusal, returning_kept
-from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
-from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
-from services.rollout.compat.vllm.runner import suitable_model_runner
+from services.rollout.compat.vllm.client import (
+    abort_samples,
+    lengths_so_far,
+    set_tokenizer,
+    stop_reading,
+    suitable_model_runner,
+)
+from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
-from services.rollout.failures import cause_of_death, log_size, start_failure
-from services.rollout.sampling import engine_sampling, named_tokens
-from services.rollout.weights.adapter import adapter_request
-from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.sleeping import Fit
-
-if TYPE_CHECKING:
-    from vllm.inputs import TokensInput
+from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
+from services.rollout.receiver import Fit, WeightReceiver, adapter_request
+from services.rollout.sampling import Sample, engine_prompt, engine_sampling, sample_of
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
 
-_FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
+_MAX_READ_BYTES = 4 << 20
+_ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
+# What vLLM's other processes say after the engine's own error.
+_CONSEQUENCE = re.compile("Engine core initialization failed|EngineDeadError")
+_MEMORY = re.compile(r"out of memory|Free memory on device|No available memory for the cache|gpu_memory_utilization")
+_MAX_SHOWN = 500
 
 # How long vLLM may take to abort samples. It takes milliseconds.
 _ABORT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Holds one completion, and what the engine reports about its prompt."""
-
-    completion: Completion
-    prompt_tokens: Sequence[int]
-    num_cached_tokens: int
-    """Number of prompt tokens that were taken from the prefix cache."""
-    drafts: Drafts = field(default_factory=Drafts)
-    """Counts of drafted tokens; empty without speculative decoding."""
-    routes: bytes = b""
-    """The routes of all tokens but the last (services.common.batches.routes); empty if there are none."""
-    kept: bytes = b""
-    """The kept sets of its tokens (services.common.batches.batch); empty if they were not asked for."""
-
-
 class Engine:
-    """Runs one engine. `on_death` is called once if the engine dies by itself."""
+    """One engine. `on_death` is called once if the engine dies by itself."""
 
     def __init__(
         self,
@@ -98,7 +84,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self.routes: RouteShape | None = None
-        """The shape of the routes that it returns; None if it returns none."""
+        """The shape of the routed experts that it returns; None if it returns none."""
         self.asleep: frozenset[str] = frozenset()
         """The parts of the engine, WEIGHTS and KV_CACHE, whose memory is freed."""
 
@@ -122,8 +108,8 @@ class Engine:
         try:
             made = engine_arguments(config, directory.name, seed, needs)
             if config.sampling.is_truncated:
-                made = returning_kept(made, is_gpu=torch.cuda.is_available())
-            returning = returning_routes(made, is_gpu=torch.cuda.is_available()) if needs.routes else None
+                made = returning_masks(made, is_gpu=torch.cuda.is_available())
+            returning = returning_experts(made, is_gpu=torch.cuda.is_available()) if needs.routes else None
             if returning:
                 keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
@@ -141,15 +127,15 @@ class Engine:
         engine = cls(llm, directory, on_death, adapter_request(directory.name) if needs.adapter_rank else None)
         if returning:
             engine.routes = needs.routes
-            await engine.call_workers(WeightReceiver.lockstep_record_routes)
-        if config.sampling.is_truncated and not all(await engine.call_workers(WeightReceiver.lockstep_record_kept)):
+            await engine.call_workers(WeightReceiver.lockstep_record_experts)
+        if config.sampling.is_truncated and not all(await engine.call_workers(WeightReceiver.lockstep_record_masks)):
             await engine.close()
             raise refusal("the model runner of this vLLM does not tell which tokens it has kept")
         return engine
 
     @property
     def num_workers(self) -> int:
-        """Returns the number of engine workers, each of which is a member of the weight group."""
+        """Number of engine workers, each of which is a member of the weight group."""
         parallel = self._llm.vllm_config.parallel_config
         return parallel.world_size * parallel.data_parallel_size
 
@@ -170,10 +156,11 @@ class Engine:
             InvalidInput: The prompt exceeds the engine's context or vocabulary, vLLM rejects the sampling, or there are
                 stop strings and the model has no tokenizer.
             PreconditionFailed: The sample was aborted because the weights changed.
-            InternalError: A log-probability is not finite, or kept sets are missing.
+            InternalError: A log-probability is not finite, or masks or experts are missing.
             Unavailable: The engine died.
         """
-        prompt = self._prompt(prompt_tokens, sampling)
+        prompt = engine_prompt(prompt_tokens, sampling, self._llm.model_config)
+        prompt["cache_salt"] = self._cache_salt
         if sampling.stop:
             await self._load_tokenizer()
         output: RequestOutput | None = None
@@ -199,16 +186,7 @@ class Engine:
         # Other schedulers have other samples, and one with stop strings ends with fewer tokens than its scheduler has.
         is_known = self._llm.vllm_config.parallel_config.data_parallel_size == 1 and not sampling.stop
         self._fewest_tokens = fewest_of(output) if is_known else 0
-        result = output.outputs[0]
-        if result.finish_reason not in _FINISH:
-            raise PreconditionFailed(
-                f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
-            )
-        completion = _completion(result, seed)
-        routes = self._routes(output) if sampling.return_routes else b""
-        cached = output.num_cached_tokens or 0
-        kept = kept_of(output) if sampling.return_kept else b""
-        return Sample(completion, output.prompt_token_ids or (), cached, drafts_of(output), routes, kept)
+        return sample_of(output, seed, sampling, self.routes)
 
     async def call_workers(
         self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
@@ -261,7 +239,6 @@ class Engine:
         return await self._changed_memory(before, begin)
 
     async def pause(self) -> None:
-        """Aborts all samples and pauses sampling."""
         await abort_samples(self._llm)
 
     async def resume(self) -> None:
@@ -275,49 +252,10 @@ class Engine:
         await self._llm.resume_generation()
 
     async def close(self) -> None:
-        """Ends the engine's processes."""
         self._forget_processes()
         await stop_reading(self._llm)
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
-
-    def _prompt(self, tokens: Sequence[int], sampling: SamplingParams) -> "TokensInput":
-        """Returns a prompt for vLLM, for a sample with the tokens that `sampling` names.
-
-        Raises:
-            InvalidInput: It exceeds the engine's context, or one of them the vocabulary.
-        """
-        limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
-        if not 0 < len(tokens) < limit:
-            raise InvalidInput(
-                f"prompts: a prompt of {len(tokens)} tokens does not fit max_model_len {limit}", field="prompts"
-            )
-        for name, ids in {"prompts": tokens, **named_tokens(sampling)}.items():
-            if max(ids, default=0) >= vocab_size:  # without a tokenizer vLLM does not check this, and would crash
-                message = f"{name}: token {max(ids)} is outside the vocabulary of {vocab_size}"
-                raise InvalidInput(message, field=name)
-        return {"type": "token", "prompt_token_ids": list(tokens), "cache_salt": self._cache_salt}
-
-    def _routes(self, output: RequestOutput) -> bytes:
-        """Returns the routes of a sample; none if the engine returns none.
-
-        Raises:
-            InternalError: vLLM returned none, or those of other tokens.
-        """
-        if self.routes is None:
-            return b""
-        routes_TLK = output.outputs[0].routed_experts
-        num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
-        if routes_TLK is None or len(routes_TLK) != num_tokens:
-            found = "no routes" if routes_TLK is None else f"routes of {len(routes_TLK)} tokens"
-            raise InternalError(
-                f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; to train without them, set "
-                "trainer.moe.replay_routes to off"
-            )
-        try:
-            return self.routes.encode(routes_TLK)
-        except ValueError as error:
-            raise InternalError(f"vLLM returned routes of another model: {error}") from error
 
     async def _load_tokenizer(self) -> None:
         async with self._loading_tokenizer:
@@ -381,19 +319,44 @@ def _require_fit(part: str, fits: Sequence[Fit]) -> None:
             )
 
 
-def _completion(result: CompletionOutput, seed: int) -> Completion:
-    """Returns what a sample has.
+def log_size() -> int:
+    """Returns the size of this process's log, or 0 if it has none."""
+    return os.path.getsize(path) if (path := own_log()) else 0
 
-    Raises:
-        InternalError: A log-probability is not finite.
+
+def see_log() -> str:
+    """Returns words that name this process's log, if it has one."""
+    return f"; its log is {path}" if (path := own_log()) else ""
+
+
+def start_failure(error: BaseException, begin: int) -> InternalError:
+    """Returns the error to raise if vLLM did not start; `begin` is what `log_size` returned before."""
+    cause = _cause(begin) or " ".join(str(error).split())
+    return InternalError(f"rollout: the engine did not start{_told(cause)}{see_log()}", reason=Reason.ENGINE_DEAD)
+
+
+def cause_of_death(begin: int) -> str:
+    """Returns words for why a running engine died, and that name the log; "" if there is no log.
+
+    `begin` is what `log_size` returned when the engine had started.
     """
-    assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
-    logprobs = result.logprobs.logprobs
-    if not math.isfinite(sum(logprobs)):
-        raise InternalError(
-            f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
-            "log-probabilities that are not finite; the weights, or vLLM, are broken"
-        )
-    assert result.finish_reason, "it is finished"
-    finish_reason = _FINISH[result.finish_reason]
-    return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
+    cause = _cause(begin)
+    return (_told(cause) if cause else "") + see_log()
+
+
+def _told(cause: str) -> str:
+    advice = ""
+    if _MEMORY.search(cause):
+        advice = "; lower rollout.engine.gpu_memory_utilization, rollout.max_samples or rollout.max_model_len"
+    return f": {cause[:_MAX_SHOWN]}{advice}"
+
+
+def _cause(begin: int) -> str:
+    """Returns the last error that the log has from byte `begin` on and that names a cause; "" if there is none."""
+    if not (path := own_log()):
+        return ""
+    with Path(path).open("rb") as log:
+        log.seek(max(begin, os.path.getsize(path) - _MAX_READ_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+    found = [match[1] for line in lines if not _CONSEQUENCE.search(line) and (match := _ERROR.search(line))]
+    return found[-1] if found else ""

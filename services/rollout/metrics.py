@@ -1,4 +1,4 @@
-"""Defines the Prometheus metrics of the rollout service. Imports nothing heavy."""
+"""Prometheus metrics of the rollout service. Apart from the servicer, so that they can be listed without vLLM."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from services.common.rpc.server import SECONDS
 
 @dataclass(frozen=True)
 class State:
-    """Holds the current state of a replica."""
+    """The current state of a replica."""
 
     samples_in_flight: int
     max_samples: int
@@ -26,7 +26,7 @@ def with_statistics(config: RolloutConfig) -> RolloutConfig:
 
 
 class RolloutMetrics:
-    """Holds metrics that the servicer updates, and gauges that another thread reads from `state` at every scrape."""
+    """Metrics that the servicer updates, and gauges that another thread reads from `state` at every scrape."""
 
     def __init__(self, registry: CollectorRegistry | None, state: Callable[[], State]):
         self._state = state

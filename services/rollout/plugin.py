@@ -1,12 +1,11 @@
-"""Implements the plugin that vLLM loads in each process that it starts (entry point `vllm.general_plugins`)."""
+"""The plugin that vLLM loads in each process that it starts (entry point `vllm.general_plugins`)."""
 
 import multiprocessing
 import os
 import select
 import threading
 
-from services.rollout.compat.vllm.compiled import ignore_model_path
-from services.rollout.compat.vllm.temperatures import copy_temperatures
+from services.rollout.compat.vllm.patches import copy_temperatures, ignore_model_path
 
 
 def install() -> None:

@@ -1,30 +1,28 @@
-"""Checks the names of engine arguments: `python -m services.rollout.probe`, with `rollout.engine` as JSON on stdin.
-
-The exit code is 0 if vLLM has all of them; otherwise it is 1, and stderr says which it does not have.
-"""
+"""Checks the names of engine arguments: `python -m services.rollout.probe engine`; the request is `rollout.engine`."""
 
 import dataclasses
 import difflib
-import json
-import sys
-from typing import Any
+from collections.abc import Sequence
+
+from services.common.errors import InvalidInput
+from services.common.probe import Answers, Requests, answer_with
 
 
-def main() -> None:
+async def engine(requests: Requests) -> Answers:
     """Compares the names with the fields of vLLM's engine arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    given: dict[str, Any] = json.load(sys.stdin)
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        sys.exit("; ".join(_problem(name, known) for name in unknown))
+    async for arguments in requests:
+        if unknown := [name for name in arguments if name not in known]:
+            raise InvalidInput("; ".join(_problem(name, known) for name in unknown), field="rollout.engine")
+        yield {}
 
 
-def _problem(name: str, known: list[str]) -> str:
+def _problem(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"rollout.engine.{name} is not an argument of vLLM's engine" + (f"; did you mean {near[0]}?" if near else "")
 
 
 if __name__ == "__main__":
-    main()
+    answer_with({"engine": engine})

@@ -1,25 +1,72 @@
-"""Translates the sampling parameters of a request to vLLM's."""
+"""Translates samples between a request and vLLM: prompt and parameters to it, and its output back."""
 
-from lockstep.types.v1.types_pb2 import SamplingParams
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lockstep.types.v1.types_pb2 import Completion, FinishReason, SamplingParams
 from vllm import SamplingParams as EngineSampling
+from vllm.config import ModelConfig
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from services.common.batches.routes import RouteShape
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_KEPT, MIN_TEMPERATURE
+from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.rollout.compat.vllm.client import forbid
-from services.rollout.compat.vllm.kept import ASKS
+from services.rollout.compat.vllm.recorded import ASKS, masks_of
+from services.rollout.compat.vllm.scheduler import Drafts, drafts_of
+
+if TYPE_CHECKING:
+    from vllm.inputs import TokensInput
+
+_FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
 
-def named_tokens(sampling: SamplingParams) -> dict[str, list[int]]:
-    """Returns the tokens that a request names, by the field's name."""
-    bad_words = [token for sequence in sampling.bad_words for token in sequence.tokens]
-    return {"sampling.stop_token_ids": list(sampling.stop_token_ids), "sampling.bad_words": bad_words}
+@dataclass(frozen=True)
+class Sample:
+    """One completion, and what the engine reports about its prompt."""
+
+    completion: Completion
+    prompt_tokens: Sequence[int]
+    num_cached_tokens: int
+    """Number of prompt tokens that were taken from the prefix cache."""
+    drafts: Drafts = field(default_factory=Drafts)
+    """Counts of drafted tokens; empty without speculative decoding."""
+    routes: bytes = b""
+    """The experts of all tokens but the last (services.common.batches.routes); empty if there are none."""
+    kept: bytes = b""
+    """The sampling masks of its tokens (services.common.batches.batch); empty if they were not asked for."""
+
+
+def engine_prompt(tokens: Sequence[int], sampling: SamplingParams, model: ModelConfig) -> "TokensInput":
+    """Returns a prompt for vLLM, for a sample with the tokens that `sampling` names.
+
+    Raises:
+        InvalidInput: It exceeds the engine's context, or one of them the vocabulary.
+    """
+    if not 0 < len(tokens) < model.max_model_len:
+        message = f"prompts: a prompt of {len(tokens)} tokens does not fit max_model_len {model.max_model_len}"
+        raise InvalidInput(message, field="prompts")
+    named = {
+        "prompts": tokens,
+        "sampling.stop_token_ids": sampling.stop_token_ids,
+        "sampling.bad_words": [token for sequence in sampling.bad_words for token in sequence.tokens],
+    }
+    vocab_size = model.get_vocab_size()
+    for name, ids in named.items():
+        if max(ids, default=0) >= vocab_size:  # without a tokenizer vLLM does not check this, and would crash
+            raise InvalidInput(f"{name}: token {max(ids)} is outside the vocabulary of {vocab_size}", field=name)
+    return {"type": "token", "prompt_token_ids": list(tokens)}
 
 
 def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
     """Returns vLLM's parameters for one sample.
 
     Raises:
-        ValueError: vLLM would use another temperature, refuses a value, or could not return the kept sets.
+        ValueError: vLLM would use another temperature, refuses a value, or could not return the sampling masks.
     """
     least = SamplingParams(temperature=MIN_TEMPERATURE).temperature  # rounded to float32, as in a message
     if 0 < sampling.temperature < least:
@@ -57,3 +104,53 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         extra_args=ASKS if sampling.return_kept else None,
     )
     return forbid(translated, [sequence.tokens for sequence in sampling.bad_words]) if lengths else translated
+
+
+def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape: RouteShape | None) -> Sample:
+    """Returns a finished sample; `shape` is that of the experts that the engine returns, None if it returns none.
+
+    Raises:
+        PreconditionFailed: The sample was aborted because the weights changed.
+        InternalError: A log-probability is not finite, or masks or experts are missing.
+    """
+    result = output.outputs[0]
+    if result.finish_reason not in _FINISH:
+        raise PreconditionFailed(
+            f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
+        )
+    return Sample(
+        _completion(result, seed),
+        output.prompt_token_ids or (),
+        output.num_cached_tokens or 0,
+        drafts_of(output),
+        routes=_experts(output, shape) if shape and sampling.return_routes else b"",
+        kept=masks_of(output) if sampling.return_kept else b"",
+    )
+
+
+def _completion(result: CompletionOutput, seed: int) -> Completion:
+    assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
+    logprobs = result.logprobs.logprobs
+    if not math.isfinite(sum(logprobs)):
+        raise InternalError(
+            f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
+            "log-probabilities that are not finite; the weights, or vLLM, are broken"
+        )
+    assert result.finish_reason, "it is finished"
+    finish_reason = _FINISH[result.finish_reason]
+    return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
+
+
+def _experts(output: RequestOutput, shape: RouteShape) -> bytes:
+    routes_TLK = output.outputs[0].routed_experts
+    num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
+    if routes_TLK is None or len(routes_TLK) != num_tokens:
+        found = "no routes" if routes_TLK is None else f"routes of {len(routes_TLK)} tokens"
+        raise InternalError(
+            f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; to train without them, set "
+            "trainer.moe.replay_routes to off"
+        )
+    try:
+        return shape.encode(routes_TLK)
+    except ValueError as error:
+        raise InternalError(f"vLLM returned routes of another model: {error}") from error

@@ -1,4 +1,4 @@
-"""Implements RolloutService: a replica serves only committed weights, and nothing during a publication."""
+"""RolloutService: a replica serves only committed weights, and nothing during a publication."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
@@ -23,11 +24,13 @@ from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info,
 from services.common.stamps import require_stamp, show
 from services.common.weights.trial import take_part
 from services.rollout.arguments import Needs
-from services.rollout.compat.vllm.drafts import Drafts
-from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
+from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
 from services.rollout.engine import Engine, Sample
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
-from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from services.rollout.compat.vllm.scheduler import Drafts
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ _PARTS: Mapping[int, str] = {
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Manages one engine and the stamp of its weights."""
+    """One engine and the stamp of its weights."""
 
     def __init__(self, fail: Callable[[str], None], registry: CollectorRegistry | None = None, *, counts: bool = False):
         """Creates the servicer without an engine. With `counts`, vLLM's own metrics are on, such as KV cache use."""
@@ -133,7 +136,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             group = _group(prompt.prompt_id, samples, self._stamp)
             if request.report_unfinished:
                 group.unfinished.update(engine.unfinished())
-            return [seal(request, message) for message in (*_routes(group, samples), *_kept(group, samples), group)]
+            return [
+                seal(request, message)
+                for message in (*_parts("routes", group, samples), *_parts("kept", group, samples), group)
+            ]
 
         tasks = [
             [
@@ -263,7 +269,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             return rollout_pb2.ReceiveTestBroadcastResponse(outcome=await take_part(request.group, request.rank))
 
     async def close(self) -> None:
-        """Stops the engine, if there is one."""
         async with self._changing:
             await self._close()
 
@@ -319,23 +324,19 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
     )
 
 
-def _drafts(drafts: Sequence[Drafts]) -> rollout_pb2.Drafts | None:
+def _drafts(drafts: "Sequence[Drafts]") -> rollout_pb2.Drafts | None:
     """Returns the sums; None if nothing was drafted or looked for."""
     sums = {name: sum(getattr(one, name) for one in drafts) for name in rollout_pb2.Drafts.DESCRIPTOR.fields_by_name}
     return rollout_pb2.Drafts(**sums) if any(sums.values()) else None
 
 
-def _routes(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:
-    """Returns the messages with the group's routes, which come before the group itself; none if it has none."""
-    if not any(sample.routes for sample in samples):
-        return []
-    parts = to_parts([sample.routes for sample in samples])
-    return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, routes=[part]) for part in parts]
-
-
-def _kept(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:
-    """Returns the messages with the group's kept sets, which come before the group itself; none if it has none."""
-    if not any(sample.kept for sample in samples):
-        return []
-    parts = to_parts([sample.kept for sample in samples])
-    return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, kept=[part]) for part in parts]
+def _parts(
+    name: Literal["routes", "kept"], group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]
+) -> Iterator[rollout_pb2.GenerateResponse]:
+    """Yields the messages with the group's routed experts or sampling masks, which come before the group; none if it
+    has none."""
+    values: list[bytes] = [getattr(sample, name) for sample in samples]
+    for part in to_parts(values) if any(values) else ():
+        message = rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp)
+        getattr(message, name).append(part)
+        yield message

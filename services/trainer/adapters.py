@@ -1,7 +1,8 @@
-"""Chooses and initializes low-rank adapters (arXiv 2106.09685), the same for both backends."""
+"""Chooses, initializes and merges low-rank adapters (arXiv 2106.09685), the same for both backends."""
 
 import contextlib
 import fnmatch
+import itertools
 import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -10,7 +11,8 @@ import torch
 
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput, Reason
-from services.common.families.lora import PARTS
+from services.common.families.architecture import Architecture
+from services.common.families.registry import PARTS, lora_layer
 
 
 class AdaptedLayer:
@@ -32,47 +34,70 @@ def without_adapters(models: Iterable[torch.nn.Module]) -> Iterator[None]:
             layer.lora_is_on = True
 
 
-def target_parts(lora: LoraConfig) -> set[str]:
-    """Returns the parts of a layer that get an adapter.
+def is_adapter(parameter: str) -> bool:
+    """Returns whether the parameter of this name belongs to an adapter."""
+    return ".lora_" in parameter
+
+
+def adapter_sites(model: Architecture, lora: LoraConfig) -> dict[str, list[str]]:
+    """Returns Megatron's name of each adapter's module, such as decoder.layers.3.mlp.linear_fc1, with the checkpoint
+    names of the matrices that it adapts.
+
+    Experts get no adapters, except a shared expert. So a layer of other experts has adapters only in its attention.
 
     Raises:
-        InvalidInput: `lora.kind` does not have a target.
+        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, no target is left, or an adapter
+            would be for a part of a matrix that checkpoints store whole.
     """
     known = [part for parts in PARTS[lora.kind].values() for part in parts]
     for target in lora.target_modules:
         if target not in known:
-            raise InvalidInput(
-                f"trainer.lora.target_modules: kind {lora.kind} has no {target}, only {', '.join(known)}",
-                reason=Reason.INVALID_CONFIG,
-                field="trainer.lora.target_modules",
-            )
-    return set(lora.target_modules or known)
+            raise _refusal("trainer.lora.target_modules", f"kind {lora.kind} has no {target}, only {', '.join(known)}")
+    sites = dict(_sites(model, lora, lora.target_modules or known))
+    excluded = _excluded(lora, sites)
+    return {name: tensors for name, tensors in sites.items() if name not in excluded}
 
 
-def excluded_modules(lora: LoraConfig, names: Collection[str]) -> set[str]:
-    """Returns the modules that `lora` excludes among `names`, which are all target modules of the model.
+def _sites(model: Architecture, lora: LoraConfig, targets: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    for number, weight in itertools.product(range(model.num_layers), model.layer):
+        layer = lora_layer(weight.parameter)
+        if weight.is_expert or layer is None:
+            continue
+        parent = weight.parameter.removesuffix(f".{layer}.weight")
+        tensors = [f"{model.family.layers}.{number}.{tensor}" for tensor in weight.tensors]
+        for place, part in enumerate(PARTS[lora.kind][layer]):
+            if part not in targets:
+                continue
+            if part != layer and weight.is_fused:
+                raise InvalidInput(
+                    f"lora.kind canonical_lora: the model's checkpoints have the parts of {layer} in one tensor, "
+                    f"{tensors[0]}, which an adapter file can only adapt as a whole; use kind lora",
+                    reason=Reason.INVALID_CONFIG,
+                    field="lora.kind",
+                )
+            yield f"decoder.layers.{number}.{parent}.{part}", tensors if part == layer else [tensors[place]]
 
-    Raises:
-        InvalidInput: An exclusion matches nothing, or no target is left.
-    """
+
+def _excluded(lora: LoraConfig, names: Collection[str]) -> set[str]:
     excluded: set[str] = set()
     for pattern in lora.exclude_modules:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            raise InvalidInput(
-                f"trainer.lora.exclude_modules: {pattern} excludes nothing; modules have names like "
-                f"{min(names, default='decoder.layers.0.self_attention.linear_qkv')}",
-                reason=Reason.INVALID_CONFIG,
-                field="trainer.lora.exclude_modules",
+            example = min(names, default="decoder.layers.0.self_attention.linear_qkv")
+            raise _refusal(
+                "trainer.lora.exclude_modules", f"{pattern} excludes nothing; modules have names like {example}"
             )
         excluded |= set(matches)
     if not set(names) - excluded:
-        raise InvalidInput(
-            "trainer.lora: every target module of the model is excluded, or it has none, so there is nothing to train",
-            reason=Reason.INVALID_CONFIG,
-            field="trainer.lora",
+        raise _refusal(
+            "trainer.lora",
+            "every target module of the model is excluded, or it has none, so there is nothing to train",
         )
     return excluded
+
+
+def _refusal(field: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{field}: {problem}", reason=Reason.INVALID_CONFIG, field=field)
 
 
 def initial_a(name: str, rank: int, num_inputs: int, *, seed: int) -> torch.Tensor:
@@ -82,16 +107,27 @@ def initial_a(name: str, rank: int, num_inputs: int, *, seed: int) -> torch.Tens
     return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
 
 
-def refuse_part(layer: str, tensor: str) -> InvalidInput:
-    """Returns the error about an adapter for a part of `layer`, which checkpoints store whole in `tensor`."""
-    return InvalidInput(
-        f"lora.kind canonical_lora: the model's checkpoints have the parts of {layer} in one tensor, "
-        f"{tensor}, which an adapter file can only adapt as a whole; use kind lora",
-        reason=Reason.INVALID_CONFIG,
-        field="lora.kind",
-    )
-
-
 def peft_name(tensor: str, matrix: str) -> str:
     """Returns PEFT's name of `matrix`, A or B, of the adapter of a checkpoint's weight."""
     return f"base_model.model.{tensor.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+# Suffixes: G groups of rows, O rows of a group, I inputs, R the rank of the adapter.
+
+
+def write_merged(
+    target_GOI: torch.Tensor, weight_GOI: torch.Tensor, b_GOR: torch.Tensor, a_RI: torch.Tensor, scale: float
+) -> None:
+    """Writes W + scale * B A into a tensor, which may be W itself. All have one dtype; the groups may be left out.
+
+    The sum is computed in float32 and rounded once. On a GPU one kernel does that, which reads W and writes the sum;
+    float32 copies of W and of B A would move nine times as many bytes. The order of summation is the device's, so a
+    merged bfloat16 weight may differ in its last bit from the result of another order. The trainer publishes exactly
+    the weights that it merged, and both ends hash those bytes.
+    """
+    if target_GOI.is_cuda:
+        from services.trainer.merging_gpu import write_sum  # late: it imports Triton
+
+        write_sum(target_GOI, weight_GOI, b_GOR, a_RI, scale)
+        return
+    target_GOI.copy_(weight_GOI.float() + scale * (b_GOR.float() @ a_RI.float()))

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from services.common.config.trainer import TrainerConfig
-from services.common.weights.span import Item
+from services.common.weights.buckets import Item
 from services.trainer.updates.packing import Pack
 
 

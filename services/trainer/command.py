@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from services.common.extras import require_extra
+from services.common.process import require_extra
 from services.common.rpc.command import ServeOptions, exit_on_error, serve_from_command_line
 from services.trainer.ranks.launcher import run_ranks
 

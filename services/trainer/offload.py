@@ -18,7 +18,7 @@ _ALIGN_BYTES = 512
 
 @dataclass(frozen=True)
 class _Offloaded:
-    """Describes a storage without memory: its size, and where its content is in its group's host memory."""
+    """A storage without memory: its size, and where its content is in its group's host memory."""
 
     storage: torch.UntypedStorage
     num_bytes: int
@@ -61,9 +61,9 @@ class Offloader:
 
     def evict(self, *names: str) -> None:
         """Offloads groups until `restore`; `load` may not be called for them. Unknown groups are ignored."""
-        held = [name for name in names if name in self._groups]
-        self._send(held)
-        self._evicted.update(held)
+        known = [name for name in names if name in self._groups]
+        self._send(known)
+        self._evicted.update(known)
 
     def restore(self, *names: str) -> None:
         """Restores groups that were evicted; those in `leaving` stay offloaded until a phase loads them."""
@@ -108,14 +108,12 @@ class Offloader:
 
     def _storages(self, name: str) -> list[torch.UntypedStorage]:
         """Returns each storage of a group on the device once, without those that an earlier group contains."""
-        found = {storage_id(tensor): tensor.untyped_storage() for tensor in self._groups[name]()}
+        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in self._groups[name]()}
+        here = self._device.type
         for earlier in itertools.takewhile(lambda other: other != name, self._groups):
             for tensor in self._groups[earlier]():
-                found.pop(storage_id(tensor), None)
-        return [storage for storage in found.values() if storage.nbytes() and self._is_here(storage)]
-
-    def _is_here(self, storage: torch.UntypedStorage) -> bool:
-        return storage.device.type == self._device.type
+                storages.pop(storage_id(tensor), None)
+        return [storage for storage in storages.values() if storage.nbytes() and storage.device.type == here]
 
 
 class OffloadedParts:

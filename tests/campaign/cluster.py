@@ -44,7 +44,7 @@ _BELOW = {
     "rank-1": ("trainer", ""),
     "engine-0": ("rollout-0", _ENGINE),
     "engine-1": ("rollout-1", _ENGINE),
-    "worker": ("reward", r"graders|hosted|processes"),
+    "worker": ("reward", r"graders|libraries|tools.functions|processes|executor"),
 }
 
 

@@ -172,19 +172,15 @@ class ToyEngine:
 
 def replace_engine() -> None:
     """Puts the toy in the place of the modules that import vLLM; before services.rollout.servicer is imported."""
-    engine, memory, receiver = (
-        ModuleType(name)
-        for name in (
-            "services.rollout.engine",
-            "services.rollout.compat.vllm.memory",
-            "services.rollout.weights.receiver",
-        )
-    )
-    engine.__dict__.update(Engine=ToyEngine, Needs=Needs, Sample=Sample)
-    memory.__dict__.update(WEIGHTS=WEIGHTS, KV_CACHE=KV_CACHE)
-    receiver.__dict__.update(WeightReceiver=Receiver)
-    for module in (engine, memory, receiver):
-        sys.modules[module.__name__] = module
+    replaced = {
+        "services.rollout.arguments": {"Needs": Needs},
+        "services.rollout.engine": {"Engine": ToyEngine, "Sample": Sample},
+        "services.rollout.compat.vllm.worker": {"WEIGHTS": WEIGHTS, "KV_CACHE": KV_CACHE},
+        "services.rollout.receiver": {"WeightReceiver": Receiver},
+    }
+    for name, content in replaced.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(content)
 
 
 async def serve(options: ServeOptions) -> int:

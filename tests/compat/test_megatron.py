@@ -38,13 +38,16 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
-from services.trainer.compat.megatron.checkpoint import torch_tensors
-from services.trainer.compat.megatron.context_parallel import zigzag
-from services.trainer.compat.megatron.cpu_modules import RMSNorm, SDPAttention, with_torch_modules
-from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, set_groups
-from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, take_apart
-from services.trainer.compat.megatron.optimizer import share_hybrid, take_range
-from services.trainer.compat.megatron.router import _Replay
+from services.trainer.compat.megatron.attention import RMSNorm, SDPAttention, with_torch_modules, zigzag
+from services.trainer.compat.megatron.model import HiddenStateModel, _Replay, add_gradients_in_place, take_apart
+from services.trainer.compat.megatron.state import (
+    NO_GROUPS,
+    current_groups,
+    set_groups,
+    share_hybrid,
+    take_range,
+    torch_tensors,
+)
 from services.trainer.compat.torch import set_class
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the shim does nothing")
@@ -128,7 +131,7 @@ def test_what_the_shim_replaces_is_called_like_this() -> None:
         assert "torch.cuda.FloatTensor" in inspect.getsource(optimizer)
 
 
-# ---- cpu_modules
+# ---- attention: on CPU
 
 
 def test_the_local_norm_knows_no_sequence_parallelism() -> None:
@@ -152,7 +155,7 @@ def test_the_local_spec_is_made_of_them() -> None:
     assert RMSNorm.__name__ in replaced and SDPAttention.__name__ in replaced
 
 
-# ---- context_parallel
+# ---- attention: context parallelism
 
 
 @on_cpu  # on a GPU Megatron moves the indices there
@@ -163,7 +166,7 @@ def test_sequences_are_cut_as_megatron_cuts_rotary_embeddings(cp: int) -> None:
         assert torch.equal(get_pos_emb_on_this_cp_rank(torch.arange(16), 0, group), zigzag(16, cp, rank))
 
 
-# ---- groups
+# ---- state: groups
 
 
 def test_every_global_of_megatrons_groups_is_kept() -> None:
@@ -224,7 +227,7 @@ def test_chunks_hold_what_is_taken_apart() -> None:
     assert not accumulators and not vars(chunk) and not hasattr(weight, "main_param")
 
 
-# ---- optimizer
+# ---- state: optimizers
 
 
 def test_the_distributed_optimizer_takes_ranges_of_parameters() -> None:
@@ -244,7 +247,7 @@ def test_the_hybrid_optimizer_has_inner_ones_that_are_told_and_asked() -> None:
         assert names(getattr(HybridDeviceOptimizer, sync)) == ["self"]
     assert isinstance(HybridDeviceOptimizer.sub_optimizers, property)
     told = []
-    share_hybrid(SimpleNamespace(optimizer=SimpleNamespace(_sync_hdo_state_to_sub_optimizers=lambda: told.append(1))))
+    share_hybrid(SimpleNamespace(_sync_hdo_state_to_sub_optimizers=lambda: told.append(1)))
     assert told == [1]
 
 
@@ -253,7 +256,7 @@ def test_megatrons_way_to_make_hybrid_moments_moves_the_weights() -> None:
     assert "randn_like" in source and "self.step()" in source  # else call that
 
 
-# ---- checkpoint
+# ---- state: sharded tensors
 
 
 @pytest.fixture
@@ -273,7 +276,7 @@ def test_tensors_that_this_rank_writes_go_to_torch_by_their_keys() -> None:
     assert list(torch_tensors({"model": {"a": own, "b": replica}})) == ["own"]
 
 
-# ---- router
+# ---- model: routers
 
 
 def test_megatrons_router_asks_its_replay_for_experts_and_scores() -> None:

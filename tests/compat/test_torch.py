@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from services.common.compat.torch import Copies, allreduce, broadcast, gloo_group
-from services.rollout.compat.torch import OperatorWatch, writes_input
+from services.common.compat.torch import Copies, OperatorWatch, allreduce, broadcast, gloo_group, writes_input
 from services.trainer.compat.torch import CallableParameters, HostMemory, is_in_backward, is_persistent, storage_id
 
 TIMEOUT = timedelta(seconds=7)

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from services.common import extras
+from services.common import process as extras
 from services.common.compat import versions
 from services.common.compat.versions import BUILDS, SUPPORTED, require_version
 from services.common.errors import PreconditionFailed, Reason

@@ -53,11 +53,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
-from services.rollout.compat.vllm import engine_fork, memory, reload, routes
+from services.rollout.compat.vllm import engine_fork, recorded, worker
 from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
-from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.receiver import WeightReceiver
 
 BAD_WORD_LIMITS = {"NUM_BAD_WORDS": MAX_BAD_WORDS, "BAD_WORDS_TOTAL_TOKENS": MAX_BAD_WORD_TOKENS}
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -151,7 +151,7 @@ def test_compiled_models_are_looked_up_by_the_model_card_and_not_by_its_path(tmp
     assert models["same"].model == str(tmp_path / "same")
     original: Any = ModelConfig.compute_hash
     with_path = original.__wrapped__
-    assert with_path(models["first"]) != with_path(models["same"])  # if this fails, drop compiled.py
+    assert with_path(models["first"]) != with_path(models["same"])  # if this fails, drop ignore_model_path
 
 
 # ---- scheduler
@@ -222,22 +222,22 @@ def test_allocations_of_sleep_mode_say_their_size_and_part(monkeypatch: pytest.M
     monkeypatch.setattr(cumem, "cumem_available", True)
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
     kind = AllocationData if knows_sleep else lambda handle, tag, **_: SimpleNamespace(handle=handle, tag=tag)
-    sizes = {memory.WEIGHTS: [10, 20], memory.KV_CACHE: [300], "cudagraph": [4000]}
+    sizes = {worker.WEIGHTS: [10, 20], worker.KV_CACHE: [300], "cudagraph": [4000]}
     for tag, parts in sizes.items():
         for size in parts:
             handle = (0, size, len(allocator.pointer_to_data), 0)
             allocator.pointer_to_data[handle[2]] = kind(handle, tag, is_asleep=True)
-    both = (memory.WEIGHTS, memory.KV_CACHE)
-    assert memory.asleep_bytes(()) == 0
-    assert memory.asleep_bytes(both) == (4330 if knows_sleep else 330)
-    assert memory.wake_bytes(memory.WEIGHTS, both) == (4030 if knows_sleep else 30)
-    assert memory.wake_bytes(memory.KV_CACHE, both) == (4300 if knows_sleep else 300)
+    both = (worker.WEIGHTS, worker.KV_CACHE)
+    assert worker.asleep_bytes(()) == 0
+    assert worker.asleep_bytes(both) == (4330 if knows_sleep else 330)
+    assert worker.wake_bytes(worker.WEIGHTS, both) == (4030 if knows_sleep else 30)
+    assert worker.wake_bytes(worker.KV_CACHE, both) == (4300 if knows_sleep else 300)
 
 
 def test_vllm_sleeps_and_wakes_by_parts() -> None:
     assert names(AsyncLLM.sleep)[:2] == ["self", "level"]
     assert names(AsyncLLM.wake_up) == ["self", "tags"]
-    assert {memory.WEIGHTS, memory.KV_CACHE} <= set(SLEEP_TAGS)
+    assert {worker.WEIGHTS, worker.KV_CACHE} <= set(SLEEP_TAGS)
     # On CPU, sleep does nothing, so the workers overwrite the weights themselves. If this fails, remove their code.
     assert "not supported on CPU" in inspect.getsource(CPUWorker.sleep)
 
@@ -290,16 +290,16 @@ def test_a_reload_that_broke_off_would_mix_with_the_next() -> None:
 
 def test_a_reload_that_is_undone_does_not() -> None:
     model, live = half_loaded()
-    reload.abort_reload(model)
+    worker.abort_reload(model)
     assert model.layer.weight.data_ptr() == live.data_ptr() and model.layer.weight.tolist() == [0, 0]
-    reload.reload_weights(model, None, [("weight", torch.full((2,), 2.0)), ("bias", torch.full((2,), 3.0))])
+    worker.reload_weights(model, None, [("weight", torch.full((2,), 2.0)), ("bias", torch.full((2,), 3.0))])
     assert model.layer.weight.data_ptr() == live.data_ptr() and live.tolist() == [2, 2]
 
 
 def test_plain_layers_have_the_names_that_are_looked_for() -> None:
     methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
-    assert tuple(method.__name__ for method in methods) == reload._PLAIN_METHODS
-    assert (Attention.__name__,) == reload._PLAIN_ATTENTION
+    assert tuple(method.__name__ for method in methods) == worker._PLAIN_METHODS
+    assert (Attention.__name__,) == worker._PLAIN_ATTENTION
     assert callable(Attention.process_weights_after_loading)
 
 
@@ -325,32 +325,33 @@ def test_on_cpu_a_layer_keeps_a_packed_copy_of_its_weight() -> None:
 
 def test_this_vllm_returns_routes_on_cpu_through_the_hook_only() -> None:
     eager = {"enforce_eager": True, "additional_config": {"mine": 1}}
-    hooked = routes.returning_routes(eager, is_gpu=False)
-    assert hooked is not None and hooked["additional_config"] == {"mine": 1, "lockstep_routes": True}
+    hooked = recorded.returning_experts(eager, is_gpu=False)
+    assert hooked is not None and hooked["additional_config"] == {"mine": 1, "lockstep_experts": True}
     assert eager["additional_config"] == {"mine": 1}
-    assert routes.are_hooked(SimpleNamespace(additional_config=hooked["additional_config"]))
-    assert not routes.are_hooked(SimpleNamespace(additional_config={}))
+    assert recorded.hooks_routers(SimpleNamespace(additional_config=hooked["additional_config"]))
+    assert not recorded.hooks_routers(SimpleNamespace(additional_config={}))
     for refused in (
         {},
         {"enforce_eager": True, "pipeline_parallel_size": 2},
         {"enforce_eager": True, "data_parallel_size": 2},
     ):
-        assert routes.returning_routes(refused, is_gpu=False) is None
+        assert recorded.returning_experts(refused, is_gpu=False) is None
 
 
 def test_vllms_own_routes_are_asked_for_with_an_argument_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "enable_return_routed_experts" in {field.name for field in fields(AsyncEngineArgs)}
     assert "VLLM_MSGPACK_ZERO_COPY_THRESHOLD" in vllm.envs.environment_variables
-    monkeypatch.setattr(routes, "require_version", lambda _: "0.26.0")
-    assert routes.returning_routes({}, is_gpu=True) == {"enable_return_routed_experts": True}
-    assert routes.returning_routes({"enforce_eager": True}, is_gpu=False) is None
-    monkeypatch.setattr(routes, "require_version", lambda _: "0.32.0")
-    assert routes.returning_routes({}, is_gpu=True) is None
+    monkeypatch.setattr(recorded, "require_version", lambda _: "0.26.0")
+    assert recorded.returning_experts({}, is_gpu=True) == {"enable_return_routed_experts": True}
+    assert recorded.returning_experts({"enforce_eager": True}, is_gpu=False) is None
+    monkeypatch.setattr(recorded, "require_version", lambda _: "0.32.0")
+    assert recorded.returning_experts({}, is_gpu=True) is None
 
 
 def test_vllms_recorder_is_called_with_a_layer_and_experts() -> None:
     assert names(routed_experts_capturer.bind_routed_experts_capturer) == ["model", "capturer"]
-    assert names(routed_experts_capturer.RoutedExpertsCapturer.capture)[1:] == names(routes._Recorder.capture)[1:]
+    theirs, ours = routed_experts_capturer.RoutedExpertsCapturer.capture, recorded._ExpertRecorder.capture
+    assert names(theirs)[1:] == names(ours)[1:]
     assert "partial(capturer.capture, module.layer_id)" in inspect.getsource(routed_experts_capturer)
 
 
@@ -364,10 +365,10 @@ def test_a_scheduler_frees_the_slots_of_a_request_here_only() -> None:
 def test_experts_are_written_to_the_slots_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = np.full((8, 2, 2), 9, np.uint8)
     mapping = {"layers.0": torch.tensor([5, 2, -1, 0])}
-    monkeypatch.setattr(routes, "get_forward_context", lambda: SimpleNamespace(slot_mapping=mapping))
-    routes._Recorder(slots).capture(1, torch.tensor([[1, 2], [3, 0], [7, 7]]))
+    monkeypatch.setattr(recorded, "get_forward_context", lambda: SimpleNamespace(slot_mapping=mapping))
+    recorded._ExpertRecorder(slots).capture(1, torch.tensor([[1, 2], [3, 0], [7, 7]]))
     assert slots[5, 1].tolist() == [1, 2] and slots[2, 1].tolist() == [3, 0]
     assert (slots != 9).sum() == 4
     mapping.clear()
-    routes._Recorder(slots).capture(1, torch.tensor([[1, 2]]))
+    recorded._ExpertRecorder(slots).capture(1, torch.tensor([[1, 2]]))
     assert (slots != 9).sum() == 4

@@ -23,7 +23,7 @@ from services.common.config.rollout import (
 )
 from services.rollout.arguments import RolloutConfig, engine_arguments
 from services.rollout.compat.vllm import scheduler
-from services.rollout.compat.vllm.temperatures import copy_temperatures, expand
+from services.rollout.compat.vllm.patches import copy_temperatures, expand
 
 
 def test_vllms_function_for_cpu_drops_what_is_no_integer() -> None:

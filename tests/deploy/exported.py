@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import InvalidInput
 from services.common.rpc.metrics_server import Metrics
 from services.common.rpc.server import RpcMetrics
-from services.coordinator.observe.watchers import Prometheus
+from services.common.telemetry.trace import Span
+from services.coordinator.observe.reporters import Prometheus
 from services.reward.metrics import RewardMetrics
 from services.rollout.metrics import RolloutMetrics, State
 from services.trainer.metrics import TrainerMetrics
@@ -32,7 +33,7 @@ def exported() -> dict[str, dict[str, Exported]]:
     registries = {name: Metrics(name) for name in ("all", "rollout", "trainer", "reward", "coordinator")}
     rpc = RpcMetrics(registries["all"].registry)
     try:
-        with rpc.call("Score"):
+        with rpc.call(Span("Score")):
             raise InvalidInput("x")
     except InvalidInput:
         pass
@@ -48,8 +49,8 @@ def exported() -> dict[str, dict[str, Exported]]:
     reward.count_tool_calls(["ok"])
     coordinator = Prometheus(registries["coordinator"], "run-1")
     coordinator.watch(SimpleNamespace(num_dead=0, num_redispatched=0))
-    with coordinator.phase("training", 0):
-        coordinator.step(1, {"time/step_s": 1.0, "batch/tokens": 2.0, "reward/mean": 0.5})
+    coordinator.end_phase("training", 0.5)
+    coordinator.step(1, {"time/step_s": 1.0, "batch/tokens": 2.0, "reward/mean": 0.5})
     found = {name: _metrics(metrics.registry) for name, metrics in registries.items()}
     common = found.pop("all")
     own = {name: {k: v for k, v in found[name].items() if k not in common} for name in found}

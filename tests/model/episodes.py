@@ -1,7 +1,7 @@
 """Models samples of several turns.
 
-See services/coordinator/rl/sampling/episodes.py and services/reward/environments/table.py. A batch is one sample here,
-whose turns are drawn one after the other. An episode that fails is played again.
+See services/coordinator/rl/sampling/episodes.py and services/reward/environments/servicer.py. A batch is one sample
+here, whose turns are drawn one after the other. An episode that fails is played again.
 """
 
 from collections.abc import Callable, Iterator

@@ -144,7 +144,7 @@ def add(a, b):
 for kind in object.__subclasses__():
     for function in list(vars(kind).values()):
         modules = getattr(getattr(function, '__globals__', {}).get('sys'), 'modules', {})
-        for name in ('_xxsubinterpreters', 'services.reward.inside.checker', 'services.reward.inside.harness'):
+        for name in ('_xxsubinterpreters', 'services.reward.sandboxed.checker', 'services.reward.sandboxed.harness'):
             module = modules.get(name)
             for entry in ('run_string', 'check', '_load'):
                 if hasattr(module, entry): setattr(module, entry, lambda *_, **__: None)

@@ -169,7 +169,7 @@ print('WON')
     "makes a folder in /dev": "import os; os.mkdir('/dev/x'); print('WON')",
     "writes the standard library": "import os; open(os.__file__, 'a'); print('WON')",
     "writes the C library's folder": "open('/usr/lib/x', 'w'); print('WON')",
-    "removes the harness": "import os; os.remove('/code/services/reward/inside/harness.pyc'); print('WON')",
+    "removes the harness": "import os; os.remove('/code/services/reward/sandboxed/harness.pyc'); print('WON')",
     "changes the mode of the root": "import os; os.chmod('/usr', 0o777); print('WON')",
     "writes the canary": "open('CANARY', 'w').write('changed'); print('WON')",
     "writes the canary by the kernel's proc": "open('/proc/sys/kernel/core_pattern', 'w').write('|CANARY'); print('WON')",

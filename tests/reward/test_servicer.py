@@ -19,7 +19,7 @@ from lockstep.types.v1 import types_pb2
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
-from services.reward.scorers.base import FailureReason
+from services.reward.errors import FailureReason
 from services.reward.servicer import RewardServicer
 from tests.support import LIMITS_S, PATIENCE_S, cpu_seconds, until
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
-from services.common import extras
+from services.common import process as extras
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.rollout import failures
+from services.rollout import engine
 from services.rollout.arguments import Needs, check_draft
 from services.rollout.engine import Engine
 
@@ -24,39 +24,39 @@ FULL = (
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "rollout-0.log"
     path.write_text("ValueError: of an engine before\n")
-    monkeypatch.setattr(failures, "own_log", lambda: str(path))
+    monkeypatch.setattr(engine, "own_log", lambda: str(path))
     return path
 
 
 def test_the_cause_is_taken_from_the_log(log: Path) -> None:
-    begin = failures.log_size()
+    begin = engine.log_size()
     with log.open("a") as file:
         file.write(f"(EngineCore pid=7) ERROR 11-23 {FULL}\nINFO then\nRuntimeError: {GENERIC}\n")
-    error = failures.start_failure(GENERIC, begin)
+    error = engine.start_failure(GENERIC, begin)
     assert error.reason is Reason.ENGINE_DEAD
     assert FULL in error.message and "lower rollout.engine.gpu_memory_utilization" in error.message
     assert error.message.endswith(f"its log is {log}")
 
 
 def test_without_a_cause_the_log_is_named(log: Path) -> None:
-    error = failures.start_failure(GENERIC, failures.log_size())
+    error = engine.start_failure(GENERIC, engine.log_size())
     assert "Engine core initialization failed" in error.message and str(log) in error.message
     assert "gpu_memory_utilization" not in error.message
 
 
 def test_a_terminal_has_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "own_log", lambda: "")
-    assert failures.log_size() == 0
-    assert failures.start_failure(GENERIC, 0).message.endswith("Failed core proc(s): {}")
+    monkeypatch.setattr(engine, "own_log", lambda: "")
+    assert engine.log_size() == 0
+    assert engine.start_failure(GENERIC, 0).message.endswith("Failed core proc(s): {}")
 
 
 def test_an_engine_that_dies_later_is_explained_too(log: Path) -> None:
-    begin = failures.log_size()
-    assert failures.cause_of_death(begin) == f"; its log is {log}"  # it was killed, and says nothing
+    begin = engine.log_size()
+    assert engine.cause_of_death(begin) == f"; its log is {log}"  # it was killed, and says nothing
     with log.open("a") as file:
         file.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
         file.write("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n")
-    told = failures.cause_of_death(begin)
+    told = engine.cause_of_death(begin)
     assert told.startswith(": OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.; lower rollout.engine.")
     assert told.endswith(f"; its log is {log}")
 

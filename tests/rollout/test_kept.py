@@ -30,7 +30,7 @@ def kept_by_definition(logits_TV: torch.Tensor, *, top_k: int, top_p: float, min
     return is_kept_TV & is_inside_TV.gather(-1, order_TV.argsort(-1))
 
 
-def kept_of(answer: pb.GenerateResponse) -> list[list[np.ndarray]]:
+def masks_of(answer: pb.GenerateResponse) -> list[list[np.ndarray]]:
     rows = zip(from_parts(answer.kept, NUM_SAMPLES), answer.completions, strict=True)
     decoded = [decode_kept(data, len(completion.tokens)) for data, completion in rows]
     return [np.split(kept, counts.cumsum()[:-1]) for counts, kept in decoded]
@@ -49,7 +49,7 @@ async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(
     sampling = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, **truncation}
     (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling, return_kept=True)
     num_kept, narrowed = [], dict.fromkeys(truncation, 0)
-    for completion, sets in zip(answer.completions, kept_of(answer), strict=True):
+    for completion, sets in zip(answer.completions, masks_of(answer), strict=True):
         with torch.no_grad():
             logits_TV = played.model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
         is_kept_TV = kept_by_definition(logits_TV.double(), **truncation)
@@ -73,7 +73,7 @@ async def test_kept_sets_have_no_stop_token_where_none_could_be_sampled(played: 
     sampling |= {"stop_token_ids": stops, "min_tokens": least, "return_kept": True}
     (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
     assert {len(completion.tokens) for completion in answer.completions} != {NUM_TOKENS}
-    for completion, sets in zip(answer.completions, kept_of(answer), strict=True):
+    for completion, sets in zip(answer.completions, masks_of(answer), strict=True):
         assert len(completion.tokens) > least
         with torch.no_grad():
             logits_TV = played.model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
@@ -96,7 +96,7 @@ async def test_kept_sets_have_no_token_that_would_complete_a_bad_word(played: Pl
     sampling |= {"bad_words": [TokenSequence(tokens=word) for word in words]}
     (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
     begun = Counter()
-    for completion, sets in zip(answer.completions, kept_of(answer), strict=True):
+    for completion, sets in zip(answer.completions, masks_of(answer), strict=True):
         with torch.no_grad():
             logits_TV = played.model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
         for at, (token, logprob, kept) in enumerate(zip(completion.tokens, completion.logprobs, sets, strict=True)):

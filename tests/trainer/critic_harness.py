@@ -148,11 +148,11 @@ def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
         head = backend._model.value_head.weight.detach().full_tensor()
         return {name: tensor.clone() for name, tensor in body} | {HEAD: head}
     # Megatron's library is large, so its backend is imported only where it is used.
-    from services.trainer.megatron.weights.stream import WeightStream as ShardStream
-    from services.trainer.megatron.weights.stream import local_parameters
+    from services.trainer.megatron.stream import WeightStream as ShardStream
+    from services.trainer.megatron.weights import local_parameters
 
     chunks, parallelism = backend._model.bare_chunks(), backend._model.parallelism
-    body = ShardStream(local_parameters(chunks, parallelism), backend._map, parallelism, backend.device)
+    body = ShardStream(local_parameters(chunks, parallelism), backend._map.part, parallelism, backend.device)
     tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to_first())}
     backend._offloader.load(PARAMS)
     own = chunks[-1].output_layer.weight.detach().clone() if parallelism.is_last_stage else None

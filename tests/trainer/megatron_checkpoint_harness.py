@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from services.common.errors import LockstepError
 from services.trainer.checkpoint.manifest import begin
-from services.trainer.megatron.checkpoint import save as megatron_checkpoint
-from services.trainer.megatron.checkpoint import shard_state, torch_dist
+from services.trainer.megatron import checkpoint as megatron_checkpoint
+from services.trainer.megatron import optimizer as shard_state
+from services.trainer.megatron import torch_dist
 from tests.support import PATIENCE_S, descendants
 from tests.trainer.fsdp_harness import SMALL, samples, write
 from tests.trainer.megatron_harness import MegatronHarness, run_ranks

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from services.common.batches import batch as batches
 from services.common.config.layout import data_parallel_size
 from services.common.config.trainer import ReferenceConfig, TrainerConfig
-from services.common.weights.span import Computed, Items, Span
+from services.common.weights.buckets import Computed, Items, Span
 from services.trainer.backend import Role
-from services.trainer.megatron.weights import weight_map
+from services.trainer.megatron import weights as weight_map
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts
 from tests.support import with_routes

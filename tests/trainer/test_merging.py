@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.merging import write_merged
+from services.trainer.adapters import write_merged
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 GROUPS, ROWS, INPUTS, SCALE = 2, 192, 320, 0.75

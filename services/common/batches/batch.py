@@ -82,12 +82,7 @@ def _halve(batch: pa.RecordBatch, num_bytes: int) -> Iterator[pa.RecordBatch]:
 
 
 def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Table:
-    """Returns the table encoded in `frames`, without copying them.
-
-    Raises:
-        InvalidInput: A frame is not an Arrow stream or is compressed, there are no samples, or the columns are not
-            those of `schema`.
-    """
+    """Returns the table encoded in `frames`, without copying them."""
     try:
         tables = [_read(pa.py_buffer(frame)) for frame in frames]
         table = pa.concat_tables(tables) if tables else None

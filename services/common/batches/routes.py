@@ -19,7 +19,7 @@ from services.common.families.architecture import make_architecture
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Describes the routes of a model with experts in all layers."""
+    """The shape of the routes of a model with experts in all layers."""
 
     num_layers: int
     num_experts: int
@@ -27,12 +27,11 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Returns the type of an expert's number."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else "<u2")
 
     @property
     def row_bytes(self) -> int:
-        """Returns the number of bytes of a token's routes."""
+        """Number of bytes of a token's routes."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
     def encode(self, routes_TLK: np.ndarray) -> bytes:
@@ -83,11 +82,7 @@ def to_parts(routes: Sequence[bytes], *, part_bytes: int = PART_BYTES) -> Iterat
 
 
 def from_parts(parts: Iterable[Routes], num_completions: int) -> list[bytes]:
-    """Returns the routes of each completion; an empty list if there are no parts.
-
-    Raises:
-        InternalError: A completion has none, or the parts are out of order.
-    """
+    """Returns the routes of each completion; an empty list if there are no parts."""
     found: list[bytearray] = []
     for part in parts:
         if part.completion == len(found):

@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Span:
-    """Shows a range of GPU memory to torch, which does not own it."""
+    """A range of GPU memory that torch uses and does not own."""
 
     def __init__(self, pointer: int, num_bytes: int):
         self.__cuda_array_interface__ = {
@@ -35,7 +35,7 @@ class _Span:
 
 
 class SharedEvent:
-    """Holds an event that two processes record and wait for on one device.
+    """An event that two processes record and wait for on one device.
 
     Reason: torch's type stubs lack the methods that make its events usable by several processes.
     """
@@ -57,7 +57,6 @@ class SharedEvent:
         return cls(events.from_ipc_handle(device, handle), handle)
 
     def record(self) -> None:
-        """Records the event on the current stream."""
         self._event.record()
 
     def wait(self) -> None:

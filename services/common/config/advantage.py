@@ -1,10 +1,10 @@
 """Defines the config section `advantage`: how the coordinator turns rewards into advantages."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
@@ -21,7 +21,7 @@ _READ_BY = {
 
 
 class KlConfig(Strict):
-    """Subtracts a penalty from the reward of each trained token: coef times an estimate of KL(policy || reference)."""
+    """A penalty on the reward of each trained token: coef times an estimate of KL(policy || reference)."""
 
     coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the KL penalty in the reward; with `target`, its initial value. 0 turns the penalty off and needs
@@ -43,7 +43,7 @@ class KlConfig(Strict):
 
 
 class AdvantageConfig(Strict):
-    """Says how the rewards of a batch become the advantage of each token."""
+    """How the rewards of a batch become the advantage of each token."""
 
     kind: Literal[
         "grpo",
@@ -89,7 +89,7 @@ class AdvantageConfig(Strict):
     """Your estimator, as package.module:function, importable where the coordinator runs. Read by python. It is called
     with the samples (services.coordinator.rl.advantages.samples.Samples), this section and `kwargs`; docs/algorithms.md
     has an example."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function of `import_path`."""
     kl: KlConfig = KlConfig()
     """KL penalty in the reward; trainer.loss.kl_coef is the KL penalty in the loss."""
@@ -106,27 +106,26 @@ class AdvantageConfig(Strict):
 
     @property
     def whitening(self) -> Literal["none", "group", "batch"]:
-        """Returns `whiten` with auto resolved."""
+        """`whiten` with auto resolved."""
         if self.whiten != "auto":
             return self.whiten
         return "batch" if self.kind in _BATCH_WHITENED else "none"
 
     @property
     def needs_group(self) -> bool:
-        """Returns whether the samples of a prompt are compared with each other, so that there must be at least two."""
+        """Whether the samples of a prompt are compared with each other, so that there must be at least two."""
         return self.kind in _GROUP_KINDS
 
     @property
     def needs_values(self) -> bool:
-        """Returns whether a critic must fill the column `values`."""
         return self.kind == "gae"
 
     @property
     def needs_baseline(self) -> bool:
-        """Returns whether each prompt needs a greedy completion, generated and scored, for the column `baseline`."""
+        """Whether each prompt needs a greedy completion, generated and scored, for the column `baseline`."""
         return self.kind == "remax"
 
     @property
     def needs_reference(self) -> bool:
-        """Returns whether the column `ref_logprobs` must be filled for the KL penalty in the reward."""
+        """Whether the column `ref_logprobs` must be filled for the KL penalty in the reward."""
         return self.kl.coef > 0

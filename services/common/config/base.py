@@ -15,9 +15,13 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """A duration. The limit is 31 years: clocks and deadlines overflow with far longer ones."""
 
 
+Table = dict[str, Any]
+"""A table whose keys and values are not fixed, such as arguments for a function or a library."""
+
+
 class Strict(BaseModel):
-    """Rejects unknown keys, truth values as numbers, and numbers that are not finite. Is immutable, and validates
-    defaults like any other value."""
+    """The base of every config model: unknown keys, truth values as numbers and numbers that are not finite are
+    refused."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -31,14 +35,14 @@ class Strict(BaseModel):
         Refuses infinity and NaN wherever they are: pydantic allows them in values of any type, and JSON has neither.
         """
         if isinstance(values, dict):
-            table = cast(dict[str, Any], values)
+            table = cast(dict[str, object], values)
             errors = [*_truth_values(cls, table), *_not_finite(table, ())]
             if errors:
                 raise ValidationError.from_exception_data(cls.__name__, errors)
         return cast(object, values)
 
 
-def _truth_values(model: type[BaseModel], values: Mapping[str, Any]) -> Iterator[InitErrorDetails]:
+def _truth_values(model: type[BaseModel], values: Mapping[str, object]) -> Iterator[InitErrorDetails]:
     for name, field in model.model_fields.items():
         given, annotation = values.get(name), field.annotation
         is_list = isinstance(given, list | tuple)
@@ -54,16 +58,16 @@ def _not_finite(value: object, at: tuple[str | int, ...]) -> Iterator[InitErrorD
     if isinstance(value, float) and not math.isfinite(value):
         yield InitErrorDetails(type="finite_number", loc=at, input=value)
     elif isinstance(value, dict):
-        for name, one in cast(dict[str, Any], value).items():
+        for name, one in cast(dict[str, object], value).items():
             yield from _not_finite(one, (*at, name))
     elif isinstance(value, list | tuple):
         for index, one in enumerate(cast(list[object], value)):
             yield from _not_finite(one, (*at, index))
 
 
-def _types(*annotations: Any) -> set[Any]:
+def _types(*annotations: object) -> set[object]:
     """Returns the types among `annotations`, with the members of unions and of the tuples in them."""
-    found: set[Any] = set()
+    found: set[object] = set()
     for one in annotations:
         parts = get_args(one)[:1] if get_origin(one) is Annotated else get_args(one)
         found |= _types(*parts) if get_origin(one) in (Union, UnionType, tuple, Annotated) else {one}

@@ -12,7 +12,7 @@ from services.common.config.base import NAME, Strict
 
 
 class FilesConfig(Strict):
-    """Names the files of rows and says how rows become text."""
+    """The files of rows, and how rows become text."""
 
     train: tuple[Path, ...] = Field(min_length=1)
     """File with the training rows, or a list of files that are concatenated in this order. The form is known by the
@@ -95,7 +95,7 @@ def _name_of(path: Path) -> str:
 
 
 class DataConfig(FilesConfig):
-    """Names the files of prompts to train on and to evaluate on."""
+    """The files of prompts to train on and to evaluate on."""
 
     continue_final_message: bool = False
     """Let the model continue the last message of a prompt that ends with one of the assistant (a prefill): the prompt

@@ -1,15 +1,15 @@
 """Defines the config of environments, which answer the policy in episodes of several turns."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, RootModel, field_validator, model_validator
 
-from services.common.config.base import NAME, Strict
+from services.common.config.base import NAME, Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 
 class BaseEnvironmentConfig(Strict):
-    """Holds the keys that all kinds of environments have."""
+    """The keys that all kinds of environments have."""
 
     max_turns: int = Field(default=8, ge=1, le=1000)
     """Maximum number of the policy's turns in an episode. An episode that reaches it ends with the rewards that it has
@@ -40,7 +40,7 @@ class BaseEnvironmentConfig(Strict):
 
 
 class ReasoningTags(Strict):
-    """Says which part of a turn is reasoning, which is neither an answer nor a call."""
+    """Which part of a turn is reasoning, which is neither an answer nor a call."""
 
     reasoning_tags: tuple[str, str] | tuple[()] = ("<think>", "</think>")
     """Begin and end of the policy's reasoning. What stands between them is not read: a tool that is only thought of is
@@ -57,7 +57,7 @@ class ReasoningTags(Strict):
 
 
 class WorkerEnvironmentConfig(BaseEnvironmentConfig):
-    """Holds the keys of environments that run in worker processes."""
+    """The keys of environments that run in worker processes."""
 
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Number of worker processes. Each runs many episodes. While episodes hang or crash, up to twice as many run beside
@@ -67,20 +67,16 @@ class WorkerEnvironmentConfig(BaseEnvironmentConfig):
 
 
 class PythonEnvironmentConfig(WorkerEnvironmentConfig):
-    """Runs a class of yours that is importable on the reward service."""
-
     kind: Literal["python"] = "python"
     """Run your own class, which must be importable on the reward service. It has the methods reset(seed, row) and
     step(text), sync or async, and optionally close(): see docs/environments.md."""
     path: str = Field(pattern=IMPORT_PATH)
     """Class, as package.module:Class. One object is made for each episode."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Keyword arguments for the class."""
 
 
 class FunctionToolConfig(Strict):
-    """Offers a function of yours as a tool."""
-
     kind: Literal["function"] = "function"
     """Offer a Python function, sync or async, that is importable on the reward service. Its name, signature and
     docstring become the tool's JSON schema."""
@@ -89,8 +85,6 @@ class FunctionToolConfig(Strict):
 
 
 class PythonToolConfig(Strict):
-    """Offers a Python interpreter in the sandbox."""
-
     kind: Literal["python"] = "python"
     """Offer `python`, which runs a program in the sandbox and returns what it prints. Each call starts anew."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
@@ -103,8 +97,6 @@ class PythonToolConfig(Strict):
 
 
 class SearchToolConfig(Strict):
-    """Offers a search over a corpus of documents."""
-
     kind: Literal["search"] = "search"
     """Offer `search`, which ranks the documents of a Parquet file for a query by BM25."""
     corpus: str
@@ -115,15 +107,11 @@ class SearchToolConfig(Strict):
 
 
 class CalculatorToolConfig(Strict):
-    """Offers arithmetic."""
-
     kind: Literal["calculator"] = "calculator"
     """Offer `calculator`, which computes an arithmetic expression."""
 
 
 class McpToolConfig(Strict):
-    """Offers the tools of an MCP server."""
-
     kind: Literal["mcp"] = "mcp"
     """Offer the tools of an MCP server (`pip install 'lockstep-rl[mcp]'` on the reward service). All episodes share one
     session, so the tools may keep no state. Set command or url."""
@@ -140,7 +128,6 @@ class McpToolConfig(Strict):
 
     @property
     def place(self) -> str:
-        """Returns where the server is, for messages."""
         return self.url or " ".join(self.command)
 
     @model_validator(mode="after")
@@ -157,7 +144,7 @@ ToolConfig = Annotated[
 
 
 class ToolSyntax(ReasoningTags):
-    """Says how the policy writes calls of tools and how results are returned."""
+    """How the policy writes calls of tools and how results are returned."""
 
     syntax: Literal["hermes", "qwen3_coder", "llama3", "tags"] = "hermes"
     """How the policy calls a tool. hermes: JSON between <tool_call> and </tool_call> (Qwen, Hermes); qwen3_coder:
@@ -177,8 +164,6 @@ class ToolSyntax(ReasoningTags):
 
 
 class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
-    """Lets the policy call tools. An episode ends with the first turn that calls none."""
-
     kind: Literal["tools"] = "tools"
     """Let the policy call tools. An episode ends with the first turn that calls none; reward.scorers judge it."""
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
@@ -206,31 +191,25 @@ class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
 
 
 class TextArenaEnvironmentConfig(WorkerEnvironmentConfig, ReasoningTags):
-    """Plays a single-player game of textarena."""
-
     kind: Literal["textarena"] = "textarena"
     """Play a single-player game of textarena (`pip install textarena` on the reward service)."""
     game: str = Field(pattern=NAME)
     """Name of the game, such as GuessTheNumber-v0."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Keyword arguments for textarena.make."""
 
 
 class ReasoningGymEnvironmentConfig(WorkerEnvironmentConfig, ReasoningTags):
-    """Gives tasks of reasoning-gym and scores answers."""
-
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Score answers to tasks of reasoning-gym (`pip install reasoning-gym` on the reward service). The rows come from
     `lockstep data reasoning-gym`, or the episode's seed makes a task."""
     task: str = Field(pattern=NAME)
     """Name of the task, such as chain_sum."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Settings of the task."""
 
 
 class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
-    """Plays an environment that an OpenEnv server runs."""
-
     kind: Literal["openenv"] = "openenv"
     """Play an environment of an OpenEnv server, over its WebSocket protocol. One connection is one episode."""
     url: str = Field(pattern=r"^wss?://")
@@ -259,4 +238,4 @@ EnvironmentConfig = Annotated[
 
 
 class EnvironmentSection(RootModel[EnvironmentConfig]):
-    """Wraps the config section `environment`, as the reward service receives it."""
+    """The config section `environment`, as the reward service receives it."""

@@ -16,7 +16,7 @@ from services.common.rewards import is_above
 
 
 class BestConfig(Strict):
-    """Names a held-out metric; a text alone is the metric."""
+    """A held-out metric; a text alone is the metric."""
 
     metric: str = Field(pattern="^eval/[^/]+/.+$")
     """Name of the metric, such as eval/test/reward; `test` is a name in data.eval."""
@@ -31,7 +31,6 @@ class BestConfig(Strict):
 
     @property
     def set_name(self) -> str:
-        """Returns the name in data.eval."""
         return self.metric.split("/")[1]
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
@@ -49,7 +48,7 @@ class EarlyStoppingConfig(BestConfig):
 
 
 class EvaluationFrequency(Strict):
-    """Says when held-out sets are evaluated, and when that ends the run."""
+    """When held-out sets are evaluated, and when that ends the run."""
 
     eval_freq: int = Field(default=0, ge=0)
     """Evaluate every this many steps, and after the last step; 0 turns this off."""
@@ -62,12 +61,7 @@ class EvaluationFrequency(Strict):
 def check_best(
     keep_best: BestConfig | None, evaluation: EvaluationFrequency, held_out: Mapping[str, Path], *, save_freq: int
 ) -> None:
-    """Checks the rules that involve several sections.
-
-    Raises:
-        ValueError: A metric names a set that is not in data.eval, nothing is evaluated, or an evaluated step is not
-            saved.
-    """
+    """Checks the rules that involve several sections."""
     eval_freq = evaluation.eval_freq
     named = {"checkpoint.keep_best": keep_best, "evaluation.early_stopping": evaluation.early_stopping}
     for key, config in named.items():
@@ -86,7 +80,7 @@ def check_best(
 
 
 class EvalSetConfig(Strict):
-    """Says how one set of data.eval is sampled and reported; by default with one greedy completion per prompt."""
+    """How one set of data.eval is sampled and reported; by default with one greedy completion per prompt."""
 
     temperature: EvalTemperature = 0.0
     """Sampling temperature: 0 for greedy decoding, or at least 0.01."""
@@ -153,7 +147,7 @@ class EvalSetConfig(Strict):
 
 
 class EvaluationConfig(EvaluationFrequency):
-    """Configures evaluation on the held-out prompts of data.eval."""
+    """Evaluation on the held-out prompts of data.eval."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per completion; null uses rollout.sampling.max_tokens."""
@@ -167,11 +161,7 @@ class EvaluationConfig(EvaluationFrequency):
 
 
 def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutConfig) -> None:
-    """Checks the rules that involve several sections.
-
-    Raises:
-        ValueError: There is nothing to evaluate, a set does not exist, or a completion may exceed the engine's limit.
-    """
+    """Checks the rules that involve several sections."""
     if evaluation.eval_freq and not data.eval:
         raise ValueError("evaluation.eval_freq is set but data.eval names no file")
     for name in evaluation.sets:

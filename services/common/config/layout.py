@@ -64,7 +64,7 @@ _RESERVED = {
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Holds the coordinates of one rank: (tp, cp, dp, pp) for dense weights, (etp, ep, edp, pp) for experts."""
+    """The coordinates of one rank: (tp, cp, dp, pp) for dense weights, (etp, ep, edp, pp) for experts."""
 
     rank: int
     tp: int
@@ -78,7 +78,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers."""
+    """Parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers."""
 
     world: int
     tp: int
@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Returns the number of copies of each expert."""
+        """Number of copies of each expert."""
         return self.world // (self.pp * self.ep * self.etp)
 
     @property

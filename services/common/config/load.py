@@ -5,12 +5,13 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import TypeVar, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from services.common.config.base import Table
 from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_yaml, suggest
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
@@ -18,7 +19,7 @@ from services.common.config.trainer import RoleConfig
 from services.common.errors import InvalidInput, Reason
 
 
-def models_of(annotation: Any) -> list[type[BaseModel]]:
+def models_of(annotation: object) -> list[type[BaseModel]]:
     """Returns the config classes that a type names, in their order."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
@@ -36,7 +37,7 @@ def open_tables(model: type[BaseModel], at: str = "") -> Iterator[str]:
                 yield from open_tables(option, f"{path}.")
 
 
-def is_replaced(path: str, before: Mapping[Any, Any], value: object, open_paths: Collection[str]) -> bool:
+def is_replaced(path: str, before: Mapping[str, object], value: object, open_paths: Collection[str]) -> bool:
     """Returns whether `value` replaces the table `before` at `path`: it is no table, or an empty one or one of another
     kind among `open_paths`.
     """
@@ -44,7 +45,7 @@ def is_replaced(path: str, before: Mapping[Any, Any], value: object, open_paths:
         return True
     if path not in open_paths:
         return False
-    table = cast(dict[str, Any], value)
+    table = cast(dict[str, object], value)
     return not table or ("kind" in before and table.get("kind", before["kind"]) != before["kind"])
 
 
@@ -55,7 +56,7 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True)
 class Key:
-    """Describes one config key: its dotted path such as `trainer.optim.lr`, type, default and help."""
+    """One config key: its dotted path such as `trainer.optim.lr`, type, default and help."""
 
     path: str
     type: str
@@ -74,14 +75,11 @@ def load(model: type[Model], args: Sequence[str]) -> Model:
     return validate(model, tree, origin)
 
 
-def read(model: type[BaseModel], args: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def read(model: type[BaseModel], args: Sequence[str]) -> tuple[Table, dict[str, str]]:
     """Merges `args` as `load` does, without validation. Returns the tree of values and the source of each.
 
     Tables are merged key by key. One of several kinds is replaced by one of another kind, and a table of entries with
     free names by an empty one.
-
-    Raises:
-        InvalidInput: A file is missing or not YAML.
     """
     merged = _Merged(frozenset(open_tables(model)), {}, {})
     for arg in args:
@@ -100,11 +98,7 @@ def is_override(arg: str) -> bool:
 
 
 def parse_json(model: type[Model], text: str, *, field: str = "config_json") -> Model:
-    """Builds `model` from a config section that was received as JSON. `field` names the section in errors.
-
-    Raises:
-        InvalidInput: The JSON does not fit this service's schema.
-    """
+    """Builds `model` from a config section that was received as JSON. `field` names the section in errors."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -166,7 +160,7 @@ def _shown(default: object) -> str:
     return repr(str(default) if isinstance(default, Path) else default)
 
 
-def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
+def _path_into(name: str, annotation: object, option: type[BaseModel]) -> str:
     origin = get_origin(annotation)
     if origin is dict:
         return f"{name}.<name>."
@@ -174,7 +168,7 @@ def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
     return f"{name}[{_kind_of(option)}]." if is_one_of_several else f"{name}."
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def _read_yaml(path: Path) -> Table:
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -189,10 +183,10 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         ) from error
     if content is not None and not isinstance(content, dict):
         raise InvalidInput(f"{path} must contain a table of keys, not a {type(content).__name__}")
-    return cast(dict[str, Any], content or {})
+    return cast(Table, content or {})
 
 
-def _parse_override(arg: str) -> Mapping[str, Any]:
+def _parse_override(arg: str) -> Table:
     path, _, text = arg.partition("=")
     try:
         value = parse_yaml(text)
@@ -202,24 +196,26 @@ def _parse_override(arg: str) -> Mapping[str, Any]:
     names = path.split(".")
     if len(names) > MAX_DEPTH:
         raise InvalidInput(f"{path[:_MAX_SHOWN]}...: no key has {len(names)} parts")
-    for name in reversed(names):
-        value = {name: value}
-    return value
+    *tables, last = names
+    part: Table = {last: value}
+    for name in reversed(tables):
+        part = {name: part}
+    return part
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """Merges values; `origin` has the source of each that is not a table. See `tables` for `open_paths`."""
+    """Values being merged; `origin` has the source of each that is not a table. See `open_tables` for `open_paths`."""
 
     open_paths: frozenset[str]
-    tree: dict[str, Any]
+    tree: Table
     origin: dict[str, str]
 
-    def add(self, tree: dict[str, Any], part: Mapping[str, Any], *, source: str, at: str = "") -> None:
+    def add(self, tree: Table, part: Table, *, source: str, at: str = "") -> None:
         """Merges `part` into `tree`, the table at `at`."""
         for name, value in part.items():
             path, before = f"{at}{name}", tree.get(name)
-            is_kept = isinstance(before, dict) and not is_replaced(path, cast(Any, before), value, self.open_paths)
+            is_kept = isinstance(before, dict) and not is_replaced(path, cast(Table, before), value, self.open_paths)
             if isinstance(value, dict) and isinstance(before, list):
                 raise InvalidInput(f"{path} is a list, which can only be set as a whole: {path}=[...]", field=path)
             if not is_kept:
@@ -227,12 +223,12 @@ class _Merged:
                     del self.origin[replaced]
                 tree[name] = {} if isinstance(value, dict) else value
             if isinstance(value, dict) and value:
-                self.add(tree[name], cast(dict[str, Any], value), source=source, at=path + ".")
+                self.add(tree[name], cast(Table, value), source=source, at=path + ".")
             else:
                 self.origin[path] = source
 
 
-def validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, str]) -> Model:
+def validate(model: type[Model], tree: Table, origin: Mapping[str, str]) -> Model:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -293,7 +289,7 @@ def _kind_of(model: type[BaseModel]) -> str:
     return str(get_args(field.annotation)[0]) if field else model.__name__
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: object) -> str:
     if isinstance(annotation, type):
         return annotation.__name__
     if models_of(annotation):
@@ -311,11 +307,7 @@ def role_section(config: AnyConfig, name: str) -> RoleConfig | None:
 
 
 def load_any(args: Sequence[str]) -> AnyConfig:
-    """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`.
-
-    Raises:
-        InvalidInput: See `services.common.config.load.load`.
-    """
+    """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`."""
     # Tables that both kinds of runs have are of the same classes.
     tree, origin = read(Config, args)
     data = tree.get("data")

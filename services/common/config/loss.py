@@ -1,10 +1,10 @@
 """Defines the config of the policy's and the critic's losses, and of the lag."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"]
@@ -12,7 +12,7 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 
 
 class MeanConfig(Strict):
-    """Says how the losses of all tokens are aggregated to one number."""
+    """How the losses of all tokens are aggregated to one number."""
 
     aggregation: Aggregation = "token_mean"
     """How token losses are aggregated over a mini-batch. token_mean: mean over all tokens; seq_mean_token_mean: mean
@@ -36,7 +36,7 @@ class MeanConfig(Strict):
 
 
 class GspoConfig(Strict):
-    """Sets the clip range of kind gspo. Its ratio is a geometric mean over the sequence, so the range is narrow."""
+    """The clip range of kind gspo. Its ratio is a geometric mean over the sequence, so the range is narrow."""
 
     clip_low: float = Field(default=3e-4, gt=0, lt=1)
     """Lower clip: a sequence with a negative advantage gets no gradient if its ratio (the geometric mean of its tokens'
@@ -46,7 +46,7 @@ class GspoConfig(Strict):
 
 
 class CispoConfig(Strict):
-    """Bounds the importance weight of kind cispo."""
+    """The bounds of the importance weight of kind cispo."""
 
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Lower bound of the importance weight, 1 - epsilon_low in the paper; 0 is no bound, as in the paper."""
@@ -55,7 +55,7 @@ class CispoConfig(Strict):
 
 
 class SapoConfig(Strict):
-    """Sets the temperatures of the gate of kind sapo."""
+    """The temperatures of the gate of kind sapo."""
 
     tau_positive: float = Field(default=1.0, gt=0)
     """Temperature of the gate for tokens with a positive advantage. The higher it is, the faster a token's gradient
@@ -65,7 +65,7 @@ class SapoConfig(Strict):
 
 
 class ClipCovConfig(Strict):
-    """Says which tokens kind clip_cov drops. All others are clipped by clip_low and clip_high as in kind grpo."""
+    """Which tokens kind clip_cov drops. All others are clipped by clip_low and clip_high as in kind grpo."""
 
     min_covariance: float = Field(default=5.0, ge=0)
     """Tokens whose covariance (log-probability - mean) * (advantage - mean), with means over the mini-batch, is at
@@ -74,7 +74,7 @@ class ClipCovConfig(Strict):
 
 
 class KlCovConfig(Strict):
-    """Says which tokens kind kl_cov penalizes for moving away from the policy before the batch, and how strongly."""
+    """Which tokens kind kl_cov penalizes for moving away from the policy before the batch, and how strongly."""
 
     min_covariance: float = Field(default=2.0, ge=0)
     """Tokens whose covariance (log-probability - mean) * (advantage - mean), with means over the mini-batch, is at
@@ -85,7 +85,7 @@ class KlCovConfig(Strict):
 
 
 class DppoConfig(Strict):
-    """Sets the trust region of kind dppo."""
+    """The trust region of kind dppo."""
 
     divergence: Literal["tv", "kl"] = "tv"
     """Divergence between the old policy and the policy, over two events (the sampled token, or any other token).
@@ -147,7 +147,7 @@ _KINDS_OF = {
 
 
 class LossConfig(MeanConfig):
-    """Configures the policy loss: the loss of its kind, importance weights, a KL penalty and an entropy bonus."""
+    """The policy loss: the loss of its kind, importance weights, a KL penalty and an entropy bonus."""
 
     kind: LossKind = "grpo"
     """Policy loss. grpo and ppo are the same clipped surrogate; docs/algorithms.md has the formula of each kind.
@@ -176,7 +176,7 @@ class LossConfig(MeanConfig):
     import_path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
     """Your loss, as package.module:function, importable on every trainer rank. Read by python. It is called with the
     tokens (services.trainer.losses.kinds.Tokens), this section and `kwargs`; docs/algorithms.md has an example."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function of `import_path`."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty against the reference model in the loss; 0 turns it off and needs no reference
@@ -219,17 +219,17 @@ class LossConfig(MeanConfig):
 
     @property
     def is_sampled(self) -> bool:
-        """Returns whether an engine sampled the tokens, so that they have advantages and behavior log-probabilities."""
+        """Whether an engine sampled the tokens, so that they have advantages and behavior log-probabilities."""
         return self.kind != "sft"
 
     @property
     def needs_covariance(self) -> bool:
-        """Returns whether the loss selects tokens by the covariance of their log-probabilities and advantages."""
+        """Whether the loss selects tokens by the covariance of their log-probabilities and advantages."""
         return self.kind in ("clip_cov", "kl_cov")
 
 
 class ValueLossConfig(MeanConfig):
-    """Configures the squared error of a critic's values (PPO, arXiv 1707.06347)."""
+    """The squared error of a critic's values (PPO, arXiv 1707.06347)."""
 
     value_clip: float | None = Field(default=0.2, gt=0)
     """Value clip: a value gets no gradient once it has moved by more than this toward its return (verl
@@ -241,7 +241,7 @@ _TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
 
 
 class LagConfig(Strict):
-    """Trains on samples of earlier weights, so that generating and training overlap completely."""
+    """Training on samples of earlier weights, so that generating and training overlap completely."""
 
     versions: int = Field(default=0, ge=0, le=8)
     """Number k of versions by which samples lag: the batch that updates version t is drawn from exactly version t - k,

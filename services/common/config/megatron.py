@@ -1,14 +1,14 @@
 """Defines the settings of Megatron-Core: parallelism, memory, experts, and options passed to its dataclasses."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 
 
 class MoeConfig(Strict):
-    """Configures mixture-of-experts layers; has no effect on a dense model."""
+    """Mixture-of-experts layers; no effect on a dense model."""
 
     grouped_gemm: bool = True
     """Compute all experts of a rank together, with one grouped matrix product. False computes one after the other,
@@ -44,7 +44,7 @@ class MoeConfig(Strict):
 
 
 class MegatronConfig(Strict):
-    """Configures Megatron-Core (arXiv 1909.08053, 2104.04473). num_ranks = TP x PP x CP x DP; DP is what remains."""
+    """Megatron-Core (arXiv 1909.08053, 2104.04473). num_ranks = TP x PP x CP x DP; DP is what remains."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Tensor-parallel size (TP): number of ranks that each weight matrix is split over."""
@@ -100,31 +100,31 @@ class MegatronConfig(Strict):
     lacks."""
     async_save: bool = False
     """Copy a checkpoint to host memory and continue training while it is written to disk."""
-    ddp_config: dict[str, Any] = Field(default_factory=dict)
+    ddp_config: Table = Field(default_factory=dict)
     """Arguments for megatron.core.distributed.DistributedDataParallelConfig; an unknown key is an error."""
-    optimizer_config_kwargs: dict[str, Any] = Field(default_factory=dict)
+    optimizer_config_kwargs: Table = Field(default_factory=dict)
     """Arguments for megatron.core.optimizer.OptimizerConfig; an unknown key is an error."""
-    transformer_config_kwargs: dict[str, Any] = Field(default_factory=dict)
+    transformer_config_kwargs: Table = Field(default_factory=dict)
     """Arguments for megatron.core.transformer.TransformerConfig, which override all other settings; an unknown key is
     an error."""
 
     @property
     def etp(self) -> int:
-        """Returns the expert tensor-parallel size with null resolved."""
+        """The expert tensor-parallel size with null resolved."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def has_sequence_parallel(self) -> bool:
-        """Returns whether sequence parallelism is on, with null resolved."""
+        """Whether sequence parallelism is on, with null resolved."""
         return self.tensor_model_parallel_size > 1 and self.sequence_parallel is not False
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Returns whether the router of experts has a loss of its own."""
+        """Whether the router of experts has a loss of its own."""
         return bool(self.moe.aux_loss_coeff or self.transformer_config_kwargs.get("moe_z_loss_coeff"))
 
     @property
     def offloads(self) -> frozenset[str]:
-        """Returns which of params, grads and optimizer leave the device between phases."""
+        """Which of params, grads and optimizer leave the device between phases."""
         keys = {"params": self.param_offload, "grads": self.grad_offload, "optimizer": self.optimizer_offload}
         return frozenset(name for name, is_on in keys.items() if is_on or self.auto_offload)

@@ -11,8 +11,6 @@ from services.common.config.base import Strict
 
 
 class WandbConfig(Strict):
-    """Logs the metrics of every step to Weights & Biases; needs the extra `wandb`."""
-
     kind: Literal["wandb"] = "wandb"
     """Log the metrics of every step to Weights & Biases. Install the extra `wandb`."""
     project: str = Field(default="lockstep", min_length=1)
@@ -24,8 +22,6 @@ class WandbConfig(Strict):
 
 
 class MlflowConfig(Strict):
-    """Logs the metrics of every step to MLflow; needs the extra `mlflow`."""
-
     kind: Literal["mlflow"] = "mlflow"
     """Log the metrics of every step to MLflow. Install the extra `mlflow`."""
     experiment: str = Field(default="lockstep", min_length=1)
@@ -38,7 +34,7 @@ TrackerConfig = Annotated[WandbConfig | MlflowConfig, Field(discriminator="kind"
 
 
 class WarningsConfig(Strict):
-    """Says when a run warns that it learns little. Warnings are in the log, in metrics.jsonl and in the report."""
+    """When a run warns that it learns little. Warnings are in the log, in metrics.jsonl and in the report."""
 
     entropy_ratio: float = Field(default=0.1, ge=0, lt=1)
     """Warn if the policy's entropy per token falls below this share of its value in the run's first step; 0 never
@@ -52,7 +48,7 @@ class WarningsConfig(Strict):
 
 
 class ObservabilityConfig(Strict):
-    """Configures metrics, traces, trackers and logs. All keys may be changed when a run resumes."""
+    """Metrics, traces, trackers and logs. All keys may be changed when a run resumes."""
 
     metrics_address: str = ""
     """HOST:PORT to serve the coordinator's Prometheus metrics on; empty serves none. Services that this command starts

@@ -66,7 +66,7 @@ def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments:
 
 
 class RestartConfig(Strict):
-    """Says how often a service that the coordinator started is restarted after it died."""
+    """How often a service that the coordinator started is restarted after it died."""
 
     max: int = Field(default=3, ge=0)
     """Maximum number of restarts within window_s of each service that was started with the run. If the service dies

@@ -5,7 +5,7 @@ Suggests keys for those that do not exist, and explains rejected values.
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, cast
 
 import yaml
@@ -23,9 +23,9 @@ class KeySetTwiceError(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply."""
+    """Refuses what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply its keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -51,7 +51,7 @@ cast(Any, _Loader).add_implicit_resolver(
 )
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> object:
     """Returns the value of a YAML text.
 
     Raises:
@@ -68,11 +68,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def _count(value: object, counted: dict[int, int], depth: int) -> int:
-    """Returns the number of values in `value`, an alias as often as it is used. `counted` has results by id.
-
-    Raises:
-        yaml.YAMLError: The nesting is too deep, or a value contains itself.
-    """
+    """Returns the number of values in `value`, counting an alias each time that it is used. `counted` has results by
+    id."""
     if not isinstance(value, dict | list):
         return 1
     if depth > MAX_DEPTH:

@@ -1,11 +1,11 @@
 """Defines the config section `reward`: the scorers, their weights, and the treatment of samples without a score."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 from services.common.config.scorers import (
     ITEM_FIELDS,
     BaseScorerConfig,
@@ -19,8 +19,6 @@ from services.common.import_path import IMPORT_PATH
 
 
 class ExactConfig(BaseScorerConfig):
-    """Scores 1 if completion and answer are the same text, else 0, ignoring leading and trailing whitespace."""
-
     kind: Literal["exact"] = "exact"
     """Score 1 if completion and answer are the same text, else 0. Leading and trailing whitespace is ignored, and how
     Unicode composes characters (NFC)."""
@@ -29,8 +27,6 @@ class ExactConfig(BaseScorerConfig):
 
 
 class AnswerConfig(BaseScorerConfig):
-    """Scores 1 if the text between <answer> and </answer> is an accepted answer, else 0, as question answering does."""
-
     kind: Literal["answer"] = "answer"
     """Score 1 if the text between the completion's last <answer> and </answer> is an accepted answer, else 0. Case,
     white space, the punctuation of sentences and an article before a word are ignored, as in SQuAD's exact match; but
@@ -41,8 +37,6 @@ class AnswerConfig(BaseScorerConfig):
 
 
 class Gsm8kConfig(BaseScorerConfig):
-    """Scores 1 if the number after the last #### equals the answer's, else 0."""
-
     kind: Literal["gsm8k"] = "gsm8k"
     """Score 1 if the number after the completion's last #### equals the answer's, else 0. A heading of Markdown
     (#### Conclusion, #### Step 2: ...) is no marker."""
@@ -51,8 +45,6 @@ class Gsm8kConfig(BaseScorerConfig):
 
 
 class MathConfig(BaseScorerConfig):
-    """Scores 1 if math-verify finds the last boxed answer equal to the dataset's, else 0."""
-
     kind: Literal["math"] = "math"
     """Score 1 if math-verify finds the completion's last boxed answer equal to the dataset's answer, else 0."""
     require_boxed: bool = False
@@ -61,8 +53,6 @@ class MathConfig(BaseScorerConfig):
 
 
 class FormatConfig(BaseScorerConfig):
-    """Scores 1 if the whole completion matches a regular expression, else 0."""
-
     kind: Literal["format"] = "format"
     """Score 1 if the whole completion matches `pattern`, else 0."""
     pattern: str
@@ -78,8 +68,6 @@ class FormatConfig(BaseScorerConfig):
 
 
 class LengthConfig(BaseScorerConfig):
-    """Penalizes length: 0 up to target_tokens, falling linearly to -1 at max_tokens (arXiv 2503.14476, eq. 13)."""
-
     kind: Literal["length"] = "length"
     """Penalize long completions (DAPO's soft overlong penalty, arXiv 2503.14476, eq. 13): the score is 0 up to
     target_tokens and falls linearly to -1 at max_tokens."""
@@ -96,14 +84,12 @@ class LengthConfig(BaseScorerConfig):
 
 
 class PythonConfig(BaseScorerConfig):
-    """Calls a function of yours, sync or async, that is importable on the reward service and returns a number."""
-
     kind: Literal["python"] = "python"
     """Call your own function, sync or async, which must be importable on the reward service."""
     path: str = Field(pattern=IMPORT_PATH)
     """Function to call, as package.module:function. It gets the keyword arguments prompt, answer, extra, completion,
     num_tokens and finish_reason, and returns a number."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function."""
     group: bool = False
     """Call the function once per prompt group instead of once per sample: each argument is then a list with one element
@@ -141,7 +127,7 @@ METRICS_OF_REWARDS = ("mean", "std", "mixed_groups", "reward", "tokens_mean", "t
 
 
 class RewardConfig(Strict):
-    """Configures the reward of a sample: the weighted sum of its scores."""
+    """The reward of a sample: the weighted sum of its scores."""
 
     scorers: tuple[ScorerConfig, ...] = ()
     """List of scorers, each with its kind. The reward of a sample is the weighted sum of their scores. At least one is
@@ -167,7 +153,6 @@ class RewardConfig(Strict):
 
     @property
     def reads_answers(self) -> bool:
-        """Returns whether a scorer may read the rows' answers."""
         return any(map(_reads_answer, self.scorers))
 
     @model_validator(mode="after")

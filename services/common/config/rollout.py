@@ -1,11 +1,11 @@
 """Defines the config section `rollout`: sampling, the engine, speculative decoding, and where replicas are found."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import Strict, Table
 
 
 class _Speculation(Strict):
@@ -15,8 +15,6 @@ class _Speculation(Strict):
 
 
 class NgramSpeculationConfig(_Speculation):
-    """Drafts what followed the same tokens before, in the prompt or in the sample itself."""
-
     kind: Literal["ngram"] = "ngram"
     """Drafts what followed the sample's last tokens where they occurred before, in its prompt or in itself. It needs no
     other model and no GPU memory."""
@@ -31,7 +29,7 @@ class NgramSpeculationConfig(_Speculation):
             raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}; make it at most that")
         return self
 
-    def for_vllm(self) -> dict[str, Any]:
+    def for_vllm(self) -> dict[str, object]:
         """Returns vLLM's speculative_config."""
         return {
             "method": "ngram",
@@ -42,8 +40,6 @@ class NgramSpeculationConfig(_Speculation):
 
 
 class SuffixSpeculationConfig(_Speculation):
-    """Drafts what most often followed the same tokens before, in the prompt, the sample and, if set, other samples."""
-
     kind: Literal["suffix"]
     """Drafts what most often followed the sample's last tokens where they occurred before, in its prompt or in itself
     (suffix decoding). A draft is never longer than the tokens that occurred before. It needs no other model and no GPU
@@ -55,7 +51,7 @@ class SuffixSpeculationConfig(_Speculation):
     min_probability: float = Field(default=0.1, ge=0, le=1)
     """Smallest share of the earlier occurrences that must have continued as the draft does."""
 
-    def for_vllm(self) -> dict[str, Any]:
+    def for_vllm(self) -> dict[str, object]:
         """Returns vLLM's speculative_config."""
         return {
             "method": "suffix",
@@ -66,15 +62,13 @@ class SuffixSpeculationConfig(_Speculation):
 
 
 class Eagle3SpeculationConfig(_Speculation):
-    """Drafts with an EAGLE-3 head, which reads hidden states of the policy."""
-
     kind: Literal["eagle3"]
     """Drafts with an EAGLE-3 head, a small model that reads hidden states of the policy. It stays as it is while the
     policy is trained, so fewer of its tokens are accepted as the run goes on."""
     draft: Path
     """Directory of the head in Hugging Face format, on the host of each replica."""
 
-    def for_vllm(self) -> dict[str, Any]:
+    def for_vllm(self) -> dict[str, object]:
         """Returns vLLM's speculative_config."""
         return {
             "method": "eagle3",
@@ -90,8 +84,6 @@ SpeculationConfig = Annotated[
 
 
 class FileDiscoveryConfig(Strict):
-    """Reads the replicas from a file."""
-
     kind: Literal["file"] = "file"
     """Each line of a file is a replica, HOST:PORT; # begins a comment. The file is read whenever it is written or
     replaced, and before each publication."""
@@ -100,8 +92,6 @@ class FileDiscoveryConfig(Strict):
 
 
 class DnsDiscoveryConfig(Strict):
-    """Takes all addresses of a DNS name as the replicas."""
-
     kind: Literal["dns"] = "dns"
     """The replicas are the addresses of a DNS name, such as that of a headless service of Kubernetes. The name is
     resolved before each publication."""
@@ -149,7 +139,7 @@ BadWords = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
 class SamplingConfig(Strict):
-    """Says how completions are sampled."""
+    """How completions are sampled."""
 
     temperature: TrainTemperature = 1.0
     """Sampling temperature, at least 0.01. The trainer divides its logits by the same value."""
@@ -189,7 +179,7 @@ class SamplingConfig(Strict):
 
     @property
     def is_truncated(self) -> bool:
-        """Returns whether some tokens cannot be sampled."""
+        """Whether some tokens cannot be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @model_validator(mode="before")
@@ -239,7 +229,7 @@ class SamplingConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """Configures the replicas of the policy in vLLM."""
+    """The replicas of the policy in vLLM."""
 
     num_replicas: int = Field(default=1, ge=1)
     """Number of replicas that `lockstep run` starts on this host if no --rollout address is given and `discovery` is
@@ -263,7 +253,7 @@ class RolloutConfig(Strict):
     speculation: SpeculationConfig | None = None
     """Speculative decoding: tokens are drafted cheaply, and the engine verifies several of them in one step. Samples
     keep their distribution and log-probabilities. If unset, the engine generates one token per step."""
-    engine: dict[str, Any] = Field(default={})
+    engine: Table = Field(default={})
     """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused: set speculation."""
 
     @model_validator(mode="after")
@@ -277,7 +267,7 @@ class RolloutConfig(Strict):
 
     @field_validator("engine")
     @classmethod
-    def _known_arguments(cls, engine: dict[str, Any]) -> dict[str, Any]:
+    def _known_arguments(cls, engine: Table) -> Table:
         share = engine.get("gpu_memory_utilization", 1.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization: must be a number above 0 and at most 1, not {share!r}")

@@ -27,7 +27,7 @@ from services.common.config.trainer import CriticConfig, ReferenceConfig, Traine
 
 
 class CheckpointConfig(Strict):
-    """Says when to save checkpoints and how many to keep."""
+    """When to save checkpoints and how many to keep."""
 
     save_freq: int = Field(default=0, ge=0)
     """Save a checkpoint every this many steps, and after the last step; 0 turns this off. A run that is stopped early
@@ -45,7 +45,7 @@ class CheckpointConfig(Strict):
 
 
 class WeightsConfig(Strict):
-    """Configures publication: sending weights from the trainer to the rollout replicas."""
+    """Publication: sending weights from the trainer to the rollout replicas."""
 
     bucket_bytes: int | None = Field(default=None, ge=1 << 10, le=1 << 40)
     """Maximum bucket size in bytes. Weights are packed, sent and loaded one bucket at a time; a tensor larger than this
@@ -55,7 +55,7 @@ class WeightsConfig(Strict):
 
 
 class TimeoutsConfig(Strict):
-    """Sets a deadline for each kind of call, in seconds."""
+    """Deadlines of calls, in seconds."""
 
     info_s: Seconds = 10.0
     """Deadline in seconds for GetInfo and other small requests."""
@@ -82,7 +82,7 @@ class TimeoutsConfig(Strict):
 
 
 class AnyRun(Strict):
-    """Holds the keys that all kinds of runs have."""
+    """The keys that all kinds of runs have."""
 
     name: str = Field(default="run", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
@@ -102,12 +102,11 @@ class AnyRun(Strict):
 
     @property
     def run_dir(self) -> Path:
-        """Returns the directory of this run's files."""
         return self.runs_dir / self.name
 
 
 class Config(AnyRun):
-    """Configures a reinforcement-learning run."""
+    """The config of a reinforcement-learning run."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Random seed for data order, sampling and initialization."""
@@ -150,22 +149,21 @@ class Config(AnyRun):
 
     @property
     def needs_reference(self) -> bool:
-        """Returns whether the loss or the reward has a KL penalty."""
         return self.trainer.loss.kl_coef > 0 or self.advantage.needs_reference
 
     @property
     def is_reference_the_base(self) -> bool:
-        """Returns whether the reference is the frozen base under the policy's adapters: `reference` is unset."""
+        """Whether the reference is the frozen base under the policy's adapters: `reference` is unset."""
         return self.trainer.lora.rank > 0 and self.reference == ReferenceConfig()
 
     @property
     def auxiliary_roles(self) -> tuple[str, ...]:
-        """Returns the sections of the other models that process each batch; the reference may be the policy's base."""
+        """The sections of the other models that process each batch; the reference may be the policy's base."""
         return ("reference",) * self.needs_reference + ("critic",) * (self.critic is not None)
 
     @property
     def models(self) -> dict[str, TrainerConfig]:
-        """Returns the settings for the ranks of each model, keyed by the model's section in this config."""
+        """The settings for the ranks of each model, keyed by the model's section in this config."""
         models = {"trainer": self.trainer}
         if self.needs_reference and not self.is_reference_the_base:
             models["reference"] = self.reference.settings(self.trainer)
@@ -175,19 +173,18 @@ class Config(AnyRun):
 
     @property
     def max_response_tokens(self) -> int:
-        """Returns the maximum number of tokens of a sample after its first prompt."""
+        """The maximum number of tokens of a sample after its first prompt."""
         if self.environment is None:
             return self.rollout.sampling.max_tokens
         return self.environment.max_tokens or self.rollout.max_model_len - self.data.max_prompt_tokens
 
     @property
     def bucket_bytes(self) -> int:
-        """Returns the maximum size of a bucket of weights, in bytes."""
         return self.weights.bucket_bytes or BUCKET_BYTES[self.placement]
 
     @property
     def _longest(self) -> tuple[int, str]:
-        """Returns the maximum number of tokens of a sample with its prompt, and the config keys that add up to it."""
+        """The maximum number of tokens of a sample with its prompt, and the config keys that add up to it."""
         key = "environment.max_tokens" if self.environment else "rollout.sampling.max_tokens"
         return self.data.max_prompt_tokens + self.max_response_tokens, f"data.max_prompt_tokens + {key}"
 
@@ -293,8 +290,9 @@ class Config(AnyRun):
 
     @property
     def wants_routes(self) -> bool:
-        """Returns whether the engines are asked for the experts that they choose. vLLM returns none for a sample that
-        ends at a stop string, and those of drafted tokens were not compared with the trainer's."""
+        """Whether the engines are asked for the experts that they choose."""
+        # vLLM returns none for a sample that ends at a stop string; those of drafted tokens were not compared with the
+        # trainer's.
         return self.trainer.replays_routes and not (self.rollout.sampling.stop or self.rollout.speculation)
 
     @model_validator(mode="after")

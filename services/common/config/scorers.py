@@ -15,7 +15,7 @@ ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_
 
 
 class BaseScorerConfig(Strict):
-    """Holds the keys that every scorer has."""
+    """The keys that every scorer has."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of this scorer's component in results and metrics; null uses the kind. Required if a kind is used twice.
@@ -25,16 +25,12 @@ class BaseScorerConfig(Strict):
 
     @property
     def component(self) -> str:
-        """Returns the name of this scorer's component."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009 every scorer config declares its own `kind`
 
 
 class CodeConfig(BaseScorerConfig):
-    """Scores 1 if the Python program in the completion passes the tests of its dataset row, else 0. Needs bubblewrap.
-
-    services/reward/graders/code.py describes the forms of tests. This scorer does not use `timeout_s`, `num_workers`
-    and `max_memory_gib` of the section `reward`.
-    """
+    """services/reward/graders/code.py has the forms of tests. `timeout_s`, `num_workers` and `max_memory_gib` of the
+    section `reward` are not for this scorer."""
 
     kind: Literal["code"] = "code"
     """Run the completion's Python program against tests, in a sandbox (needs bubblewrap). The score is 1 if all tests
@@ -69,8 +65,6 @@ class CodeConfig(BaseScorerConfig):
 
 
 class ModelConfig(BaseScorerConfig):
-    """Scores with a reward model: a Hugging Face sequence-classification model in a worker process of its own."""
-
     kind: Literal["model"] = "model"
     """Score with a reward model (a Hugging Face sequence-classification model). Install the extra `reward-model`."""
     path: str = Field(min_length=1)
@@ -107,9 +101,6 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
 
     Fields are {prompt}, {answer}, {completion} and {extra}; literal braces are doubled. Nothing else of str.format is
     supported: no attributes, indices, conversions or format specs.
-
-    Raises:
-        ValueError: A brace is not closed, or a field is unknown.
     """
     parts: list[tuple[str, str | None]] = []
     try:
@@ -146,7 +137,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class RemoteConfig(BaseScorerConfig):
-    """Holds the keys that all scorers on another server have."""
+    """The keys that all scorers on another server have."""
 
     url: Annotated[str, AfterValidator(_check_url)]
     """URL of the server, http or https. Redirects are not followed."""
@@ -174,8 +165,6 @@ class RemoteConfig(BaseScorerConfig):
 
 
 class JudgeConfig(RemoteConfig):
-    """Asks a language model behind an OpenAI-compatible chat-completions URL to read the sample and write its score."""
-
     kind: Literal["judge"] = "judge"
     """Ask a language model behind an OpenAI-compatible chat-completions URL for the score."""
     model: str = Field(min_length=1)
@@ -214,14 +203,13 @@ class JudgeConfig(RemoteConfig):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Returns the smallest and the largest number that the judge may write."""
         if self.score_range is None:
             return (0.0, round(1 / self.scale, 9)) if 0 < self.scale < 1 else (-math.inf, math.inf)
         return self.score_range
 
 
 class HttpConfig(RemoteConfig):
-    """Calls a scorer at a URL of yours: one POST per prompt group, as services/reward/scorers/model.py describes."""
+    """One POST per prompt group, as services/reward/scorers/model.py describes."""
 
     kind: Literal["http"] = "http"
     """Send each prompt group as one POST to a scorer of your own."""

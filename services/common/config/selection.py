@@ -41,7 +41,7 @@ class OverSamplingConfig(Strict):
 
 
 class OverlongConfig(Strict):
-    """Says what to do with samples that reached max_tokens; the scorer `length` is a gentler alternative."""
+    """What to do with samples that reached max_tokens; the scorer `length` is a gentler alternative."""
 
     mask_truncated: bool = False
     """Leave samples truncated at max_tokens out of the loss (DAPO's overlong filtering). They still count in their
@@ -74,7 +74,7 @@ class CurriculumConfig(Strict):
 
 
 class SelectionConfig(Strict):
-    """Says which prompts a step tries and which groups it trains on; by default, all prompts of the step's batch."""
+    """Which prompts a step tries and which groups it trains on; by default, all prompts of the step's batch."""
 
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups whose rewards are all equal."""
@@ -87,11 +87,7 @@ class SelectionConfig(Strict):
 
 
 def check_selection(selection: SelectionConfig, completions_per_prompt: int, components: Sequence[str]) -> None:
-    """Checks the rules that involve several sections; `components` are the component names of reward.scorers.
-
-    Raises:
-        ValueError: A group has only one sample to compare, or a component does not exist.
-    """
+    """Checks the rules that involve several sections; `components` are the component names of reward.scorers."""
     if selection.dynamic.enabled and completions_per_prompt < 2:
         raise ValueError(
             "selection.dynamic compares the samples of a prompt with each other: "

@@ -15,7 +15,7 @@ from services.common.config.trainer import TrainerConfig, require_used
 
 
 class SftDataConfig(FilesConfig):
-    """Names the files to imitate: prompts with responses, or whole conversations."""
+    """The files to imitate: prompts with responses, or whole conversations."""
 
     max_eval_rows: int | None = Field(default=None, ge=1)
     """Number of rows to use from the start of each eval file; null uses all."""
@@ -45,7 +45,7 @@ class SftEvaluationConfig(EvaluationFrequency):
 
 
 class SftConfig(AnyRun):
-    """Configures a supervised run."""
+    """The config of a supervised run."""
 
     name: str = Field(default="sft", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
@@ -72,16 +72,15 @@ class SftConfig(AnyRun):
 
     @property
     def models(self) -> dict[str, TrainerConfig]:
-        """Returns the settings of the trained model, keyed by config section as in Config.models."""
         return {"trainer": self.trainer}
 
     @property
     def critic(self) -> None:
-        """Returns None: a supervised run has no value model."""
+        """None: a supervised run has no value model."""
 
     @property
     def bucket_bytes(self) -> int:
-        """Returns the default. The trainer plans publications by it, although a supervised run publishes nothing."""
+        """The default. The trainer plans publications by it, although a supervised run publishes nothing."""
         return BUCKET_BYTES["disaggregated"]
 
     @model_validator(mode="before")

@@ -1,6 +1,6 @@
 """Defines the config section `trainer`: strategy, loss, optimizer, adapters, router replay and other roles."""
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,7 +10,7 @@ from services.common.config.megatron import MegatronConfig
 
 
 class RoutingConfig(Strict):
-    """Configures how a policy with mixture-of-experts layers is trained; has no effect on a dense model."""
+    """How a policy with mixture-of-experts layers is trained; no effect on a dense model."""
 
     replay_routes: Literal["auto", "on", "off"] = "auto"
     """Routing replay (R3, arXiv 2510.11370): compute each token with the experts that the engine chose for it, in the
@@ -54,7 +54,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Strict):
-    """Configures AdamW (arXiv 1711.05101) and its learning-rate schedule."""
+    """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
@@ -119,7 +119,7 @@ class OptimConfig(Strict):
 
 
 class FsdpConfig(Strict):
-    """Configures torch FSDP2 (fully_shard)."""
+    """torch FSDP2 (fully_shard)."""
 
     cpu_offload: bool = False
     """Offload parameters, gradients and optimizer state to host memory while they are not in use."""
@@ -137,7 +137,7 @@ MAX_PUBLISHED_RANK = 512
 
 
 class LoraConfig(Strict):
-    """Configures low-rank adapters (arXiv 2106.09685): the base is frozen; only adapters are trained and saved."""
+    """Low-rank adapters (arXiv 2106.09685): the base is frozen; only adapters are trained and saved."""
 
     rank: int = Field(default=0, ge=0)
     """LoRA rank; 0 turns LoRA off and trains the whole model."""
@@ -160,7 +160,7 @@ class LoraConfig(Strict):
 
     @property
     def published_rank(self) -> int:
-        """Returns the rank of the adapters that are published to engines; 0 if merged weights are published."""
+        """The rank of the adapters that are published to engines; 0 if merged weights are published."""
         return self.rank if self.publish == "adapter" else 0
 
     @model_validator(mode="after")
@@ -174,7 +174,7 @@ class LoraConfig(Strict):
 
 
 class ProfilerConfig(Strict):
-    """Runs torch.profiler over some training steps of some ranks."""
+    """torch.profiler over some training steps of some ranks."""
 
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Ranks to profile; empty profiles none."""
@@ -197,7 +197,7 @@ class ProfilerConfig(Strict):
 
 
 class TrainerConfig(Strict):
-    """Configures the training of the policy."""
+    """The training of the policy."""
 
     strategy: Literal["fsdp", "megatron"] = "fsdp"
     """Training backend: fsdp (torch FSDP2) or megatron (Megatron-Core)."""
@@ -245,7 +245,7 @@ class TrainerConfig(Strict):
 
     @property
     def adds_blocks(self) -> bool:
-        """Returns whether a batch can be trained on in blocks whose gradients are added up and applied once."""
+        """Whether a batch can be trained on in blocks whose gradients are added up and applied once."""
         is_sum = self.loss.is_sampled and not self.loss.needs_covariance
         # Auxiliary losses are divided by other counts than the loss. With dropout, a lost stream would use up random
         # numbers.
@@ -254,7 +254,7 @@ class TrainerConfig(Strict):
 
     @property
     def replays_routes(self) -> bool:
-        """Returns whether the policy computes with the engine's routes, if the samples have them."""
+        """Whether the policy computes with the engine's routes, if the samples have them."""
         is_possible = self.loss.is_sampled and not (self.strategy == "megatron" and ignores_routes(self.megatron))
         return self.moe.replay_routes != "off" and is_possible
 
@@ -283,17 +283,17 @@ class TrainerConfig(Strict):
 def require_used(section: Strict, strategy: str, *, key: str) -> None:
     """Raises ValueError if the model's section at `key` sets a key that its `strategy` does not read."""
     other = "fsdp" if strategy == "megatron" else "megatron"
-    value: Any = section.model_dump(include={other}, exclude_defaults=True).get(other)
+    value: object = section.model_dump(include={other}, exclude_defaults=True).get(other)
     path = f"{key}.{other}"
     while isinstance(value, dict) and value:
-        name, value = next(iter(cast(dict[str, Any], value).items()))
+        name, value = next(iter(cast(dict[str, object], value).items()))
         path += f".{name}"
     if path != f"{key}.{other}":
         raise ValueError(f"{path} is not used by strategy {strategy}: set {key}.strategy={other}, or leave it out")
 
 
 class RoleConfig(Strict):
-    """Configures a model other than the policy. Keys that are null are taken from `trainer`."""
+    """A model other than the policy. Keys that are null are taken from `trainer`."""
 
     deployment: Literal["shared", "own"] = "shared"
     """shared: run on the policy's ranks; own: run on a trainer service of its own."""
@@ -325,18 +325,18 @@ class RoleConfig(Strict):
 
 
 class ReferenceConfig(RoleConfig):
-    """Configures the frozen reference model of the KL penalties in the loss and in the reward."""
+    """The frozen reference model of the KL penalties in the loss and in the reward."""
 
 
 class CriticSettings(TrainerConfig):
-    """Holds the settings for the ranks of a critic."""
+    """The settings for the ranks of a critic."""
 
     value_loss: ValueLossConfig = ValueLossConfig()
     """Loss of the critic."""
 
 
 class CriticConfig(RoleConfig):
-    """Configures the value model for advantage.kind gae: the model's body with a scalar head, trained on returns."""
+    """The value model for advantage.kind gae: the model's body with a scalar head, trained on returns."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Number of batches that only the critic is trained on, before the first step."""

@@ -1,15 +1,16 @@
-"""Reads the shape of a model from its config.json and its family's record: its tensors, and what ranks hold of them."""
+"""Reads a model from its config.json and its family's record: its tensors, what ranks hold of them, and which models a
+strategy refuses. The trainer and `lockstep plan` thus have the same rules."""
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.registry import FAMILIES, Family, Size, Weight
+from services.common.files.storage import JsonObject, parse_object
 
 Shape = tuple[int, ...]
 
@@ -41,32 +42,30 @@ class Architecture:
 
     @property
     def family(self) -> Family:
-        """Returns the record of the model's family."""
         return FAMILIES[self.model_type]
 
     @property
     def query_size(self) -> int:
-        """Returns the width of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Returns the width of all key heads, which is that of all value heads."""
+        """The width of all key heads, which is that of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def layer(self) -> list[Weight]:
-        """Returns the weights of a layer in the order of the checkpoint."""
+        """The weights of a layer in the order of the checkpoint."""
         return [weight for weight in self.family.layer if not weight.if_true or weight.if_true in self.flags]
 
     @property
     def outside_layers(self) -> list[Weight]:
-        """Returns the weights before and after the layers; a tied output layer is the embedding and is left out."""
+        """The weights before and after the layers; a tied output layer is the embedding and is left out."""
         ends = [self.family.embedding, self.family.final_norm]
         return ends if self.tie_word_embeddings else [*ends, self.family.output]
 
     def has(self, parameter: str) -> bool:
-        """Says whether the layers have Megatron's `parameter`."""
+        """Returns whether the layers have Megatron's `parameter`."""
         return any(weight.parameter == parameter for weight in self.layer)
 
     def size(self, size: Size) -> int:
@@ -113,7 +112,6 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """Returns how many numbers the whole model has."""
         layers = self.num_layers * (self.layer_parameters() + self.num_experts * self.expert_parameters())
         return layers + sum(map(self.weight_parameters, self.outside_layers))
 
@@ -140,16 +138,11 @@ class Architecture:
 
 
 def read_architecture(model_path: str | Path) -> Architecture:
-    """Reads the architecture of a model directory in the Hugging Face format.
-
-    Raises:
-        NotFound: There is no config.json.
-        InvalidInput: It is not JSON, lacks a key, or is of a family that is not known; names the known ones.
-    """
+    """Reads the architecture of a model directory in the Hugging Face format."""
     return make_architecture(read_content(model_path), str(Path(model_path) / "config.json"))
 
 
-def read_content(model_path: str | Path) -> dict[str, Any]:
+def read_content(model_path: str | Path) -> JsonObject:
     """Reads the config.json of a model directory.
 
     Raises:
@@ -158,14 +151,10 @@ def read_content(model_path: str | Path) -> dict[str, Any]:
     """
     file = Path(model_path) / "config.json"
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"model: {file} is not the config of a model: {error}", field="model") from error
-    if not isinstance(content, dict):
-        raise InvalidInput(f"model: {file} is not the config of a model: not a JSON object", field="model")
-    return cast(dict[str, Any], content)
+    return parse_object(content, file, field="model")
 
 
 def mixes_layers(content: Mapping[str, object]) -> bool:
@@ -174,11 +163,7 @@ def mixes_layers(content: Mapping[str, object]) -> bool:
 
 
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:
-    """Returns the architecture that a model's config describes; errors name `source`, where the config is from.
-
-    Raises:
-        InvalidInput: It lacks a key, or is of a family that is not known; names the known ones.
-    """
+    """Returns the architecture that a model's config describes; errors name `source`, where the config is from."""
     try:
         return _architecture(content, source)
     except (ValueError, TypeError, AttributeError) as error:
@@ -224,3 +209,110 @@ def _size(content: Mapping[str, object], key: str, *, default: int | None = None
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+# Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+# Keys of which each number is a list or a dictionary of modules, and more than any model has.
+_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST = 4096
+# transformers' defaults of keys that a config.json may leave out.
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
+# Settings of architectures that change logits after the output layer.
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_FSDP = "; use strategy fsdp"
+
+
+def require_counts(content: JsonObject, source: str) -> None:
+    """Refuses a config.json with more layers or experts than any model has: making them would take all memory."""
+    for key in _COUNTS:
+        value = content.get(key)
+        if isinstance(value, int | float) and value > _MOST:
+            raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
+
+
+def require_supported(content: JsonObject, strategy: str, source: str) -> None:
+    """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
+    transformers."""
+    require_counts(content, source)
+    rules = (_of_both, _of_fsdp) if strategy == "fsdp" else (_of_both, _of_megatron)
+    for rule in rules:
+        for problem in rule(content):
+            raise InvalidInput(f"model: {source}: {problem}", field="model")
+
+
+def _of_both(content: JsonObject) -> Iterator[str]:
+    model_type = content.get("model_type")
+    if content.get("quantization_config"):
+        yield "quantization_config is not supported: weights must be of floating point"
+    if content.get("transformers_weights"):
+        yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
+    window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
+    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
+        yield f"sliding_window {window!r} is not supported by any strategy"
+    for rope in _ropes(content):
+        kind = _kind(rope)
+        if kind in _LENGTH_DEPENDENT:
+            yield (
+                f"rotary scaling {kind!r} is not supported by any strategy: its result for a sample depends on the "
+                "longest sample that is computed together with it"
+            )
+        if model_type in FAMILIES and not FAMILIES[model_type].has_partial_rotary:
+            factor = rope.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+            if factor not in (None, 1):
+                yield (
+                    f"partial_rotary_factor {factor!r} is not supported by any strategy: transformers ignores it for "
+                    f"model_type {model_type}, and vLLM applies it"
+                )
+
+
+def _of_fsdp(content: JsonObject) -> Iterator[str]:
+    for name in _LOGIT_SETTINGS:
+        if content.get(name) not in (None, 1):
+            yield f"{name} in its config.json is not supported with strategy fsdp"
+    if others := set(content.get("layer_types") or ()) - {"full_attention"}:
+        yield f"layers of type {', '.join(sorted(others))} are not supported with strategy fsdp"
+
+
+def _of_megatron(content: JsonObject) -> Iterator[str]:
+    model_type = content.get("model_type")
+    if model_type not in FAMILIES:
+        yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{_FSDP}"
+        return
+    for key, wanted in FAMILIES[model_type].required.items():
+        value = content.get(key, wanted)
+        if value != wanted and key != "sliding_window":
+            yield f"{key} {value!r} is not supported by strategy megatron{_FSDP}"
+    for rope in _ropes(content):
+        kind = _kind(rope)
+        if kind not in ("default", "linear") and not (kind == "llama3" and _is_llama3(rope, content)):
+            yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
+
+
+def _is_window_on(content: JsonObject) -> bool:
+    """Returns whether transformers applies a window: of the known families, only Qwen's read `use_sliding_window`."""
+    model_type = str(content.get("model_type"))
+    if model_type.startswith("qwen"):
+        return bool(content.get("use_sliding_window"))
+    return model_type in FAMILIES or bool(content.get("use_sliding_window", True))
+
+
+def _ropes(content: JsonObject) -> list[JsonObject]:
+    """Returns the rotary settings: one, or one for each type of layer. Older configs have them in `rope_scaling`."""
+    given: object = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"model: rope_parameters is {given!r}, not an object", field="model")
+    rope = cast(JsonObject, given)
+    nested = [cast(JsonObject, part) for part in rope.values() if isinstance(part, Mapping)]
+    return nested or [rope]
+
+
+def _kind(rope: JsonObject) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _is_llama3(rope: JsonObject, content: JsonObject) -> bool:
+    """Returns whether the constants are those of Llama 3, because Megatron's cannot be set."""
+    keys = ("original_max_position_embeddings", "max_position_embeddings")
+    original = next((part[key] for key in keys for part in (rope, content) if part.get(key)), None)
+    return (rope.get("low_freq_factor"), rope.get("high_freq_factor"), original) == (1, 4, 8192)

@@ -1,4 +1,4 @@
-"""Describes the model families that are known, by the model_type in a model's config.json."""
+"""The known model families, by the model_type in a model's config.json, and the matrices that can have adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ class Weight:
 
     @property
     def is_fused(self) -> bool:
-        """Says whether the checkpoint stacks all parts in one tensor."""
+        """Whether the checkpoint stacks all parts in one tensor."""
         return len(self.rows) > len(self.tensors)
 
 
@@ -84,7 +84,7 @@ SETTINGS: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class Family:
-    """Describes the models of one `model_type`: decoders whose layers all have the same weights."""
+    """The models of one `model_type`: decoders whose layers all have the same weights."""
 
     model_type: str
     layer: tuple[Weight, ...]
@@ -232,3 +232,23 @@ _KNOWN = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}
+
+
+FUSED = {
+    "linear_qkv": ("linear_q", "linear_k", "linear_v"),
+    "linear_proj": ("linear_proj",),
+    "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
+    "linear_fc2": ("linear_fc2",),
+}
+# Kind -> layer -> its parts in the order of the layer's rows. Each part has its own A and B.
+PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "lora": {layer: (layer,) for layer in FUSED},
+    "canonical_lora": FUSED,
+}
+
+
+def lora_layer(parameter: str) -> str | None:
+    """Returns the layer, a key of FUSED, with the matrix that is Megatron's `parameter`; None if it has no adapters."""
+    module, _, kind = parameter.rpartition(".")
+    layer = module.rpartition(".")[2]
+    return layer if kind == "weight" and layer in FUSED else None

@@ -5,14 +5,14 @@ to the Hugging Face hub.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import cast
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.regular_files import is_there, parse_object, read_regular
+from services.common.files.storage import JsonObject, is_there, parse_object, read_regular
 
 _REQUIRED = "config.json"
 _OPTIONAL = (
@@ -24,6 +24,8 @@ _OPTIONAL = (
     "vocab.json",
     "merges.txt",
 )
+# What transformers converts where there is no tokenizer.json. These are not text.
+_CONVERTED = ("tokenizer.model", "tiktoken.model")
 # Files whose key `auto_map` makes transformers import Python code.
 _NAMES_CODE = (_REQUIRED, "tokenizer_config.json")
 
@@ -40,7 +42,9 @@ def read_model_card(model_path: str | Path) -> ModelCard:
     directory = Path(model_path)
     if not directory.is_dir():
         raise NotFound(f"model: directory {directory} does not exist", field="model")
-    names = [name for name in (_REQUIRED, *_OPTIONAL) if is_there(directory / name, field="model")]
+    names = [name for name in (_REQUIRED, *_OPTIONAL, *_CONVERTED) if is_there(directory / name, field="model")]
+    if "tokenizer.json" in names:
+        names = [name for name in names if name not in _CONVERTED]
     if _REQUIRED not in names:
         raise NotFound(f"model: {directory} has no {_REQUIRED}", field="model")
     for name in names:
@@ -56,10 +60,7 @@ def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[st
     Raises:
         InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
     """
-    for name in card.files:
-        if name != _REQUIRED and name not in _OPTIONAL:
-            raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
-    _refuse_code(card, directory)
+    _check_files(card, directory, (_REQUIRED, *_OPTIONAL))
     return {name: content.decode() for name, content in card.files.items()}
 
 
@@ -69,9 +70,15 @@ def write_model_card(card: ModelCard, directory: Path) -> None:
     Raises:
         InvalidInput: See `card_texts`.
     """
-    card_texts(card, directory)
+    _check_files(card, directory, (_REQUIRED, *_OPTIONAL, *_CONVERTED))
     for name, content in card.files.items():
         (directory / name).write_bytes(content)
+
+
+def _check_files(card: ModelCard, directory: Path, expected: Collection[str]) -> None:
+    if unexpected := sorted(set(card.files) - set(expected)):
+        raise InvalidInput(f"model_card: unexpected file {unexpected[0]!r}", field="model_card")
+    _refuse_code(card, directory)
 
 
 def _refuse_outside(file: Path) -> None:
@@ -88,6 +95,8 @@ def _refuse_outside(file: Path) -> None:
 
 def _refuse_code(card: ModelCard, source: Path) -> None:
     for name, content in card.files.items():
+        if name in _CONVERTED:
+            continue
         if not name.endswith(".json"):
             _require_text(content, source / name)
         elif "auto_map" in parse_object(content, source / name, field="model") and name in _NAMES_CODE:
@@ -140,11 +149,7 @@ def shard_names(weight_map: Mapping[str, str]) -> list[str]:
 
 
 def require_whole_weights(directory: Path) -> None:
-    """Checks that all files of a model's weights are there, and as long as their headers say.
-
-    Raises:
-        InvalidInput: One is missing or damaged, or see `read_weight_map`. The message has the file.
-    """
+    """Checks that all files of a model's weights are there, and as long as their headers say."""
     for name in shard_names(read_weight_map(directory)):
         file = directory / name
         if not is_there(file, field="model"):
@@ -161,7 +166,7 @@ def _problem(file: Path) -> str:
             if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
                 return "its header is cut off" if size else "it is empty"
             header = parse_object(opened.read(length), file, field="model")
-        tensors = [cast(dict[str, Any], tensor) for name, tensor in header.items() if name != "__metadata__"]
+        tensors = [cast(JsonObject, tensor) for name, tensor in header.items() if name != "__metadata__"]
         expected = _LENGTH_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except (InvalidInput, OSError, ValueError, TypeError, LookupError):
         return "its header cannot be read"

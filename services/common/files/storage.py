@@ -1,12 +1,18 @@
-"""Converts failures of disks to an error that says which path failed and what to do."""
+"""Reads and writes files whose paths come from a config or a model; errors name the path and what to do."""
 
 import errno
+import json
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
-from services.common.errors import PreconditionFailed, Reason
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
+
+JsonObject = dict[str, Any]
+"""A JSON object whose values were not checked."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -20,11 +26,7 @@ def is_of_disk(error: OSError) -> bool:
 
 @contextmanager
 def writing(path: str | Path) -> Generator[None]:
-    """Converts an OSError of the block, which writes `path`.
-
-    Raises:
-        PreconditionFailed: STORAGE_FAILED, with the path and what to do.
-    """
+    """Converts an OSError of the block, which writes `path`, to STORAGE_FAILED with the path and what to do."""
     try:
         yield
     except OSError as error:
@@ -34,10 +36,8 @@ def writing(path: str | Path) -> Generator[None]:
 def storage_error(
     path: str | Path, error: OSError, *, done: str = "written", rank: int | None = None
 ) -> PreconditionFailed:
-    """Returns the typed error for `error`, which happened while `path` was written or read. Says what to do about it.
-
-    `rank` is that of the trainer's rank whose disk it is, if it is known.
-    """
+    """Returns the typed error for `error`, which happened while `path` was written or read; `rank` is the trainer's, if
+    known."""
     path = os.path.abspath(error.filename if isinstance(error.filename, str) and error.filename else path)
     what = error.strerror or str(error)
     if error.errno in _FULL:
@@ -54,3 +54,52 @@ def storage_error(
         reason=Reason.STORAGE_FAILED,
         path=path,
     )
+
+
+def is_there(path: Path, *, field: str) -> bool:
+    """Returns whether `path` is a regular file, or a link to one, and False if nothing has this name.
+
+    Raises:
+        InvalidInput: It is something else, such as a directory, a FIFO or a link to nothing, or cannot be looked at.
+    """
+    try:
+        if path.is_file():
+            return True
+        is_other = path.exists() or path.is_symlink()
+    except OSError as error:
+        raise InvalidInput(f"{field}: {path} cannot be read: {error.strerror}", field=field) from error
+    if is_other:
+        raise InvalidInput(f"{field}: {path} is not a regular file", field=field)
+    return False
+
+
+def read_regular(path: Path, *, field: str) -> bytes:
+    """Returns the content of a file for which `is_there` is true."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"{field}: {path} cannot be read: {error.strerror}", field=field) from error
+
+
+def open_plain_file(path: Path) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading. Does not wait for the writer of a named pipe.
+
+    Raises:
+        OSError: The file cannot be opened, or is a pipe, a device, a socket or a directory.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def parse_object(content: bytes, source: Path, *, field: str) -> JsonObject:
+    """Returns the JSON object that `content`, read from the file `source`, is."""
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{field}: {source} is not JSON: {error}", field=field) from error
+    if not isinstance(parsed, dict):
+        raise InvalidInput(f"{field}: {source} is not a JSON object", field=field)
+    return cast(JsonObject, parsed)

@@ -32,12 +32,7 @@ async def to_messages(
 
 
 async def from_messages(messages: AsyncIterator[Any], *, has_header: bool) -> tuple[Any, list[bytes]]:
-    """Returns header and frames of a stream that `to_messages` made; the header is None if the stream has none.
-
-    Raises:
-        InvalidInput: The header is missing, not first, or sent twice.
-        DataLoss: CORRUPT_TRANSFER, because what arrived is not what was sent.
-    """
+    """Returns header and frames of a stream that `to_messages` made; the header is None if the stream has none."""
     header: Any = None
     frames: list[bytes] = []
     sha256, expected = _Sha256(), b""
@@ -68,11 +63,7 @@ def seal(request: Message, answer: Answer) -> Answer:
 
 
 def require_sealed(request: Message, answer: Answer) -> Answer:
-    """Checks `answer.sha256` and clears it. Returns the answer.
-
-    Raises:
-        DataLoss: CORRUPT_TRANSFER, because the request did not arrive as it was sent, or the answer did not.
-    """
+    """Checks `answer.sha256` and clears it. Returns the answer."""
     expected = answer.sha256
     answer.ClearField("sha256")
     if expected != _hash(request, answer):

@@ -14,11 +14,7 @@ from services.common.rpc.tls import Transport
 
 
 def parse_address(address: str, *, field: str) -> tuple[str, int]:
-    """Splits `host:port`.
-
-    Raises:
-        InvalidInput: `address` does not have that form.
-    """
+    """Splits `host:port`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidInput(f"{field}: {address!r} is not HOST:PORT", field=field)
@@ -39,11 +35,7 @@ def require_loopback(
     field: str = "--listen",
     consent: str = "pass --tls with a certificate, or --insecure",
 ) -> None:
-    """Refuses a plaintext listener that other hosts can reach, unless `insecure` allows it.
-
-    Raises:
-        InvalidInput: `host` is not a loopback address and `insecure` is false.
-    """
+    """Refuses a plaintext listener that other hosts can reach, unless `insecure` allows it."""
     if not insecure and not is_loopback(host):
         raise InvalidInput(
             f"{field} {host}: plaintext is only served on loopback; {consent} on a network that you trust",
@@ -52,11 +44,7 @@ def require_loopback(
 
 
 def require_secure(address: str, transport: Transport, *, field: str) -> None:
-    """Refuses to call `address` in plaintext over a network, unless `transport` allows it.
-
-    Raises:
-        InvalidInput: `transport` does not allow it, or `address` is malformed.
-    """
+    """Refuses to call `address` in plaintext over a network, unless `transport` allows it."""
     host, _ = parse_address(address, field=field)
     if transport.tls is None and not transport.insecure and not is_loopback(host):
         raise InvalidInput(
@@ -68,7 +56,7 @@ def require_secure(address: str, transport: Transport, *, field: str) -> None:
 
 @dataclass(frozen=True)
 class Route:
-    """Holds the local address from which another host is reached, and its interface (empty if none has the address)."""
+    """The local address from which another host is reached, and its interface (empty if none has the address)."""
 
     interface: str
     address: str

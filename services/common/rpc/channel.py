@@ -8,7 +8,6 @@ import resource
 import ssl
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
 
@@ -25,19 +24,19 @@ _PATIENCE_S = 30.0
 
 
 class Channel:
-    """Holds a stub of one service. After the certificate is renewed, new calls get a stub on a new channel.
+    """A stub of one service. After the certificate is renewed, new calls get a stub on a new channel.
 
     Calls in progress keep their stub and with it the old channel, which gRPC closes when its last reference is gone.
     """
 
-    def __init__(self, address: str, stub: type, transport: Transport, options: Sequence[tuple[str, Any]]):
+    def __init__(self, address: str, stub: type, transport: Transport, options: Sequence[tuple[str, int | str]]):
         self._address, self._make_stub, self._tls, self._name = address, stub, transport.tls, transport.name
         self._options = [*options, ("grpc.ssl_target_name_override", self._name)] if self._name else options
         self._identity = self._tls and self._tls.current()
         self._last_refusal = ""
         self._open()
 
-    def stub(self) -> Any:
+    def stub(self) -> object:
         """Returns the stub for a new call. The caller must keep a reference to it until the call has ended."""
         if self._tls is not None and (identity := self._tls.current()) is not self._identity:
             self._identity = identity
@@ -65,15 +64,10 @@ class Channel:
         return max(0.0, begin + timeout_s - time.monotonic())
 
     async def explain(self) -> str:
-        """Finds out why there is no connection. Returns the error, or "" if a connection succeeds.
-
-        Raises:
-            Unauthenticated: As in `require_mutual_trust`.
-        """
+        """Returns why there is no connection, or "" if one succeeds; see `require_mutual_trust`."""
         return await require_mutual_trust(self._address, self._tls, self._name)
 
     async def close(self) -> None:
-        """Closes the channel and ends its calls."""
         await self._channel.close()
 
     async def _until_ready(self, channel: grpc.aio.Channel, news: str) -> None:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Never, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -23,7 +23,6 @@ from services.common.telemetry.context import outgoing
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
 
 # Long enough for a reset connection or a link that fails for a moment, and short enough to report soon that a service
 # has ended.
@@ -45,7 +44,6 @@ class Retries:
 
     @property
     def left_s(self) -> float:
-        """Returns the timeout of the next attempt in seconds."""
         return max(0.0, self._deadline - time.monotonic())
 
     async def wait(self, error: LockstepError) -> bool:
@@ -69,13 +67,9 @@ class Retries:
 async def repeated(
     call: Callable[[float], Awaitable[Answer]], *, timeout_s: float, max_retry_s: float = MAX_RETRY_S
 ) -> Answer:
-    """Returns the answer of `call`, which takes its timeout in seconds and is made again after a lost connection. This
-    is for answers that are streams.
+    """Returns the answer of `call`, which takes its timeout in seconds and is made again after a lost connection.
 
-    A call with one answer is repeated by `Client.call` itself.
-
-    Raises:
-        LockstepError: The error of the last call.
+    This is for answers that are streams. A call with one answer is repeated by `Client.call` itself.
     """
     retries = Retries(timeout_s, max_retry_s)
     while True:
@@ -91,11 +85,11 @@ _SILENT = "ping timeout"
 
 keep_early_status()
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", bound=Message)
 
-Method = Callable[[Any, Request, Any], Answer | Awaitable[Answer]]
+Method = Callable[[Never, Request, Never], Answer | Awaitable[Answer]]
 """A method of a generated servicer that answers once, such as `TrainerServiceServicer.Train`."""
-StreamMethod = Callable[[Any, Request, Any], Iterator[Answer] | AsyncIterator[Answer]]
+StreamMethod = Callable[[Never, Request, Never], Iterator[Answer] | AsyncIterator[Answer]]
 """A method of a generated servicer that answers with a stream."""
 
 
@@ -112,9 +106,6 @@ class Client:
 
         Clients of one address share a connection; with `is_alone`, this one makes its own, because that of the others
         may be half-open.
-
-        Raises:
-            InvalidInput: As in `require_secure`.
         """
         require_secure(address, transport, field="address")
         self.address = address
@@ -126,7 +117,7 @@ class Client:
     async def call(
         self,
         method: Method[Request, Answer],
-        request: Request | AsyncIterator[Any] | Callable[[], AsyncIterator[Any]],
+        request: Request | AsyncIterator[Message] | Callable[[], AsyncIterator[Message]],
         *,
         timeout_s: float,
         wait_for_ready: bool = False,
@@ -164,7 +155,7 @@ class Client:
                 wait_for_ready = False
 
     @asynccontextmanager
-    async def _attempt(self, name: str, request: Any) -> AsyncGenerator[tuple[Any, NotedCall]]:
+    async def _attempt(self, name: str, request: object) -> AsyncGenerator[tuple[object, NotedCall]]:
         """Yields the stub and the note of one call. Raises gRPC's failure as the error that it stands for."""
         stub = self._channel.stub()
         with noting(f"{self._kind}.{name}", self.address, request) as noted:
@@ -176,13 +167,9 @@ class Client:
                 raise self._failure(error, name) from error
 
     async def stream(
-        self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Any], *, timeout_s: float
+        self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Message], *, timeout_s: float
     ) -> AsyncGenerator[Answer, None]:
-        """Yields the answers of a server stream. Closing the generator cancels the call.
-
-        Raises:
-            LockstepError: As in `call`.
-        """
+        """Yields the answers of a server stream. Closing the generator cancels the call."""
         name, stub = method.__name__, self._channel.stub()
         with noting(f"{self._kind}.{name}", self.address, request) as noted:
             call = getattr(stub, name)(noted.sending(request), timeout=timeout_s, metadata=_metadata())
@@ -197,7 +184,6 @@ class Client:
                 call.cancel()
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._channel.close()
 
     def _require_message(self, answer: object, method: str) -> None:
@@ -242,7 +228,6 @@ class Renewal:
         self._task = self._task or asyncio.create_task(self._renew(client, method, request, lease_s / _PER_LEASE))
 
     async def end(self) -> None:
-        """Ends the calls."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

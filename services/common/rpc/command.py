@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import LockstepError
-from services.common.extras import require_extra
-from services.common.process import allow_descriptors, configure_logging, exit_with, keep_files_private
+from services.common.process import allow_descriptors, configure_logging, exit_with, keep_files_private, require_extra
 from services.common.rpc.metrics_server import Metrics, Page
 from services.common.rpc.server import INCARNATION
 from services.common.rpc.tls import Credentials, Role
@@ -22,7 +21,7 @@ REFUSED = 2
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Holds everything that a service is started with: address, credentials, and where spans and metrics go."""
+    """What a service is started with: address, credentials, and where spans and metrics go."""
 
     listen: str
     insecure: bool

@@ -54,7 +54,6 @@ class Lease:
             self._wait()
 
     def renew(self) -> None:
-        """Begins the same lease again."""
         if self._lease_s:
             self._until = asyncio.get_running_loop().time() + self._lease_s
 
@@ -103,8 +102,7 @@ def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Generator[None]:
         yield
 
 
-async def _keep_open() -> None:
-    """Does nothing at the end of a lease."""
+async def _keep_open() -> None: ...
 
 
 class Fence:
@@ -120,7 +118,7 @@ class Fence:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the caller's token is accepted."""
+        """Whether the caller's token is accepted."""
         return self._token in ("", _of_caller.get())
 
     def take_over(self, run_id: str) -> None:
@@ -149,11 +147,7 @@ class Fence:
 
     @contextmanager
     def guarding(self) -> Generator[None]:
-        """Checks the caller's token before the block and after it: an error may be the result of being replaced.
-
-        Raises:
-            PreconditionFailed: As in `require`.
-        """
+        """Checks the caller's token before the block and after it: an error may be the result of being replaced."""
         self.require()
         try:
             yield
@@ -163,11 +157,7 @@ class Fence:
         self.require()
 
     def require(self) -> None:
-        """Checks the caller's token, if a run was opened, and renews the lease.
-
-        Raises:
-            PreconditionFailed: RUN_REPLACED, another coordinator has opened a run here since, or the token is missing.
-        """
+        """Checks the caller's token, if a run was opened, and renews the lease."""
         if self.is_open:
             self.renew_lease()
             return
@@ -185,11 +175,7 @@ class Fence:
 
 
 def _parsed_lease() -> float:
-    """Returns the caller's lease in seconds.
-
-    Raises:
-        InvalidInput: It is no number, or it is negative or not finite.
-    """
+    """Returns the caller's lease in seconds."""
     try:
         lease_s = float(_lease_of_caller.get())
     except ValueError:

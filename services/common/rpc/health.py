@@ -17,11 +17,7 @@ from services.common.rpc.tls import Credentials, Transport
 
 
 async def require_serving(address: str, transport: Transport, *, timeout_s: float) -> None:
-    """Checks that the server at `address` as a whole is SERVING (grpc.health.v1).
-
-    Raises:
-        LockstepError: The server is not SERVING or does not answer.
-    """
+    """Checks that the server at `address` as a whole is SERVING (grpc.health.v1)."""
     client = Client(address, health_pb2_grpc.HealthStub, transport)
     try:
         answer = await client.call(

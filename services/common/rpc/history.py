@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mappin
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -37,7 +37,10 @@ _CLOSE_S = 10.0
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _NAME = re.compile(r"calls-(\d+)\.jsonl")
 
-Line = Mapping[str, Any]
+Line = Mapping[str, object]
+Sent = TypeVar("Sent", bound=Message | AsyncIterator[Message])
+# Reads the value of a field, which is a message, a map or a scalar.
+_Reader = Callable[[Any], object]
 
 
 class LineFiles:
@@ -143,10 +146,10 @@ _KEPT = _TEXTS | _HASHES | _NUMBERS | _FLAGS | _STAMPS | _PARTS | {"prompts", "m
 _DIGITS = 32
 
 
-def ids_of(message: Message) -> dict[str, Any]:
+def ids_of(message: Message) -> dict[str, object]:
     """Returns the kept fields of `message`, as JSON values: a stamp is [version, digest], metrics and scores are
     their hashes."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, has_presence, read in _readers(message.DESCRIPTOR):
         if has_presence and not message.HasField(name):
             continue
@@ -157,12 +160,12 @@ def ids_of(message: Message) -> dict[str, Any]:
 
 
 @functools.cache
-def _readers(kind: Descriptor) -> list[tuple[str, bool, Callable[[Any], Any]]]:
+def _readers(kind: Descriptor) -> list[tuple[str, bool, _Reader]]:
     """Returns, for each field of `kind` that is kept, its name, whether it can be absent, and what reads its value."""
     return [(field.name, field.has_presence, _reader(field)) for field in kind.fields if field.name in _KEPT]
 
 
-def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
+def _reader(field: FieldDescriptor) -> _Reader:
     name = field.name
     if name in _STAMPS:
         return lambda stamp: [stamp.version, stamp.digest]
@@ -187,7 +190,7 @@ def scores_hashes(scores: Iterable[tuple[float, Mapping[str, float]]]) -> list[s
     return [_hash([sorted(one.items()) for one in components]), _hash(list(rewards))]
 
 
-def _metrics_hash(metrics: Any) -> str:
+def _metrics_hash(metrics: Mapping[str, float]) -> str:
     return _hash(sorted(metrics.items()))
 
 
@@ -235,7 +238,7 @@ class CallHistory:
         """Waits until all lines are written, at most 10 s."""
         self._files.close()
 
-    def _put(self, line: dict[str, Any]) -> None:
+    def _put(self, line: Line) -> None:
         self._files.put({"t": _now_s(), **line})
 
 
@@ -248,21 +251,20 @@ class NotedCall:
 
     def __init__(self, history: CallHistory | None, number: int):
         self._history, self._number = history, number
-        self.answers: list[dict[str, Any]] = []
+        self.answers: list[dict[str, object]] = []
 
-    def sending(self, request: Any) -> Any:
+    def sending(self, request: Sent) -> Sent | AsyncIterator[Message]:
         """Returns `request`, whose parts are noted as they are sent, if it is a stream."""
         if self._history is None or isinstance(request, Message):
             return request
         return self._parts(self._history, request)
 
-    async def _parts(self, history: CallHistory, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def _parts(self, history: CallHistory, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
         async for message in messages:
             history.sent(self._number, message)
             yield message
 
-    def got(self, answer: Any) -> None:
-        """Notes an answer."""
+    def got(self, answer: Message) -> None:
         if self._history is not None and (ids := ids_of(answer)):
             self.answers.append(ids)
 

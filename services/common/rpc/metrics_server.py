@@ -1,22 +1,13 @@
 """Serves metrics to Prometheus. Each process has its own registry; the name of a metric ends with its unit."""
 
-import asyncio
+import contextlib
 import logging
-import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics, start_http_server
 
 from services.common.errors import InvalidInput
 from services.common.rpc.address import parse_address, require_loopback
@@ -24,69 +15,22 @@ from services.common.rpc.server import INCARNATION
 
 log = logging.getLogger(__name__)
 
-# A connection is closed after this time, whether it has sent a request or not.
-_CONNECTION_S = 10.0
-# One more connection closes the oldest, so that idle ones keep nobody out.
-_MAX_CONNECTIONS = 64
 
+class Handler(WSGIRequestHandler):
+    """Answers one connection, in a thread of its own; one that sends nothing does not keep the thread."""
 
-class PageServer:
-    """Answers every GET request from a thread with what `page` returns, as `content_type`."""
+    timeout = 10.0
 
-    def __init__(self, host: str, port: int, page: Callable[[], bytes], content_type: str):
-        """Listens; port 0 picks a free port.
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone, sends nothing, or does not read
+            super().handle()
 
-        Raises:
-            OSError: The port is in use, or `host` is not an address of this machine.
-        """
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(where[:2], family=family)
-        self.port: int = listener.getsockname()[1]
-        self._page, self._content_type = page, content_type
-        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
-        self._runner, self._closing = asyncio.Runner(loop_factory=asyncio.new_event_loop), asyncio.Event()
-        self._loop = self._runner.get_loop()
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stops listening and closes all connections."""
-        self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
-
-    def _run(self, listener: socket.socket) -> None:
-        with self._runner:  # its end cancels what is still being answered
-            self._runner.run(self._serve(listener))
-
-    async def _serve(self, listener: socket.socket) -> None:
-        async with await asyncio.start_server(self._answer, sock=listener):
-            await self._closing.wait()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _MAX_CONNECTIONS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = None
-        try:
-            async with asyncio.timeout(_CONNECTION_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                is_get = head.startswith(b"GET ")
-                status, body = ("200 OK", self._page()) if is_get else ("405 Method Not Allowed", b"")
-                fields = f"Content-Type: {self._content_type}\r\nContent-Length: {len(body)}\r\nConnection: close"
-                writer.write(f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode() + body)
-                writer.close()
-                await writer.wait_closed()  # until all is sent
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the client is gone, sends nothing or too much, or does not read
-        finally:
-            self._open.pop(writer, None)
-            writer.transport.abort()
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 @dataclass(frozen=True)
 class Page:
-    """Says where metrics are served; an empty `address` serves none."""
+    """Where metrics are served; an empty `address` serves none."""
 
     address: str = ""
     insecure: bool = False
@@ -96,15 +40,11 @@ class Page:
 
 
 class Metrics:
-    """Holds the metrics registry of a process and serves it.
-
-    Raises:
-        InvalidInput: The page's address is malformed or not loopback.
-    """
+    """The metrics registry of a process, and the server of its page."""
 
     def __init__(self, service: str, page: Page = Page()):
         self._page = page
-        self._server: PageServer | None = None
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
         if page.address:
             self._host, self._port = parse_address(page.address, field=page.field)
             require_loopback(self._host, insecure=page.insecure, field=page.field, consent=page.consent)
@@ -116,29 +56,27 @@ class Metrics:
 
     @property
     def is_served(self) -> bool:
-        """Returns whether metrics are served, or will be."""
         return bool(self._page.address)
 
     def serve(self) -> int:
         """Serves http://HOST:PORT/metrics from a thread, if there is an address.
 
-        Returns:
-            The port, which is a free one if the address has port 0; 0 if nothing is served.
-
-        Raises:
-            InvalidInput: The port is in use, or the address is not one of this host.
+        Returns the port, which is a free one if the address has port 0; 0 if nothing is served.
         """
         if not self._page.address:
             return 0
         try:
-            page = partial(generate_latest, self.registry)
-            self._server = PageServer(self._host, self._port, page, CONTENT_TYPE_LATEST)
+            server, thread = start_http_server(self._port, self._host, self.registry)
         except OSError as error:
             raise InvalidInput(f"{self._page.field} {self._page.address}: {error}", field=self._page.field) from error
-        log.info("metrics on http://%s:%d/metrics", self._host, self._server.port)
-        return self._server.port
+        server.RequestHandlerClass = Handler
+        self._server = server, thread
+        log.info("metrics on http://%s:%d/metrics", self._host, server.server_port)
+        return server.server_port
 
     def close(self) -> None:
-        """Stops serving."""
         if self._server:
-            self._server.close()
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()

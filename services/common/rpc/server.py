@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Never, NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -36,7 +36,7 @@ from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import server_options
 from services.common.rpc.tls import Credentials, require_role
 from services.common.telemetry.context import incoming
-from services.common.telemetry.trace import NO_TRACE, Trace
+from services.common.telemetry.trace import NO_TRACE, Span, Trace
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,10 @@ class RpcMetrics:
         )
 
     @contextmanager
-    def call(self, method: str) -> Generator[None]:
-        """Counts and times the block as one call."""
+    def call(self, span: Span) -> Generator[None]:
+        """Counts the block as the call that `span` is, which ends with it."""
+        method, code, reason = span.name, "OK", ""
         self._started.labels(method).inc()
-        begin, code, reason = time.perf_counter(), "OK", ""
         try:
             yield
         except LockstepError as error:
@@ -88,7 +88,7 @@ class RpcMetrics:
             code, reason = "INTERNAL", Reason.INTERNAL.value
             raise
         finally:
-            self._seconds.labels(method).observe(time.perf_counter() - begin)
+            self._seconds.labels(method).observe(span.seconds)
             self._finished.labels(method, code).inc()
             if reason:
                 self._failures.labels(method, reason).inc()
@@ -107,7 +107,7 @@ _HANDLERS = {
 }
 
 
-Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
+Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
 _SHIELDED = "_is_shielded"
 
 
@@ -143,10 +143,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             behavior = self._unary(handler.stream_unary or handler.unary_unary, method)
         return make(behavior, handler.request_deserializer, handler.response_serializer)
 
-    def _unary(self, behavior: Callable[..., Coroutine[Any, Any, Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    def _unary(self, behavior: Callable[..., Coroutine[object, Never, object]], method: str) -> Callable[..., object]:
         is_shielded = hasattr(behavior, _SHIELDED)
 
-        async def call(request: Any, context: Context) -> Any:
+        async def call(request: object, context: Context) -> object:
             async with self._answering(context, method):
                 answer = behavior(request, context)
                 if not is_shielded:
@@ -157,8 +157,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _stream(self, behavior: Callable[..., AsyncGenerator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
-        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+    def _stream(self, behavior: Callable[..., AsyncGenerator[object]], method: str) -> Callable[..., object]:
+        async def call(request: object, context: Context) -> AsyncIterator[object]:
             async with self._answering(context, method), contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
@@ -171,7 +171,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         metadata = context.invocation_metadata() or ()
         with incoming(metadata), fence.incoming(metadata):
             try:
-                with self._trace.span(name), self._metrics.call(name):
+                with self._trace.span(name) as span, self._metrics.call(span):
                     self._require_role(method, context)
                     yield
             except LockstepError as error:
@@ -190,7 +190,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 @contextlib.contextmanager
-def _logging_end(task: asyncio.Task[Any], method: str) -> Generator[None]:
+def _logging_end(task: asyncio.Task[object], method: str) -> Generator[None]:
     """Logs the error that `task` ends with, if the block, which waits for the task, is canceled before."""
     try:
         yield
@@ -199,7 +199,7 @@ def _logging_end(task: asyncio.Task[Any], method: str) -> Generator[None]:
         raise
 
 
-def _log_end(method: str, task: asyncio.Task[Any]) -> None:
+def _log_end(method: str, task: asyncio.Task[object]) -> None:
     error = None if task.cancelled() else task.exception()
     if isinstance(error, LockstepError):
         log.info("%s, whose caller has given up: %s %s", method, error.reason, error.message)
@@ -214,7 +214,7 @@ async def _abort(context: Context, error: LockstepError) -> NoReturn:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """Identifies the open run of a service: its id and the digest of its config section, both empty if none is open."""
+    """The open run of a service: its id and the digest of its config section, both empty if none is open."""
 
     run_id: str
     config_digest: str
@@ -257,15 +257,11 @@ class Server:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """Returns the gRPC server, for `add_XServicer_to_server`."""
+        """The gRPC server, for `add_XServicer_to_server`."""
         return self._server
 
     async def start(self, address: str, names: list[str], *, insecure: bool = False) -> int:
-        """Listens on `address` (port 0 picks a free port) for the services `names`; returns the port.
-
-        Raises:
-            InvalidInput: The address is malformed, not loopback, or in use.
-        """
+        """Listens on `address` (port 0 picks a free port) for the services `names`; returns the port."""
         host, port = parse_address(address, field="listen")
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = names

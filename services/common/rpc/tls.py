@@ -28,7 +28,7 @@ _URI_PREFIX = "lockstep://role/"
 
 
 class Role(StrEnum):
-    """Identifies what the holder of a certificate is."""
+    """What the holder of a certificate is."""
 
     COORDINATOR = "coordinator"
     ROLLOUT = "rollout"
@@ -38,7 +38,6 @@ class Role(StrEnum):
 
     @property
     def uri(self) -> str:
-        """Returns the URI that names this identity in a certificate."""
         return f"{_URI_PREFIX}{self.value}"
 
 
@@ -77,9 +76,6 @@ def require_role(method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
     Args:
         method: gRPC path of the method.
         peer: `ServicerContext.auth_context()`, which gRPC fills from a verified certificate.
-
-    Raises:
-        PermissionDenied: WRONG_ROLE, with the caller's identities and those that may call the method.
     """
     allowed = MAY_CALL.get(method, frozenset())
     roles = roles_in(uri.decode(errors="replace") for uri in peer.get("peer_uri", ()))
@@ -102,7 +98,7 @@ CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 
 @dataclass(frozen=True)
 class Identity:
-    """Holds the contents of the three files, as PEM, and the fields of the certificate."""
+    """The contents of the three files, as PEM, and the fields of the certificate."""
 
     ca: bytes
     certificate: bytes
@@ -114,12 +110,7 @@ class Identity:
 
 
 def read_identity(directory: Path) -> Identity:
-    """Reads and checks the files in `directory`.
-
-    Raises:
-        InvalidInput: A file is missing or not PEM, the key does not belong to the certificate, or the certificate has
-            no identity. The message says what to do.
-    """
+    """Reads and checks the files in `directory`."""
     ca, certificate, key = (_read(directory / name) for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE))
     try:
         x509.load_pem_x509_certificates(ca)
@@ -147,14 +138,10 @@ def read_identity(directory: Path) -> Identity:
 
 
 class Credentials:
-    """Provides the identity in a directory. A renewed certificate is used from the next connection on."""
+    """The identity in a directory. A renewed certificate is used from the next connection on."""
 
     def __init__(self, directory: Path):
-        """Reads the directory.
-
-        Raises:
-            InvalidInput: As in `read_identity`; or the certificate has expired.
-        """
+        """Reads the directory."""
         self.directory = directory
         self._signature = self._sign()
         self._identity = read_identity(directory)
@@ -179,11 +166,7 @@ class Credentials:
         return self._identity
 
     def require_role(self, *roles: Role) -> None:
-        """Checks that the certificate has one of `roles`, so that a wrong one fails early.
-
-        Raises:
-            InvalidInput: The certificate has none of `roles`.
-        """
+        """Checks that the certificate has one of `roles`, so that a wrong one fails early."""
         if self._identity.roles.isdisjoint(roles):
             has, needs = " and ".join(sorted(self._identity.roles)), " or ".join(roles)
             raise InvalidInput(
@@ -219,7 +202,7 @@ class Credentials:
 
 @dataclass(frozen=True)
 class Transport:
-    """Says how connections are secured: by mTLS, or not at all; plaintext leaves the host only if `insecure`."""
+    """How connections are secured: by mTLS, or not at all; plaintext leaves the host only if `insecure`."""
 
     tls: Credentials | None = None
     insecure: bool = False

@@ -22,12 +22,31 @@ log = logging.getLogger(__name__)
 _TIMEOUT_S = 5.0
 
 
-class Otel:
-    """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller.
+class Span:
+    """A block of work. Its times are read once, for everything that records them."""
 
-    Raises:
-        InvalidInput: The endpoint is not a URL, or the extra `otel` is not installed.
-    """
+    def __init__(self, name: str, **arguments: object):
+        self.name, self.arguments = name, arguments
+        self.began_ns, self.began_s = time.time_ns(), time.perf_counter()
+        self._ended_s: float | None = None
+
+    def end(self) -> float:
+        """Ends the span if it has not ended yet. Returns when it ended, in seconds of `time.perf_counter`."""
+        if self._ended_s is None:
+            self._ended_s = time.perf_counter()
+        return self._ended_s
+
+    @property
+    def seconds(self) -> float:
+        return self.end() - self.began_s
+
+    @property
+    def ended_ns(self) -> int:
+        return self.began_ns + round(self.seconds * 1e9)
+
+
+class Otel:
+    """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller."""
 
     def __init__(self, endpoint: str, process: str, instance: str, *, field: str):
         parts = urlsplit(endpoint)
@@ -52,26 +71,25 @@ class Otel:
         self._headers = TraceContextTextMapPropagator()
 
     @contextmanager
-    def span(self, name: str, **arguments: object) -> Generator[None]:
-        """Records the block as a span, the parent of all spans in the block and in the services that it calls."""
+    def send(self, span: Span) -> Generator[None]:
+        """Sends `span`, which is the block: the parent of all spans in it and in the services that it calls."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 
         parent = self._headers.extract({"traceparent": TRACEPARENT.get()})
-        plain = {key: value if isinstance(value, int | float) else str(value) for key, value in arguments.items()}
-        span = self._tracer.start_span(name, context=parent, attributes=plain)
+        plain = {key: value if isinstance(value, int | float) else str(value) for key, value in span.arguments.items()}
+        sent = self._tracer.start_span(span.name, context=parent, attributes=plain, start_time=span.began_ns)
         header: dict[str, str] = {}
-        self._headers.inject(header, set_span_in_context(span))
+        self._headers.inject(header, set_span_in_context(sent))
         try:
             with scoped(TRACEPARENT, header["traceparent"]):
                 yield
         except BaseException as error:  # cancellation too
-            span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
+            sent.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
             raise
         finally:
-            span.end()
+            sent.end(span.ended_ns)
 
     def close(self) -> None:
-        """Sends the remaining spans."""
         self._provider.shutdown()
 
 
@@ -88,18 +106,17 @@ class Trace:
         self._numbers = itertools.count()
 
     @contextmanager
-    def span(self, name: str, **arguments: object) -> Generator[None]:
+    def span(self, name: str, **arguments: object) -> Generator[Span]:
         """Records the block as a span; spans may overlap."""
-        number = {"local": str(next(self._numbers))}
-        self._write(ph="b", name=name, id2=number, args=arguments)
+        span, number = Span(name, **arguments), {"local": str(next(self._numbers))}
+        self._write(ph="b", name=name, id2=number, args=arguments, ts=span.began_ns / 1e3)
         try:
-            with scoped(_current, self), self._otel.span(name, **arguments) if self._otel else nullcontext():
-                yield
+            with scoped(_current, self), self._otel.send(span) if self._otel else nullcontext():
+                yield span
         finally:
-            self._write(ph="e", name=name, id2=number)
+            self._write(ph="e", name=name, id2=number, ts=span.ended_ns / 1e3)
 
     def close(self) -> None:
-        """Sends the remaining spans to `otel`. The file needs no close."""
         if self._otel:
             self._otel.close()
 
@@ -118,7 +135,7 @@ class Trace:
             if not self._file.tell():
                 self._file.write("[\n")
             self._append({"ph": "M", "name": "process_name", "args": {"name": self._process}})
-        common = {"cat": "lockstep", "pid": os.getpid(), "tid": 0, "ts": time.time_ns() / 1e3}
+        common = {"cat": "lockstep", "pid": os.getpid(), "tid": 0}
         self._file.write(json.dumps(common | event) + ",\n")
 
 
@@ -126,7 +143,7 @@ NO_TRACE = Trace("", "")
 _current: ContextVar[Trace] = ContextVar("lockstep_trace", default=NO_TRACE)
 
 
-def span(name: str, **arguments: object) -> AbstractContextManager[None]:
+def span(name: str, **arguments: object) -> AbstractContextManager[Span]:
     """Records the block as a span in the trace of the current span; does nothing if there is none."""
     return _current.get().span(name, **arguments)
 

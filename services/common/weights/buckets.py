@@ -1,14 +1,101 @@
-"""Packs weights into the buckets of a plan, and unpacks them."""
+"""Packs weights into the buckets of a plan, and unpacks them.
+
+A mixture of experts has tens of thousands of weights, which a rank keeps in a few large tensors. Weights that are
+neighbors there and in the plan are a `Span`, which is copied at once: a call for each would take longer than the bytes.
+"""
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from services.common.compat.torch import Copies
+from services.common.errors import InternalError
 from services.common.weights.plan import ALIGN_BYTES, Bucket, NamedTensors, Place, Plan, contiguous_stride
-from services.common.weights.span import Computed, Items, Source
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive weights of a plan that are neighbors in memory: their names, and all their numbers, 1-D."""
+
+    names: Sequence[str]
+    flat: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A weight that is computed where it is needed, in the bucket, so that no copy of it is made."""
+
+    like: torch.Tensor
+    """Any tensor with the weight's shape and dtype."""
+    write: Callable[[torch.Tensor], None]
+    """Writes the weight into a tensor of that shape and dtype."""
+
+
+# A tensor's rows may be in groups: [groups, rows of a group, ...] instead of [rows, ...].
+Item = tuple[str, torch.Tensor | Computed] | Span
+Items = Iterable[Item]
+
+
+class Source:
+    """Items in the order of a plan, from which places are filled; every mismatch is an InternalError."""
+
+    def __init__(self, items: Items):
+        self._items: Iterator[Item] = iter(items)
+        self._rest: Span | None = None
+
+    def take(self, places: Sequence[Place], begin: int) -> tuple[int, torch.Tensor | Computed]:
+        """Takes the next item. Returns how many of the places from `begin` on it fills, at least one, and what fills
+        them."""
+        item, self._rest = self._rest or next(self._items, None), None
+        if not isinstance(item, Span):
+            return 1, _checked(places[begin], item)
+        filled = places[begin : begin + len(item.names)]
+        if len(filled) < len(item.names):
+            numel = sum(place.num_bytes for place in filled) // item.flat.element_size()
+            self._rest = Span(item.names[len(filled) :], item.flat[numel:])
+            item = Span(item.names[: len(filled)], item.flat[:numel])
+        _require_filled(filled, item)
+        return len(filled), item.flat
+
+    def end(self) -> None:
+        """Raises InternalError if an item is left."""
+        item = self._rest or next(self._items, None)
+        if item is not None:
+            name = item.names[0] if isinstance(item, Span) else item[0]
+            raise InternalError(f"export order changed: the plan ends before {name}")
+
+
+def _checked(place: Place, item: tuple[str, torch.Tensor | Computed] | None) -> torch.Tensor | Computed:
+    name, value = item or ("nothing", torch.empty(0))
+    tensor = value.like if isinstance(value, Computed) else value
+    shape = tuple(tensor.shape)
+    if place.shape and len(shape) == len(place.shape) + 1:  # rows in groups
+        shape = (shape[0] * shape[1], *shape[2:])
+    if (name, tensor.dtype, shape) != (place.name, place.dtype, place.shape):
+        raise InternalError(
+            f"export order changed: the plan has {place.name} {place.dtype} {place.shape}, "
+            f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    return value
+
+
+def _require_filled(places: Sequence[Place], span: Span) -> None:
+    """Checks that the weights of a span fill `places`, between which there are no gaps."""
+    for place, name in zip(places, span.names, strict=True):
+        if (place.name, place.dtype) != (name, span.flat.dtype):
+            raise InternalError(
+                f"export order changed: the plan has {place.name} {place.dtype}, got {name} {span.flat.dtype}"
+            )
+    num_bytes = sum(place.num_bytes for place in places)
+    covered = places[-1].offset + places[-1].num_bytes - places[0].offset
+    if not covered == num_bytes == span.flat.nbytes:
+        raise InternalError(
+            f"{span.names[0]} to {span.names[-1]}: {span.flat.numel()} numbers do not fill {covered} bytes of the plan"
+        )
+
 
 # Maximum bytes copied into a bucket by one call. A call per tensor would take longer than the copies themselves, but
 # the gathered tensors are kept in memory until the call.
@@ -30,9 +117,6 @@ def pack(
     They are packed into what `buffer` returns for their number, or into new memory if it returns None. A tensor that is
     alone in its bucket is not copied if its bytes can be sent as they are. With `skips_base`, `tensors` and the buckets
     are those of the adapter only.
-
-    Raises:
-        InternalError: A tensor differs from the plan's tensor at its place, or comes after the end of the plan.
     """
     source = Source(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
@@ -61,9 +145,6 @@ def pack_rounds(
     The buckets of other senders come without a buffer. All tensors of a round are taken before its first bucket is
     yielded, so that all members start gathers and broadcasts in the same order. Otherwise a broadcast could wait for
     something that a member does only after that broadcast.
-
-    Raises:
-        InternalError: As in `pack`.
     """
     for buckets, tensors in zip(plan.rounds, rounds, strict=True):
         source = Source(tensors)
@@ -146,7 +227,7 @@ def _is_flat(tensor: torch.Tensor) -> bool:
 
 
 class Cost:
-    """Measures one publication. Create it at the start; call `measured` once the device has finished."""
+    """The cost of one publication. Create it at the start; call `measured` once the device has finished."""
 
     def __init__(self, device: torch.device):
         self._cuda = device if device.type == "cuda" else None

@@ -76,11 +76,7 @@ class Epoch(ABC):
             raise
 
     def acknowledge(self, version: int, digest: str) -> None:
-        """Tells rank 0 that this member has finished `version`, with the digest of its content or of its part.
-
-        Raises:
-            Aborted: The trainer's store is gone.
-        """
+        """Tells rank 0 that this member has finished `version`, with the digest of its content or of its part."""
         with self._store_at_hand():
             self._store.set(f"ack/{version}/{self.rank}", digest)
 
@@ -151,7 +147,6 @@ class Epoch(ABC):
                 pace.wait(pause)
 
     def _give_up_with_another(self, what: str) -> None:
-        """Gives up if another member has."""
         if self._store.check([_KILL_KEY]):
             absent = self._store.get(_KILL_KEY).decode()
             self._give_up(f"another member gave up while this one waited for {what}", absent)

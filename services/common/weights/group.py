@@ -37,7 +37,7 @@ _graveyard: list[tuple[float, dist.ProcessGroup]] = []
 
 @dataclass(frozen=True)
 class Transfer:
-    """Holds the parts of a broadcast in progress, and with them their memory."""
+    """The parts of a broadcast in progress, and with them their memory."""
 
     parts: list[tuple[torch.Tensor, dist.Work]]
 
@@ -52,7 +52,7 @@ class WeightGroup(Epoch):
 
     @property
     def sender(self) -> int:
-        """Returns this member's number among the plan's senders."""
+        """This member's number among the plan's senders."""
         return self.rank
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
@@ -74,20 +74,12 @@ class WeightGroup(Epoch):
         return self._begin([self._unused(size) for size in _part_sizes(num_bytes)], sender)
 
     def wait(self, transfer: Transfer) -> None:
-        """Waits until a broadcast has finished.
-
-        Raises:
-            Aborted: The broadcast failed or timed out, or another member gave up.
-        """
+        """Waits until a broadcast has finished."""
         for _, work in transfer.parts:
             self._wait(work)
 
     def agrees(self, values: Sequence[int]) -> bool:
-        """Returns whether all members pass the same 64-bit integers. A collective call, ordered with the broadcasts.
-
-        Raises:
-            Aborted: A member failed, left or timed out.
-        """
+        """Returns whether all members pass the same 64-bit integers. A collective call, ordered with the broadcasts."""
         if self._pg is None:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
         own = torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -100,9 +92,6 @@ class WeightGroup(Epoch):
         """Receives `buckets` and yields each with its bytes.
 
         With `in_place`, they may be overwritten as soon as the next bucket is asked for.
-
-        Raises:
-            Aborted: A broadcast failed or timed out, or another member gave up.
         """
         most = max(bucket.num_bytes for bucket in buckets)
         if in_place and not (self._buffers and self._buffers[0].numel() >= most):
@@ -126,7 +115,7 @@ class WeightGroup(Epoch):
             yield bucket, flat
 
     def free_buffers(self) -> bool:
-        """Frees the memory that is kept for receiving, and returns that it did; the next publication takes it again."""
+        """Frees the memory for receiving, which the next publication takes again. Returns True."""
         self._buffers = ()
         return True
 

@@ -22,7 +22,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """Describes the place of one tensor in its bucket."""
+    """The place of one tensor in its bucket."""
 
     name: str
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Describes consecutive tensors of one sender, which are sent as one flat uint8 buffer.
+    """Consecutive tensors of one sender, which are sent as one flat uint8 buffer.
 
     `start` counts bytes from the start of the first bucket; `sender` is a member of the weight group.
     """
@@ -46,7 +46,7 @@ class Bucket:
 
 
 class Plan:
-    """Holds the name, dtype and shape of every weight in publication order, and the buckets that follow from them."""
+    """Name, dtype and shape of every weight in publication order, and the buckets that follow from them."""
 
     def __init__(self, message: types_pb2.WeightPlan):
         self.message = message
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def has_adapter(self) -> bool:
-        """Returns whether the plan has adapters, so that a publication may leave the base out."""
+        """Whether the plan has adapters, so that a publication may leave the base out."""
         return bool(self.message.adapter_config_json)
 
     def first_bucket(self, *, skips_base: bool) -> int:
@@ -112,7 +112,6 @@ class Plan:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 

@@ -126,7 +126,7 @@ _NUM_REPLACED = 16
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Holds the address of a store and the secret that it requires."""
+    """The address of a store and the secret that it requires."""
 
     host: str
     port: int
@@ -137,11 +137,7 @@ class ServedStore:
     """Serves a store at `address` until the process ends."""
 
     def __init__(self, host: str):
-        """Listens on a free port, only on the interface that has the address `host`.
-
-        Raises:
-            InvalidInput: `host` is not an address of this machine.
-        """
+        """Listens on a free port, only on the interface that has the address `host`."""
         try:
             inside, outside = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
         except OSError as error:

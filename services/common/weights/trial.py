@@ -29,11 +29,7 @@ _START_S, _MAX_TIMEOUT_S, _NUM_WAITS = 60.0, 600.0, 7
 
 
 def trial_group(store: StoreAddress, *, num_receivers: int, timeout_s: float) -> types_pb2.WeightGroup:
-    """Returns a group for one test broadcast, between GPUs if this process has any.
-
-    Raises:
-        InvalidInput: There are no receivers, or the timeout is out of range.
-    """
+    """Returns a group for one test broadcast, between GPUs if this process has any."""
     if num_receivers < 1:
         raise InvalidInput("num_receivers: must be 1 or more", field="num_receivers")
     if not 0 < timeout_s <= _MAX_TIMEOUT_S:

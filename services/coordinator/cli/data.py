@@ -10,8 +10,8 @@ from services.common.counted import counted
 from services.coordinator.data.prepare.formats import FORMATS, ConversionOptions, Format, Split
 
 if TYPE_CHECKING:
-    from services.coordinator.data.prepare.arithmetic import Problem
     from services.coordinator.data.prepare.convert import ConversionReport
+    from services.coordinator.data.prepare.tasks import Problem
 
 _DEFAULTS = ConversionOptions()
 
@@ -63,8 +63,8 @@ def _arithmetic(
     """Generate the quickstart's task: additions and subtractions of numbers up to 99."""
     import pyarrow as pa
 
-    from services.coordinator.data.prepare.arithmetic import problems
     from services.coordinator.data.prepare.convert import ConversionReport, write_splits
+    from services.coordinator.data.prepare.tasks import problems
 
     schema = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
     rows: dict[Split, list[Problem]] = {
@@ -85,7 +85,7 @@ def _reasoning_gym(
     settings: Annotated[str, typer.Option(help="Settings of the task, as a JSON object.")] = "{}",
 ) -> None:
     """Generate tasks of reasoning-gym for `environment: {kind: reasoning_gym}` (extra: environments)."""
-    from services.coordinator.data.prepare.reasoning_gym import make_files, parse_settings
+    from services.coordinator.data.prepare.tasks import make_files, parse_settings
 
     sizes: dict[Split, int] = {"train": num_rows, "test": num_test} if num_test else {"train": num_rows}
     _show(make_files(task, parse_settings(settings), num_rows=sizes, seed=seed, out=out))

@@ -1,74 +1,34 @@
-"""Implements `lockstep env try`, which plays an episode of a run's environment without a model."""
+"""Plays an episode of a run's environment without a model, for `lockstep env try`."""
 
-import asyncio
 import json
-import sys
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from services.common.config.run import Config
-from services.common.errors import InvalidInput, NotFound
+from services.common.errors import DeadlineExceeded, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.clients.environment import row_of
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.tools import PROBE, TIMEOUT_S
-from services.coordinator.observe.console import literal_console
+from services.coordinator.fleet.probes import Answer, EnvironmentProbe
 from services.coordinator.rl.session import load_data
 
-_console = literal_console()
 
-
-def app() -> typer.Typer:
-    """Returns the command `try`."""
-    commands = typer.Typer(no_args_is_help=True, help="Play a run's environment without a model.")
-    commands.callback()(lambda: None)  # typer would make the only command the group itself
-    commands.command("try")(play)
-    return commands
-
-
-def play(
-    config: Annotated[list[str], typer.Argument(help="YAML files and key=value overrides; later ones win.")],
-    row: Annotated[
-        int, typer.Option(min=0, help="Row of the training data, counted from 0: 17 for prompt 17-9f2c41d0.")
-    ] = 0,
-    policy_text: Annotated[
-        list[str] | None, typer.Option(help="A turn of the policy; repeat it for more. Otherwise you are asked.")
-    ] = None,
-    replies: Annotated[
-        Path | None, typer.Option(help="File with a turn in each line; a line may be JSON text, for line breaks.")
-    ] = None,
-) -> None:
-    """Play one row: show the messages, take the policy's turns from you, and show replies, rewards and the end.
-
-    The exit code is 1 if the environment fails.
-    """
-    from services.common.config.load import load
-    from services.common.config.run import Config
-
-    settings = load(Config, config)
-    texts = [*(policy_text or []), *(_lines(replies) if replies else [])]
-    is_well = asyncio.run(play_row(settings, row, iter(texts) if policy_text or replies else _asked(), _console))
-    raise typer.Exit(0 if is_well else 1)
-
-
-def _asked() -> Iterator[str]:
+def typed_lines(console: Console) -> Iterator[str]:
     """Yields the lines that are typed, until the end of input."""
     while True:
         try:
-            yield _console.input("policy> ")
+            yield console.input("policy> ")
         except EOFError:
             return
 
 
-def _lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a file. A line may be JSON text, for line breaks."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -81,13 +41,7 @@ def _lines(path: Path) -> Iterator[str]:
         yield text if isinstance(text, str) else line
 
 
-_MARGIN_S = 30.0
-_MAX_LINE_BYTES = 64 << 20
-
-Answer = Mapping[str, Any]
-
-
-async def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -> bool:
+def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -> bool:
     """Plays the row with that number of the training data, and prints what happens. Returns whether nothing failed.
 
     Raises:
@@ -97,16 +51,15 @@ async def play_row(config: Config, row: int, turns: Iterator[str], console: Cons
     if config.environment is None:
         raise InvalidInput("environment: the config has none to play", field="environment")
     prompt = _prompt(config, row)
-    async with _probe(config) as ask:
-        opened = await ask({"environment": config.environment.model_dump(mode="json")}, TIMEOUT_S)
+    with EnvironmentProbe(config.environment, shows_errors=True) as probe:
+        opened = _answer(probe.open)
         console.print(f"{config.environment.kind} {opened['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
         for tool in opened["tools"]:
             console.print(f"tool: {json.dumps(tool.get('function', tool), ensure_ascii=False)}", soft_wrap=True)
         for message in prompt.messages:
             _say(console, message["role"], message["content"])
-        limit_s = config.environment.longest_reply_s + _MARGIN_S
         seed = environment_seed(config.seed, prompt.prompt_id)
-        answer = await ask({"reset": row_of(prompt), "seed": seed}, limit_s)
+        answer = _answer(probe.play, {"reset": row_of(prompt), "seed": seed})
         for turn in range(config.environment.max_turns):
             if not _show(console, answer):
                 return False
@@ -117,12 +70,22 @@ async def play_row(config: Config, row: int, turns: Iterator[str], console: Cons
                 return True
             console.print(f"--- turn {turn + 1}")
             _say(console, "policy", text)
-            answer = await ask({"step": text}, limit_s)
+            answer = _answer(probe.play, {"step": text})
             if "failure" not in answer:
                 console.print(f"reward {answer.get('reward', 0.0):g}{', done' * answer.get('done', False)}")
         if _show(console, answer) and not answer.get("done"):
             console.print(f"environment.max_turns: {config.environment.max_turns} turns were played")
     return "failure" not in answer
+
+
+def _answer(ask: Callable[..., Answer], *call: Mapping[str, object]) -> Answer:
+    try:
+        return ask(*call)
+    except DeadlineExceeded as error:
+        raise InvalidInput(f"environment: {error.message}", field="environment") from error
+    except PreconditionFailed as error:
+        why = f"environment: it does not open, or its process died: {error.message}"
+        raise InvalidInput(why, field="environment") from error
 
 
 def _prompt(config: Config, row: int) -> Prompt:
@@ -137,41 +100,6 @@ def _prompt(config: Config, row: int) -> Prompt:
 
 def _row_number(prompt: Prompt) -> int:
     return int(prompt.prompt_id.partition("-")[0])
-
-
-@asynccontextmanager
-async def _probe(config: Config) -> AsyncIterator[Any]:
-    """Yields a function that sends a line to the probe and returns its answer."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *PROBE),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=_MAX_LINE_BYTES,
-    )
-    assert process.stdin and process.stdout, "they are pipes"
-    stdin, stdout = process.stdin, process.stdout
-
-    async def ask(line: Mapping[str, object], limit_s: float) -> Answer:
-        stdin.write(json.dumps(line).encode() + b"\n")
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await stdout.readline()
-        except TimeoutError:
-            raise InvalidInput(f"environment: no answer within {limit_s:g} s", field="environment") from None
-        if not answer:
-            raise InvalidInput("environment: it does not open, or its process died; see above", field="environment")
-        return json.loads(answer)
-
-    try:
-        yield ask
-    finally:
-        stdin.close()
-        try:
-            async with asyncio.timeout(config.environment.turn_s + _MARGIN_S if config.environment else _MARGIN_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 def _show(console: Console, answer: Answer) -> bool:

@@ -1,4 +1,4 @@
-"""Implements `lockstep push`, which uploads an exported model to the Hugging Face Hub."""
+"""Writes a checkpoint as a Hugging Face model (`lockstep export`), and uploads it to the Hub (`lockstep push`)."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from services.common.config.load import AnyConfig, load_any
 from services.common.config.loss import LossConfig
@@ -23,12 +22,12 @@ _LAYOUT = Path("state") / "layout.json"  # only strategy megatron writes it
 _DTYPES = ("float32", "bfloat16")
 
 
-def export_config(checkpoint: Path, given: Sequence[str], dtype: str) -> AnyConfig:
+def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> AnyConfig:
     """Returns the config under which one process on CPU can load `checkpoint`.
 
     Args:
         checkpoint: A checkpoint of a run.
-        given: Configs and overrides that come after the config in the run's directory, if it is there.
+        overrides: Configs and overrides that come after the config in the run's directory, if it is there.
         dtype: float32, bfloat16, or auto for the dtype that the starting model's config.json names.
 
     Raises:
@@ -41,13 +40,13 @@ def export_config(checkpoint: Path, given: Sequence[str], dtype: str) -> AnyConf
         raise NotFound(f"{checkpoint} has no manifest.json{hint}", field="checkpoint")
     of_run = checkpoint.resolve().parent.parent / "config.json"
     files = [str(of_run)] if of_run.is_file() else []
-    if not files and not given:
+    if not files and not overrides:
         raise NotFound(f"{of_run} does not exist: give the config of the run as well", field="checkpoint")
-    config = load_any([*files, *given])
+    config = load_any([*files, *overrides])
     trainer = _on_one_process(config.trainer, checkpoint)
     trainer = trainer.model_copy(update={"compute_dtype": _dtype(config.model, dtype)})
-    models: dict[str, Any] = {"critic": None} if config.critic else {}
-    return config.model_copy(update={"trainer": trainer, "trace": False, **models})
+    changes = {"trainer": trainer, "trace": False} | ({"critic": None} if config.critic else {})
+    return config.model_copy(update=changes)
 
 
 async def export(checkpoint: Path, config: AnyConfig, out: Path) -> None:
@@ -75,13 +74,13 @@ def _on_one_process(trainer: TrainerConfig, checkpoint: Path) -> TrainerConfig:
 
     Checkpoints are loaded in any layout, except those of Megatron that were saved by bucket: they need that layout.
     """
-    given, num_ranks = trainer.megatron, 1
-    megatron = MegatronConfig(moe=given.moe, packed_sequences=given.packed_sequences)
+    saved, num_ranks = trainer.megatron, 1
+    megatron = MegatronConfig(moe=saved.moe, packed_sequences=saved.packed_sequences)
     layout = checkpoint / _LAYOUT
     if layout.is_file() and json.loads(layout.read_text())["layout"]["resharding"] != "fully_reshardable":
-        dense = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
-        expert = given.pipeline_model_parallel_size * given.expert_model_parallel_size * given.etp
-        num_ranks, megatron = math.lcm(dense, expert), given
+        dense = saved.tensor_model_parallel_size * saved.pipeline_model_parallel_size * saved.context_parallel_size
+        expert = saved.pipeline_model_parallel_size * saved.expert_model_parallel_size * saved.etp
+        num_ranks, megatron = math.lcm(dense, expert), saved
     alone = {"num_ranks": num_ranks, "megatron": megatron, "fsdp": FsdpConfig(), "loss": LossConfig()}
     return trainer.model_copy(update={**alone, "profiler": ProfilerConfig()})
 

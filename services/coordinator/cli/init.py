@@ -3,11 +3,11 @@ GPUs."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -20,6 +20,8 @@ from services.coordinator.data.reading.hub import local_model
 from services.coordinator.data.reading.sources import Rows, files_of, read_rows
 from services.coordinator.text.tokenizer import Tokenizer
 
+Value = TypeVar("Value")
+
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
 _ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output")
 _POSITIONS = 4096
@@ -28,7 +30,7 @@ _POSITIONS = 4096
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Holds the sizes of a first run."""
+    """The sizes of a first run."""
 
     prompts: int
     samples: int
@@ -180,7 +182,7 @@ def _options(kind: str, tests: str) -> str:
     return f"{{kind: {kind}{column}}}"
 
 
-def _most(fits: Callable[[Any], object], values: list) -> bool:
+def _most(fits: Callable[[Value], object], values: Sequence[Value]) -> bool:
     return sum(bool(fits(value)) for value in values) * 2 > len(values)
 
 

@@ -10,14 +10,12 @@ import typer
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
-from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
-from services.coordinator.cli.endings import fail, outliving_output
-from services.coordinator.cli.environment import app as environment_app
+from services.coordinator.cli.groups import groups
 from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.cli.output import fail, outliving_output
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
-from services.coordinator.cli.replicas import app as replicas_app
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
@@ -47,9 +45,8 @@ def lockstep(
 
 
 app.add_typer(data_app(), name="data")
-app.add_typer(certs_app(), name="certs")
-app.add_typer(environment_app(), name="env")
-app.add_typer(replicas_app(), name="replicas")
+for _name, _group in groups().items():
+    app.add_typer(_group, name=_name)
 app.add_typer(remote_app())
 
 _console = literal_console()
@@ -190,8 +187,8 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML page with a run's curves, samples and failures, or compare several runs in a table."""
-    from services.coordinator.observe.report.compare import show_comparison
     from services.coordinator.observe.report.page import write_report
+    from services.coordinator.observe.report.summary import show_comparison
 
     if len(run_dir) == 1:
         _console.print(f"wrote {write_report(run_dir[0], out)}", soft_wrap=True)

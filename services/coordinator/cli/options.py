@@ -43,7 +43,7 @@ _OPTIONS: dict[str, tuple[object, object]] = {
 
 
 class Given(TypedDict, total=False):
-    """Holds the values of the options that a command takes."""
+    """The values of the options that a command takes."""
 
     rollout: list[str] | None
     reward: list[str] | None

@@ -30,7 +30,7 @@ _START_S = 60.0
 
 
 class EnvironmentFailure(StrEnum):
-    """Says why an episode failed, which was not the policy's fault. Metrics count it under this word."""
+    """Why an episode failed, which was not the policy's fault. Metrics count it under this word."""
 
     TIMEOUT = "timeout"
     CRASHED = "crashed"

@@ -1,4 +1,4 @@
-"""Reads the properties of this host's GPUs from the NVIDIA driver's command, without loading the driver."""
+"""The GPUs of this host: which there are, which of them each service gets, and who holds those that are shared."""
 
 import asyncio
 import os
@@ -18,14 +18,14 @@ Switch = Callable[[], Awaitable[None]]
 
 
 class Side(StrEnum):
-    """Names the sides that can hold the GPUs."""
+    """A side that can hold the GPUs."""
 
     TRAINER = "trainer"
     ENGINES = "engines"
 
 
 class OwnGpus:
-    """Manages the GPUs of a run in which each service has its own."""
+    """The GPUs of a run in which each service has its own."""
 
     @asynccontextmanager
     async def held_by(self, side: Side) -> AsyncIterator[None]:
@@ -39,7 +39,7 @@ class OwnGpus:
 
 
 class SharedGpus(OwnGpus):
-    """Manages the GPUs of a colocated run. The engines hold them first."""
+    """The GPUs of a colocated run. The engines hold them first."""
 
     def __init__(self) -> None:
         self._side, self._num_holders = Side.ENGINES, 0
@@ -178,7 +178,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describes a GPU of this host."""
+    """A GPU of this host."""
 
     index: str
     uuid: str

@@ -1,23 +1,18 @@
-"""Calls one rollout replica, checks its samples, and names why replicas do not serve."""
+"""Calls one rollout replica."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
-from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
+from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
-from services.common.batches.batch import tokens_sha256
-from services.common.batches.routes import from_parts
 from services.common.config.run import Config, TimeoutsConfig
-from services.common.errors import InternalError, InvalidInput, LockstepError, PermissionDenied, Reason, Unauthenticated
+from services.common.errors import InvalidInput, LockstepError, PermissionDenied, Reason, Unauthenticated
 from services.common.rpc.client import MAX_RETRY_S, Client, Renewal
 from services.common.rpc.tls import LOCAL, Transport
-from services.coordinator.data.groups import SampledGroup
-from services.coordinator.data.prompts import Prompt
-from services.coordinator.runs.replicas import Note
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +23,7 @@ PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
 
 
 class ReplicaState(StrEnum):
-    """Names the states of a replica. A DEAD one becomes STALE first: it has no weights until a publication."""
+    """The states of a replica. A DEAD one becomes STALE first: it has no weights until a publication."""
 
     DEAD = "dead"
     STALE = "stale"
@@ -165,7 +160,6 @@ class Replica:
         self.state, self.has_served = ReplicaState.SERVING, True
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._renewal.end()
         await self._client.close()
 
@@ -179,93 +173,9 @@ async def open_named(replica: Replica, run_id: str, config: Config, card: ModelC
         raise InvalidInput(message, reason=error.reason, **error.metadata) from error
 
 
-class Affinity:
-    """Remembers the replica of an episode, which has the earlier turns in its prefix cache."""
-
-    def __init__(self):
-        self.replica: Replica | None = None
-
-
-class Notes:
-    """Has a note for each address whose replica does not serve, and says when they change."""
-
-    def __init__(self) -> None:
-        self.all: Mapping[str, Note] = {}
-        """The notes by address."""
-        self.changed: Callable[[], None] = lambda: None
-        """Is called after every change."""
-
-    def is_unused(self, address: str) -> bool:
-        """Returns whether the run does without the service at `address`."""
-        return address in self.all and self.all[address].is_unused
-
-    def used_names(self, addresses: Collection[str]) -> set[str]:
-        """Returns the addresses by which the run knows the services at `addresses`."""
-        return {(self.all[at].same_as if at in self.all else "") or at for at in addresses}
-
-    def put(self, address: str, note: Note | None) -> bool:
-        """Replaces the note of an address, or removes it. Returns whether that changes it."""
-        if self.all.get(address) == note:
-            return False
-        others = {at: other for at, other in self.all.items() if at != address}
-        self.all = {**others, address: note} if note else others
-        self.changed()
-        return True
-
-    def keep_only(self, addresses: Collection[str]) -> None:
-        """Forgets the notes of addresses that are not listed any more, so that they can be tried again."""
-        for address in set(self.all).difference(addresses):
-            self.put(address, None)
-
-
 def why_not_open(error: LockstepError) -> str:
     """Returns why a replica is not open, in a few words."""
     if error.reason is not Reason.UNREACHABLE:
         return error.message
     # gRPC: failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect ...: Connection refused
     return f"unreachable: {error.message.rpartition(': ')[2].partition(' (')[0].lower()}"
-
-
-def same_services(replicas: Sequence[Replica]) -> dict[Replica, Replica]:
-    """Returns every replica that is another name of one that the run uses, with that one."""
-    living = [replica for replica in replicas if replica.state is not ReplicaState.DEAD and replica.incarnation]
-    used, found = dict[str, Replica](), dict[Replica, Replica]()
-    for replica in sorted(living, key=lambda one: one.state is not ReplicaState.SERVING):
-        first = used.setdefault(replica.incarnation, replica)
-        if first is not replica:
-            found[replica] = first
-    return found
-
-
-def require_kept(group: SampledGroup, sampling: SamplingParams, address: str) -> None:
-    """Raises InternalError if a replica has returned no kept sets although they were asked for."""
-    if sampling.return_kept and not group.kept:
-        raise InternalError(f"replica {address} returned no kept sets; update its service")
-
-
-def sampled_group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:
-    """Returns the group in the answers of one replica.
-
-    Raises:
-        InternalError: The group is incomplete; PROMPT_MISMATCH, the engine used other prompt tokens.
-    """
-    if not answers or len(answers[-1].completions) != num_samples or any(part.completions for part in answers[:-1]):
-        raise InternalError(f"a replica returned an incomplete group for prompt {prompt.prompt_id}")
-    answer = answers[-1]
-    sent, seen = tokens_sha256(prompt.tokens), answer.prompt_sha256
-    if (answer.prompt_num_tokens, seen) != (len(prompt.tokens), sent):
-        raise InternalError(
-            f"prompt {prompt.prompt_id} was sent as {len(prompt.tokens)} tokens (SHA-256 {sent[:8]}), but the engine "
-            f"used {answer.prompt_num_tokens} tokens ({seen[:8] or 'no SHA-256'})",
-            reason=Reason.PROMPT_MISMATCH,
-        )
-    return SampledGroup(
-        index,
-        prompt,
-        answer.completions,
-        answer.stamp,
-        drafts=answer.drafts,
-        num_cached_tokens=answer.num_cached_tokens,
-        routes=from_parts((part for message in answers for part in message.routes), num_samples),
-        kept=from_parts((part for message in answers for part in message.kept), num_samples),
-    )

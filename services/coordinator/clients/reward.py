@@ -1,4 +1,4 @@
-"""Calls all reward services of a run."""
+"""Calls the reward services of a run, and counts what they could not score."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ ENVIRONMENT = "environment"
 
 @dataclass(frozen=True)
 class Cause:
-    """Says why a prompt group or an episode has no reward."""
+    """Why a prompt group or an episode has no reward."""
 
     source: str
     """`scorer` with its name, or `environment`."""
@@ -169,7 +169,6 @@ class Reward:
         return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._renewal.end()
         await self._client.close()
 
@@ -254,6 +253,13 @@ class Rewards:
                     message = f"{first.address} has {mine}, but {service.address} has {others}: install one version"
                     raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
 
+    async def score(
+        self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
+    ) -> ScoredGroup | None:
+        """Does the same as `Reward.score`, on the service with the fewest groups in progress."""
+        with self.least_loaded() as service:
+            return await service.score(group, tokenizer, keep_failed=keep_failed)
+
     @contextmanager
     def least_loaded(self) -> Iterator[Reward]:
         """Yields the service for one group."""
@@ -273,7 +279,6 @@ class Rewards:
         return {name: float(number) for name, number in total.items()}
 
     async def close(self) -> None:
-        """Closes the channels."""
         await gather(service.close() for service in self.services)
 
 

@@ -1,1 +1,1 @@
-"""Holds the coordinator's use of tensorboardX internals; see services.common.compat."""
+"""The coordinator's use of tensorboardX internals; see services.common.compat."""

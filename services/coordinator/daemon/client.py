@@ -22,15 +22,13 @@ _CALL_TIMEOUT_S = 30.0
 # Timeout of a stream, which is then reopened, so that the daemon does not hold resources forever for a client that
 # disappeared. Keepalive detects a dead peer much earlier.
 _STREAM_TIMEOUT_S = 3600.0
-
-
 # How long to wait for a restarted daemon.
 _RECONNECT_TIMEOUT_S = 60.0
 
 
 @dataclass
 class _Seen:
-    """Holds the newest versions whose events a watcher has."""
+    """The newest versions whose events a watcher has."""
 
     step: int = 0
     evaluation: int = -1
@@ -96,7 +94,7 @@ class Coordinator:
             except (Unavailable, DeadlineExceeded) as error:
                 await self._wait_until_back(name, error)
 
-    async def _events_after(self, name: str, seen: "_Seen") -> AsyncIterator[pb.WatchRunResponse]:
+    async def _events_after(self, name: str, seen: _Seen) -> AsyncIterator[pb.WatchRunResponse]:
         """Yields each event after those of `seen`, and adds it to `seen`."""
         request = pb.WatchRunRequest(name=name, after_version=seen.step)
         async for answer in self._client.stream(CoordinatorService.WatchRun, request, timeout_s=_STREAM_TIMEOUT_S):

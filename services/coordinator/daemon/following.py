@@ -17,7 +17,7 @@ from services.coordinator.daemon.history import from_message, state_name
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import fitting
 from services.coordinator.observe.frontend import Outcome
-from services.coordinator.observe.reporters import Terminal
+from services.coordinator.observe.terminal import Terminal
 from services.coordinator.rl.session import show_outcome
 from services.coordinator.runs.reporter import in_order
 
@@ -107,4 +107,4 @@ def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:
         table.step(answer.step.version, dict(answer.step.values))
     elif answer.HasField("evaluation"):
         table.evaluation(answer.evaluation.version, dict(answer.evaluation.values))
-    table.phase(run.phase if run.state == pb.RUN_STATE_RUNNING else state_name(run), run.version)
+    table.begin_phase(run.phase if run.state == pb.RUN_STATE_RUNNING else state_name(run), run.version)

@@ -1,17 +1,15 @@
 """Reads a run's state and events from its directory, whichever process ran it."""
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
-from services.common.errors import DataLoss, LockstepError, described
+from services.common.errors import LockstepError, described
 from services.coordinator.data.groups import Conversation, Part
-from services.coordinator.runs.ledger import Decision, Kind
-from services.coordinator.runs.recorded import RecordedLedger
-from services.coordinator.runs.resume import LEDGER
+from services.coordinator.runs.ledger import LEDGER, Decision, Kind
+from services.coordinator.runs.reader import METRICS, LedgerReader, metrics_lines
 
 
 def read_run(directory: Path) -> pb.Run | None:
@@ -20,7 +18,7 @@ def read_run(directory: Path) -> pb.Run | None:
         return None
     run = pb.Run(name=directory.name, run_dir=str(directory))
     try:
-        run.version = max((version for version, _ in _lines(directory)), default=0)
+        run.version = max((line.step for line in metrics_lines(directory / METRICS)), default=0)
         opened, failed, is_early = _last_session(directory, run.version)
     except LockstepError as error:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"
@@ -46,9 +44,9 @@ def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunRe
         DataLoss: A line of metrics.jsonl is damaged.
     """
     return [
-        event_of(version, metrics, is_step="time/step_s" in metrics)
-        for version, metrics in _lines(directory)
-        if up_to is None or version <= up_to
+        event_of(line.step, line.metrics, is_step=line.is_step)
+        for line in metrics_lines(directory / METRICS)
+        if up_to is None or line.step <= up_to
     ]
 
 
@@ -63,27 +61,10 @@ def is_news(event: pb.WatchRunResponse, after: int) -> bool:
     return event.step.version > after if event.HasField("step") else event.evaluation.version >= after
 
 
-def _lines(directory: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        return
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return  # the line is still being written
-            try:
-                metrics = json.loads(line.decode())
-            except ValueError as error:
-                raise DataLoss(
-                    f"{path} has a damaged line: {error}; resuming the run takes it from the ledger"
-                ) from error
-            yield metrics.pop("step"), metrics
-
-
 def _last_session(directory: Path, version: int) -> tuple[Decision | None, Decision | None, bool]:
     """Returns how the last session was opened, its failure if it ended with one, and whether early stopping ended it
     after `version`."""
-    with closing(RecordedLedger(directory)) as ledger:
+    with closing(LedgerReader(directory)) as ledger:
         return ledger.last(Kind.OPENED), ledger.failure(), ledger.last(Kind.STOPPED, version) is not None
 
 

@@ -13,7 +13,7 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.config.run import Config
 from services.common.errors import NotFound, Overloaded
-from services.coordinator.observe.log_files import log_file
+from services.coordinator.observe.frontend import log_file
 
 _CHUNK_BYTES = 256 << 10
 

@@ -5,7 +5,6 @@ import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -110,10 +109,9 @@ class HostedRun(Reporter):
         self._notify()
         return self
 
-    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+    def begin_phase(self, name: str, version: int) -> None:
         self.state.phase = name
         self._notify()
-        return nullcontext()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         self.state.version = version

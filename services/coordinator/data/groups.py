@@ -1,4 +1,4 @@
-"""Holds prompt groups, sampled and then scored, puts them into a batch, and splits their rewards by a column."""
+"""Prompt groups, sampled and then scored: puts them into a batch, and splits their rewards by a column."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Episode:
-    """Says which tokens of a sample are the policy's turns. All others are the environment's and are not trained on.
+    """The tokens of a sample that are the policy's turns. All others are the environment's and are not trained on.
 
     Turn k has the tokens from `turn_begins[k]` to `turn_ends[k]`, exclusive, and the reward `turn_rewards[k]`, which
     is the environment's times `environment.weight`.
@@ -46,7 +46,6 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """Returns the sum of the turns' rewards."""
         return total(self.turn_rewards)
 
     def loss_mask(self, num_tokens: int) -> list[bool]:
@@ -57,7 +56,6 @@ class Episode:
         return mask
 
     def turns(self, tokens: Sequence[int]) -> list[Sequence[int]]:
-        """Returns the tokens of each turn."""
         return [tokens[begin:end] for begin, end in zip(self.turn_begins, self.turn_ends, strict=True)]
 
     def replies(self, tokens: Sequence[int]) -> list[Sequence[int]]:
@@ -68,7 +66,7 @@ class Episode:
 
 @dataclass
 class Stream:
-    """Holds the tokens of an episode in progress. Tokens are only appended, exactly as they were sampled or sent."""
+    """The tokens of an episode in progress. Tokens are only appended, exactly as they were sampled or sent."""
 
     prompt: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
@@ -110,7 +108,6 @@ class Stream:
         self.kept.append((b"", len(tokens)))
 
     def end(self, reason: FinishReason, seed: int, environment: str) -> tuple[Completion, Episode]:
-        """Returns the sample and its episode."""
         completion = Completion(tokens=self.tokens, logprobs=self.logprobs, finish_reason=reason, seed=seed)
         return completion, Episode(self.begins, self.ends, self.rewards, environment)
 
@@ -135,7 +132,7 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """Holds one prompt, its completions and the stamp of the weights that generated them."""
+    """One prompt, its completions and the stamp of the weights that generated them."""
 
     index: int
     prompt: Prompt
@@ -154,7 +151,6 @@ class SampledGroup:
 
     @property
     def length(self) -> int:
-        """Returns the number of tokens of the longest completion."""
         return max(len(completion.tokens) for completion in self.completions)
 
     @property
@@ -169,7 +165,7 @@ class SampledGroup:
 
 @dataclass(frozen=True)
 class ScoredGroup(SampledGroup):
-    """Holds a sampled group with one score per completion."""
+    """A sampled group with one score per completion."""
 
     scores: Sequence[Score]
     scorer: str
@@ -256,7 +252,7 @@ def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict
 
 @dataclass(frozen=True)
 class Part:
-    """Holds the text of a turn of the policy with its reward, or the environment's reply, which has none."""
+    """The text of a turn of the policy with its reward, or the environment's reply, which has none."""
 
     text: str
     reward: float | None
@@ -264,7 +260,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds one sample of a batch. Without an environment it has one turn, the completion."""
+    """One sample of a batch. Without an environment it has one turn, the completion."""
 
     prompt_id: str
     sample: int

@@ -1,7 +1,10 @@
-"""Loads the prompts of a run. A step's batch depends only on (dataset, seed, step), so no loader state is saved."""
+"""Loads the prompts of a run, and orders those that a step tries.
+
+Both are pure functions of (dataset, seed, step) and of recorded success rates, so no loader state is saved.
+"""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, overload
@@ -11,9 +14,11 @@ from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.config.data import DataConfig
 from services.common.config.load import AnyConfig
+from services.common.config.run import Config
+from services.common.config.selection import CurriculumConfig
 from services.common.errors import InvalidInput
 from services.common.files.model_card import read_model_card, write_model_card
-from services.coordinator.data.order import EpochOrder
+from services.coordinator.data.order import EpochOrder, shuffled
 from services.coordinator.data.reading.rows import AnswerlessFile, PromptFile, PromptRow, RowPrompt
 from services.coordinator.text.chat_template import Message
 from services.coordinator.text.tokenizer import Tokenizer
@@ -23,7 +28,7 @@ _MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Holds one prompt.
+    """A prompt of a run.
 
     Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "", "content": "6 * 7 ="},),
     row_prompt="6 * 7 =")
@@ -46,7 +51,7 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """Holds prompts in file order."""
+    """Prompts in file order."""
 
     def __init__(self, rows: Sequence[PromptRow]):
         self._rows = rows
@@ -76,7 +81,7 @@ class Prompts(Sequence[Prompt]):
 
 
 class PromptDataset:
-    """Holds the training prompts, and the order that assigns them to the steps' batches."""
+    """The training prompts, and the order that assigns them to the steps' batches."""
 
     def __init__(self, prompts: Prompts, order: EpochOrder):
         self.prompts = prompts
@@ -95,7 +100,6 @@ class PromptDataset:
 
     @property
     def digest(self) -> str:
-        """Returns Prompts.digest."""
         return self.prompts.digest
 
     def __len__(self) -> int:
@@ -151,7 +155,7 @@ Load = Callable[[ConfigT, Tokenizer], Data]
 """Reads the data that a config names, with the tokenizer of its model."""
 
 
-def load_early(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: bool) -> Data | None:
+def load_if_local(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: bool) -> Data | None:
     """Returns the run's data; None if only the trainer's host has the model.
 
     Raises:
@@ -163,7 +167,7 @@ def load_early(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: b
     return _load(config, Path(config.model), load)
 
 
-def load_late(config: ConfigT, card: ModelCard, load: Load[ConfigT, Data]) -> Data:
+def load_from_card(config: ConfigT, card: ModelCard, load: Load[ConfigT, Data]) -> Data:
     """Returns the run's data, read with the model card that the trainer sent."""
     directory = config.run_dir / "model_card"
     directory.mkdir(exist_ok=True)
@@ -173,3 +177,74 @@ def load_late(config: ConfigT, card: ModelCard, load: Load[ConfigT, Data]) -> Da
 
 def _load(config: ConfigT, model: Path, load: Load[ConfigT, Data]) -> Data:
     return load(config, Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date))
+
+
+# Second word of the spawn key. The orders of epochs use keys of one word.
+REFILLS = 1
+
+
+def prompts_to_try(
+    data: PromptDataset, config: Config, step: int, success_rates: Callable[[int, int | None], Mapping[str, float]]
+) -> Iterator[Prompt]:
+    """Yields every prompt of `data` once, in the order in which `step` tries them.
+
+    Args:
+        data: The training prompts.
+        config: The run's config.
+        step: Step, counted from 0.
+        success_rates: Ledger.success_rates, or a function like it.
+
+    Raises:
+        InvalidInput: `data` has fewer prompts than a step tries at once.
+    """
+    require_enough(len(data), config)
+    prompts, curriculum = plain_order(data, seed=config.seed, step=step), config.selection.curriculum
+    if not curriculum.enabled:
+        return prompts
+    return by_success_rate(prompts, success_rates(step, curriculum.window), curriculum)
+
+
+def require_enough(num_prompts: int, config: Config) -> None:
+    """Raises InvalidInput if a step would sample more than `num_prompts` prompts concurrently."""
+    per_step, over_sampling = config.data.prompts_per_step, config.selection.over_sampling
+    if over_sampling.at_once(per_step) > num_prompts:
+        raise InvalidInput(
+            f"data.prompts_per_step {per_step} x selection.over_sampling.factor {over_sampling.factor:g} = "
+            f"{over_sampling.at_once(per_step)} prompts at once, but data.train has {num_prompts}; lower one",
+            field="selection.over_sampling.factor",
+        )
+
+
+def plain_order(data: PromptDataset, *, seed: int, step: int) -> Iterator[Prompt]:
+    """Yields every prompt of `data` once: the batch of `step`, then the rest, shuffled for this step only.
+
+    How many of the rest a step takes does not change the batches of later steps.
+    """
+    batch = data.batch(step)
+    yield from batch
+    taken = {prompt.prompt_id for prompt in batch}
+    for index in shuffled(len(data), seed, step, REFILLS).tolist():
+        prompt = data.prompts[index]
+        if prompt.prompt_id not in taken:
+            yield prompt
+
+
+def by_success_rate(
+    prompts: Iterator[Prompt], rates: Mapping[str, float], config: CurriculumConfig
+) -> Iterator[Prompt]:
+    """Yields prompts with a rate in low..high or with no rate first, then the others, nearest to that band first.
+
+    Args:
+        prompts: Prompts; their order is kept among equals.
+        rates: Fraction of samples that passed so far, by prompt id.
+        config: Has the band, low and high.
+    """
+    outside: list[tuple[float, Prompt]] = []
+    for prompt in prompts:
+        rate = rates.get(prompt.prompt_id, config.low)
+        distance = max(config.low - rate, rate - config.high)
+        if distance > 0:
+            outside.append((distance, prompt))
+        else:
+            yield prompt
+    yield from (prompt for _, prompt in sorted(outside, key=lambda pair: pair[0]))

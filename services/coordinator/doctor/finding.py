@@ -1,4 +1,4 @@
-"""Defines the result of a check, and the table that shows results."""
+"""The result of a check, and the table that shows results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class Verdict(StrEnum):
-    """Names the severity of a finding."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -23,7 +23,7 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """Holds the result of one check; `fix` says what to do if the verdict is not ok."""
+    """The result of one check; `fix` is what to do if the verdict is not ok."""
 
     check: str
     found: str
@@ -37,10 +37,11 @@ def rate(received: TestBroadcast) -> str:
     return f"{received.num_bytes >> 20} MiB in {received.duration_s:.3f} s, {per_s:.1f} GB/s"
 
 
-def show_findings(findings: Sequence[Finding], console: Console) -> None:
-    """Prints a table with a row per finding, with its fix."""
+def show_findings(findings: Sequence[Finding], console: Console) -> bool:
+    """Prints a table with a row per finding, with its fix. Returns whether no check failed."""
     table = Table("check", "found", "verdict", show_lines=False)
     for one in findings:
         fix = Text(f"\nfix: {one.fix}" if one.fix else "", style="dim")
         table.add_row(Text(one.check), Text.assemble(one.found, fix), Text(one.verdict, style=_STYLES[one.verdict]))
     console.print(table)
+    return all(finding.verdict is not Verdict.FAIL for finding in findings)

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -20,16 +19,16 @@ from services.common.config.sft import SftConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError
 from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
-from services.common.files.sockets import socket_directory
+from services.common.process import socket_directory
 from services.common.rpc.address import PORTS, hold_free_port
 from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
+from services.coordinator.fleet.probes import SANDBOX, problem
 from services.coordinator.planning.memory import colocated_phases, rank_memory, utilization
 from services.coordinator.runs.database import is_shared
-from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.recorded import RecordedLedger
-from services.coordinator.runs.resume import LEDGER
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
+from services.coordinator.runs.reader import LedgerReader
 
 _GIB = 2**30
 # The oldest driver for each major version of CUDA (NVIDIA's table of minor-version compatibility).
@@ -273,7 +272,7 @@ def check_ledger(runs_dir: Path) -> Finding:
             closing(Ledger(Path(probe) / LEDGER)) as ledger,
         ):
             ledger.record(Kind.EPOCH)
-            with closing(RecordedLedger(Path(probe))) as reader:
+            with closing(LedgerReader(Path(probe))) as reader:
                 ledger.record(Kind.EPOCH)
                 if reader.num_rows() != 2:
                     raise DataLoss(f"a reader in {there} does not see what was written")
@@ -285,19 +284,9 @@ def check_ledger(runs_dir: Path) -> Finding:
     return Finding("ledger", f"SQLite keeps a write-ahead log in {there}")
 
 
-def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "services.reward.probe")) -> Finding:
+def check_sandbox(config: Config | None, command: Sequence[str] = SANDBOX) -> Finding:
     """Checks that programs from samples can run in a sandbox; scorers of kind code and tools of kind python need it."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
-        )
-        why = (
-            ""
-            if done.returncode == 0
-            else (done.stderr.strip().splitlines() or ["the probe failed without a message"])[-1]
-        )
-    except subprocess.TimeoutExpired:
-        why = f"no answer within {_PROBE_TIMEOUT_S:g} s"
+    why = problem(command, {}, _PROBE_TIMEOUT_S)
     if not why:
         return Finding("sandbox", "bubblewrap runs")
     fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers and python tools need it"

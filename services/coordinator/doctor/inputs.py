@@ -1,17 +1,14 @@
-"""Checks that this host can play the run's environment, by playing short episodes as the reward service does."""
+"""Checks what a run reads and plays: its models and data, and short episodes of its environment."""
 
-import json
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
 
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.counted import counted
-from services.common.errors import LockstepError
+from services.common.errors import DeadlineExceeded, LockstepError
 from services.common.files.model_card import read_model_card, require_whole_weights
 from services.coordinator.clients.environment import row_of
 from services.coordinator.data.order import environment_seed
@@ -19,10 +16,12 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.tools import PROBE, TIMEOUT_S, probe_environment
+from services.coordinator.fleet.probes import ENVIRONMENT, OPEN_TIMEOUT_S, Answer, EnvironmentProbe
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
+
+_MAX_CHARS = 400
 
 
 def check_weights(config: AnyConfig, given: Addresses, *, may_download: bool = False) -> None:
@@ -40,17 +39,10 @@ def check_weights(config: AnyConfig, given: Addresses, *, may_download: bool = F
         role = role_section(config, name)
         directory = Path((role.model if role else None) or config.model)
         is_converted = settings.strategy == "megatron" and bool(settings.megatron.dist_checkpointing_path)
-        is_left = may_download and _is_in_cache(directory) and not any(directory.glob("*.safetensors"))
+        in_cache = directory.parent.name == "snapshots"  # of the Hub: models--OWNER--NAME/snapshots/REVISION
+        is_left = may_download and in_cache and not any(directory.glob("*.safetensors"))
         if directory.is_dir() and not (given.of(name) or is_converted or is_left):
             require_whole_weights(directory)
-
-
-def _is_in_cache(directory: Path) -> bool:
-    """Returns whether a directory is a snapshot in the Hub's cache, `models--OWNER--NAME/snapshots/REVISION`."""
-    return directory.parent.name == "snapshots"
-
-
-_MAX_CHARS = 400
 
 
 def examine_inputs(config: AnyConfig, given: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
@@ -152,22 +144,22 @@ def examine_environment(config: Config, given: Addresses, prompt: Prompt | None 
 
 def check_environment(
     environment: EnvironmentConfig,
-    command: Sequence[str] = PROBE,
-    timeout_s: float = TIMEOUT_S,
+    command: Sequence[str] = ENVIRONMENT,
+    timeout_s: float = OPEN_TIMEOUT_S,
     calls: Sequence[Mapping[str, object]] = (),
 ) -> Finding:
     """Checks that the environment opens and answers `calls`; shows its name, version and tools."""
     try:
-        done = probe_environment(environment, command, timeout_s, calls)
-    except subprocess.TimeoutExpired:
-        why = f"{environment.kind}: it did not open within {timeout_s:g} s"
-        return Finding(
-            "environment", why, Verdict.WARN, "a large corpus takes long; otherwise see the module's imports"
-        )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["the probe failed without a message"]
-        return _failed(environment, lines[-1])
-    opened, *answers = map(json.loads, done.stdout.splitlines())
+        with EnvironmentProbe(environment, command) as probe:
+            try:
+                opened = probe.open(timeout_s)
+            except DeadlineExceeded:
+                why = f"{environment.kind}: it did not open within {timeout_s:g} s"
+                fix = "a large corpus takes long; otherwise see the module's imports"
+                return Finding("environment", why, Verdict.WARN, fix)
+            answers = [probe.play(call) for call in calls]
+    except LockstepError as error:
+        return _failed(environment, error.message)
     names = [schema["function"]["name"] for schema in opened["tools"]]
     tools = f", tools {', '.join(names)}" if names else ""
     found = f"{environment.kind} {opened['version']} opens{tools}"
@@ -175,7 +167,7 @@ def check_environment(
 
 
 def _judge(
-    environment: EnvironmentConfig, calls: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+    environment: EnvironmentConfig, calls: Sequence[Mapping[str, object]], answers: Sequence[Answer]
 ) -> Finding | None:
     """Returns what is wrong with the answers. A step may be at fault alone, if it fails only with some texts."""
     whys = [answer.get("failure", {}).get("message") for answer in answers]
@@ -188,7 +180,7 @@ def _judge(
         return None
     call, why = failed[0]
     fix = "answer any text in step: the policy may write it, and a failure is no reward and drops the prompt group"
-    return Finding("environment", f"step({shown(call['step'])}): {why}", Verdict.WARN, fix)
+    return Finding("environment", f"step({shown(str(call['step']))}): {why}", Verdict.WARN, fix)
 
 
 def _failed(environment: EnvironmentConfig, why: str) -> Finding:

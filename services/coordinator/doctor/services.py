@@ -1,4 +1,4 @@
-"""Tests a weight broadcast between two processes of this host, for when no running services are given."""
+"""Checks running services and a broadcast of weights between them, or else between two processes of this host."""
 
 import asyncio
 import time
@@ -7,13 +7,14 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import Message
 from lockstep.reward.v1 import reward_pb2
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceStub
-from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
-from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 from lockstep.types.v1.types_pb2 import ServiceInfo, TestBroadcast, WeightGroup
@@ -37,7 +38,7 @@ _FIX_BUSY = "stop the run, or use a certificate with role coordinator, and try a
 
 @dataclass(frozen=True)
 class _BroadcastResult:
-    """Holds the result of one broadcast: at the trainer (`sent`) and at each replica (`received`, by address)."""
+    """The result of one broadcast: at the trainer (`sent`) and at each replica (`received`, by address)."""
 
     group: WeightGroup
     sent: TestBroadcast | LockstepError
@@ -88,7 +89,7 @@ async def _broadcast_to(given: Addresses, rollouts: Sequence[str], timeout_s: fl
         num_receivers=len(rollouts), host=parse_address(given.trainer, field="--trainer")[0], timeout_s=timeout_s
     )
     async with AsyncExitStack() as stack:
-        trainer = Client(given.trainer, trainer_pb2_grpc.TrainerServiceStub, given.transport)
+        trainer = Client(given.trainer, TrainerServiceStub, given.transport)
         stack.push_async_callback(trainer.close)
         stream = trainer.stream(TrainerService.SendTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S)
         answers = await stack.enter_async_context(aclosing(stream))
@@ -109,7 +110,7 @@ async def _sent(answers: AsyncIterator[trainer_pb2.SendTestBroadcastResponse]) -
 
 
 async def _receive(address: str, given: Addresses, group: WeightGroup, rank: int) -> TestBroadcast:
-    client = Client(address, rollout_pb2_grpc.RolloutServiceStub, given.transport)
+    client = Client(address, RolloutServiceStub, given.transport)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=rank)
     try:
         return (await client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S)).outcome
@@ -155,9 +156,11 @@ _SKEW_WARN_S, _SKEW_FAIL_S = 1.0, 300.0
 # A run fails with different versions of the first group, and may compute different results with those of the second.
 _MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transformers")
 
-_TRAINER = (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest())
+_Kind = tuple[type, Any, Message]
+"""Stub, method GetInfo and its request."""
+_TRAINER: _Kind = (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest())
 """The policy's trainer; a reference or a critic may have a trainer of its own."""
-_KINDS = {
+_KINDS: Mapping[str, _Kind] = {
     "rollout": (RolloutServiceStub, RolloutService.GetInfo, rollout_pb2.GetInfoRequest()),
     "reward": (RewardServiceStub, RewardService.GetInfo, reward_pb2.GetInfoRequest()),
 }
@@ -165,7 +168,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds a service's answer to GetInfo, the fastest call's latency, and how far its clock is ahead of ours."""
+    """A service's answer to GetInfo, the fastest call's latency, and how far its clock is ahead of ours."""
 
     info: ServiceInfo
     latency_s: float
@@ -190,7 +193,7 @@ async def examine_services(given: Addresses) -> list[Finding]:
     return findings
 
 
-async def _ask(kind: tuple[Any, Any, Any], address: str, transport: Transport) -> Answer | LockstepError:
+async def _ask(kind: _Kind, address: str, transport: Transport) -> Answer | LockstepError:
     stub, method, request = kind
     client = Client(address, stub, transport)
     answers = []

@@ -17,7 +17,7 @@ from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.doctor.host import examine_host
 from services.coordinator.doctor.inputs import examine_environment, examine_inputs
-from services.coordinator.doctor.services import examine_services
+from services.coordinator.doctor.services import check_broadcast, examine_services
 from services.coordinator.doctor.settings import examine_settings
 from services.coordinator.fleet.launch import Addresses, started_ranks
 from services.coordinator.fleet.membership import read_source, source_of
@@ -108,7 +108,7 @@ def examine(config: AnyConfig | None, given: Addresses, console: Console) -> boo
         if not (given.trainer and given.rollout):
             findings.append(_broadcast())
         findings += asyncio.run(examine_services(given))
-    return _show(findings, console)
+    return show_findings(findings, console)
 
 
 def examine_run(config: AnyConfig, given: Addresses, console: Console) -> bool:
@@ -116,7 +116,7 @@ def examine_run(config: AnyConfig, given: Addresses, console: Console) -> bool:
     with console.status("checking"):
         config, absent = _with_model(config, given)
         findings = list(_of_run(config, given, absent))
-    return _show(findings, console)
+    return show_findings(findings, console)
 
 
 def _with_model(config: AnyConfig, given: Addresses) -> tuple[AnyConfig, list[Finding]]:
@@ -143,15 +143,8 @@ def _of_run(config: AnyConfig, given: Addresses, absent: Sequence[Finding]) -> I
         yield from examine_environment(config, given, prompts[0] if prompts else None)
 
 
-def _show(findings: Sequence[Finding], console: Console) -> bool:
-    show_findings(findings, console)
-    return all(finding.verdict is not Verdict.FAIL for finding in findings)
-
-
 def _broadcast() -> Finding:
     if find_spec("torch") is None:
         fix = "install torch if trainer or rollout are to run on this host"
         return Finding("broadcast", "not tried: torch is not installed here", Verdict.WARN, fix)
-    from services.coordinator.doctor.services import check_broadcast
-
     return asyncio.run(check_broadcast())

@@ -1,16 +1,12 @@
 """Checks settings of a config that only fail once services have started: scorers, engine arguments, lengths, memory."""
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from services.common.config.load import AnyConfig
@@ -19,12 +15,13 @@ from services.common.config.rollout import SpeculationConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
-from services.common.extras import require_suffix_decoding
 from services.common.families.architecture import read_architecture, read_content
-from services.common.host_memory import MEMINFO, host_memory
+from services.common.memory import MEMINFO, host_memory
+from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
+from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, problem
 from services.coordinator.planning.memory import rank_memory
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
@@ -49,22 +46,22 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
             yield from check_memory(config, MEMINFO)
 
 
-def check_scorers(config: Config, command: Sequence[str] = ("-m", "services.reward.probe_scorers")) -> Finding:
+def check_scorers(config: Config) -> Finding:
     """Checks that the scorers of kind python can be imported and take their arguments, in workers as in a run."""
     paths = ", ".join(scorer.path for scorer in config.reward.scorers if scorer.kind == "python")
-    if why := _problem(command, config.reward.model_dump_json()):
+    if why := problem(SCORERS, config.reward.model_dump_json(), _PROBE_TIMEOUT_S):
         fix = "run in the directory from which the module can be imported, or install it where the reward service runs"
         return Finding("scorers", why, Verdict.FAIL, fix_of(why, fix, "path and kwargs in reward.scorers"))
     return Finding("scorers", f"imported {paths}")
 
 
-Function = tuple[str, Sequence[str], Mapping[str, Any]]
+Function = tuple[str, Sequence[str], Mapping[str, object]]
 """Path, names of the positional arguments, and keyword arguments."""
 
 
 def check_functions(functions: Mapping[str, Function]) -> Finding:
     """Checks that the user's functions can be imported and take their arguments. `functions` has them by config key."""
-    if why := _problem(("-m", "services.common.probe_functions"), json.dumps(functions)):
+    if why := problem(FUNCTIONS, functions, _PROBE_TIMEOUT_S):
         fix = "run in the directory that has the module, or install it where trainer and coordinator run"
         return Finding("functions", why, Verdict.FAIL, fix_of(why, fix, "import_path and kwargs"))
     return Finding("functions", f"imported {', '.join(path for path, _, _ in functions.values())}")
@@ -110,11 +107,11 @@ def _functions(config: AnyConfig, given: Addresses) -> dict[str, Function]:
     return {key: function for key, function in found.items() if function[0]}
 
 
-def check_engine(config: Config, command: Sequence[str] = ("-m", "services.rollout.probe")) -> Finding:
+def check_engine(config: Config, command: Sequence[str] = ENGINE) -> Finding:
     """Checks that vLLM has the arguments in rollout.engine."""
     if find_spec("vllm") is None:
         return Finding("engine arguments", "not checked: vLLM is not installed here")
-    if why := _problem(command, json.dumps(config.rollout.engine)):
+    if why := problem(command, config.rollout.engine, _PROBE_TIMEOUT_S):
         return Finding("engine arguments", why, Verdict.FAIL, "see EngineArgs in vLLM's documentation")
     return Finding("engine arguments", ", ".join(sorted(config.rollout.engine)))
 
@@ -134,11 +131,13 @@ def check_speculation(speculation: SpeculationConfig) -> Iterator[Finding]:
 def check_lengths(config: AnyConfig) -> Iterator[Finding]:
     """Compares the longest samples with the number of positions that the model was made for."""
     content = read_content(config.model)
-    limit: Any = content.get("max_position_embeddings")
+    limit = content.get("max_position_embeddings")
     if not isinstance(limit, int):
         return
-    is_sft = isinstance(config, SftConfig)
-    key, length = ("data.max_tokens", config.data.max_tokens) if is_sft else _longest(config)
+    if is_sft := isinstance(config, SftConfig):
+        key, length = "data.max_tokens", config.data.max_tokens
+    else:
+        key, length = "rollout.max_model_len", config.rollout.max_model_len
     found = f"{key} {length}, the model's max_position_embeddings {limit}"
     if length <= limit:
         yield Finding("lengths", found)
@@ -167,25 +166,3 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
         yield Finding("memory", found, Verdict.FAIL if needed > total else Verdict.WARN, fix)
     else:
         yield Finding("memory", found)
-
-
-def _longest(config: Config) -> tuple[str, int]:
-    return "rollout.max_model_len", config.rollout.max_model_len
-
-
-def _problem(command: Sequence[str], stdin: str) -> str:
-    """Runs Python with `command`; returns the last line of its stderr if it fails, else ""."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_PROBE_TIMEOUT_S:g} s"
-    if done.returncode == 0:
-        return ""
-    return (done.stderr.strip().splitlines() or ["the probe failed without a message"])[-1]

@@ -17,19 +17,28 @@ from pathlib import Path
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
-from services.common.extras import require_extra
-from services.common.host_memory import killed_hint
+from services.common.memory import killed_hint
+from services.common.process import require_extra
 from services.common.rpc.address import hold_free_port, parse_address
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.clients.gpus import split_gpus, visible_gpus
-from services.coordinator.observe.watchers import trace_path
-from services.coordinator.runs.restarts import Restarts
+from services.coordinator.observe.reporters import trace_path
 from services.coordinator.runs.resume import CHECKPOINTS
+from services.coordinator.runs.run import Restarts
 
 log = logging.getLogger(__name__)
 
 TARGETS = "prometheus.json"
+SERVICES = ("trainer", "reward", "rollout")
+_HOST = "127.0.0.1"
+_GRACE_S = 10.0
+_LOG_LINES = 15
+# Config key to lower when a service is killed for memory.
+_MEMORY_KEYS = {
+    "reward": "reward.max_memory_gib, which each of its worker processes may use",
+    "rollout": "rollout.max_samples or rollout.engine.kv_cache_memory_bytes",
+}
 
 
 class ServiceFlags:
@@ -70,20 +79,9 @@ class ServiceFlags:
         self._targets.append({"targets": [page], "labels": labels})
 
 
-_HOST = "127.0.0.1"
-_GRACE_S = 10.0
-_LOG_LINES = 15
-# Config key to lower when a service is killed for memory.
-_MEMORY_KEYS = {
-    "reward": "reward.max_memory_gib, which each of its worker processes may use",
-    "rollout": "rollout.max_samples or rollout.engine.kv_cache_memory_bytes",
-}
-SERVICES = ("trainer", "reward", "rollout")
-
-
 @dataclass(frozen=True)
 class Addresses:
-    """Holds the services' addresses and how to connect to them. A service with an empty address is started here."""
+    """The services' addresses and how to connect to them. A service with an empty address is started here."""
 
     rollout: tuple[str, ...] = ()
     reward: tuple[str, ...] = ()
@@ -147,13 +145,13 @@ class Addresses:
 
 @dataclass
 class Child:
-    """Manages one started service, which is the leader of its own process session."""
+    """A started service, which is the leader of its own process session."""
 
     name: str
     command: Sequence[str]
     log_path: Path
     restarts: Restarts | None = None
-    """Says how often it is started again in place; None if never."""
+    """How often it is started again in place; None if never."""
     gpus: str | None = None
     checkpoints: Path | None = None
     """Directory of the run's checkpoints, if the same command would resume from the newest of them."""
@@ -221,14 +219,13 @@ class Child:
 
 
 class Fleet:
-    """Manages the services that were started here."""
+    """The services that were started here."""
 
     def __init__(self, addresses: Addresses, children: Sequence[Child]):
         self.addresses, self._children = addresses, children
 
     @property
     def has_started(self) -> bool:
-        """Returns whether there is one."""
         return bool(self._children)
 
     async def watch(self) -> None:

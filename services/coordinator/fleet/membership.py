@@ -20,8 +20,7 @@ from services.common.tasks import backoff_s, task_group
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.runs.replicas import NOTES, REPLICAS, parse_replicas, write_notes, write_replicas
-from services.coordinator.runs.restarts import Restarts
-from services.coordinator.runs.run import Run
+from services.coordinator.runs.run import Restarts, Run
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Opens and closes the services of a run together."""
+"""Opens and closes the services of a run together, and says when a run has nothing left to do."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -29,8 +29,8 @@ from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import Outcome
-from services.coordinator.runs.checkpoints import evaluations, is_stalled
 from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.evaluations import comparable_evaluations, is_stalled
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reporter import Tolerant
 from services.coordinator.runs.run import Run
@@ -96,7 +96,7 @@ def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outc
     ledger, config = run.record.ledger, run.config
     version = ledger.last_finished() or 0
     stopping = config.evaluation.early_stopping
-    is_early = stopping is not None and is_stalled(evaluations(ledger, version), stopping)
+    is_early = stopping is not None and is_stalled(comparable_evaluations(ledger, version), stopping)
     last = version if is_early else run.num_steps
     if not 0 < last <= version or run.required_step is not None or _is_due(run, version, is_early=is_early):
         return None
@@ -119,7 +119,7 @@ def _is_due(run: Run[AnyConfig], version: int, *, is_early: bool) -> bool:
 
 @dataclass(frozen=True)
 class Services:
-    """Holds the open services of a run."""
+    """The open services of a run."""
 
     trainer: Trainer
     rollout: Rollout

@@ -1,4 +1,4 @@
-"""Defines context managers that keep a run and its services open."""
+"""Keeps a run and its services open inside a block, and repeats the session of a run whose trainer died."""
 
 import asyncio
 import logging
@@ -17,12 +17,11 @@ from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.fleet.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.fleet.membership import discovered
-from services.coordinator.observe.log_files import log_to
-from services.coordinator.observe.watchers import watchers
+from services.coordinator.observe.frontend import log_to
+from services.coordinator.observe.reporters import watchers
 from services.coordinator.runs.reporter import Ending
-from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import HISTORY, Start, open_run
-from services.coordinator.runs.run import ConfigT, Run
+from services.coordinator.runs.run import ConfigT, Restarts, Run
 
 log = logging.getLogger(__name__)
 

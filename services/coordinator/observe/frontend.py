@@ -1,21 +1,27 @@
-"""Connects a session to its viewers: the terminal of one command, or all clients that watch a daemon."""
+"""Connects a session to its viewers (the terminal of one command, or all clients of a daemon) and to its log."""
 
 import asyncio
+import contextlib
+import logging
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.table import Table
 
 from services.common.config.load import AnyConfig
 from services.common.counted import counted
-from services.coordinator.observe.reporters import Terminal
+from services.common.files.storage import writing
+from services.common.telemetry.context import formatter
+from services.coordinator.observe.terminal import Terminal
+from services.coordinator.runs.evaluations import change_between
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
-from services.coordinator.runs.scorer_change import change_between
 
 
 class Frontend(Protocol):
@@ -128,3 +134,43 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
         lines.append(f"  {name:<28} the best checkpoint, by checkpoint.keep_best")
     for line in (f"{done} Files in {outcome.directory}:", *lines):
         console.print(line, soft_wrap=True, highlight=False)
+
+
+class RunLog(logging.FileHandler):
+    """Appends to a run's log. If the disk fails, says so once on stderr instead of a traceback for every record."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"lockstep: warning: {self.baseFilename} misses lines: {error.strerror}\n")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of lines that the disk did not take
+            super().close()
+
+
+def log_file(config: AnyConfig) -> logging.Handler:
+    """Returns a handler that appends to the run's logs/coordinator.log. Creates the directory."""
+    path = config.run_dir / "logs" / "coordinator.log"
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        to_file = RunLog(path)
+    to_file.setFormatter(formatter(config.observability.log_format, "coordinator"))
+    return to_file
+
+
+def log_to(config: AnyConfig, console: Console) -> None:
+    """Logs everything to coordinator.log and warnings also to `console`, unwrapped if it is not a terminal."""
+    to_console: logging.Handler = logging.StreamHandler(console.file)
+    line = "%(asctime)s %(levelname)s %(message)s"
+    if console.is_terminal:
+        to_console, line = RichHandler(console=console, show_path=False, rich_tracebacks=False), "%(message)s"
+    to_console.setLevel(logging.WARNING)
+    to_console.setFormatter(logging.Formatter(line))
+    logging.basicConfig(level=logging.INFO, handlers=[log_file(config), to_console], force=True)

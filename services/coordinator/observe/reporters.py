@@ -1,34 +1,32 @@
-"""Implements the reporters for the terminal and TensorBoard."""
+"""Records a run as it goes on: metrics.jsonl, TensorBoard, Prometheus, the trace and trackers.
+
+`files` are those that every run has. `watchers` follow a run from start to end, as `observability` says.
+"""
 
 import json
 import logging
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from importlib import import_module
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
+from prometheus_client import Counter, Gauge, Histogram, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.common.config.load import AnyConfig
 from services.common.files.storage import writing
+from services.common.rpc.metrics_server import Metrics, Page
+from services.common.rpc.server import INCARNATION, SECONDS
+from services.common.telemetry.trace import Otel, Trace, join
 from services.coordinator.compat.tensorboardx import import_event_writer
-from services.coordinator.data.groups import Conversation
-from services.coordinator.observe.console import fitting
-from services.coordinator.observe.episodes import show_conversation
+from services.coordinator.observe.trackers import open_tracker
 from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.reporter import Reporter, in_order
+from services.coordinator.runs.reader import METRICS, metrics_lines
+from services.coordinator.runs.reporter import ReplicaCounts, Reporter
 from services.coordinator.runs.run import Run
 
 log = logging.getLogger(__name__)
-
-_Place = tuple[int, bool]
-"""Step of a line, and whether it is an evaluation, which comes after the step."""
 
 
 class JsonLines(Reporter):
@@ -51,8 +49,7 @@ class JsonLines(Reporter):
 
     def __init__(self, path: Path, version: int, ledger: Ledger):
         with writing(path):
-            found = _read(path)
-            lines = {place: _as_recorded(found.get(place), line) for place, line in _recorded(ledger)}
+            lines = _repaired(path, ledger)
             partial = path.with_suffix(".partial")
             partial.write_text("".join(f"{lines[place]}\n" for place in sorted(lines) if place[0] <= version))
             partial.rename(path)
@@ -82,33 +79,13 @@ class JsonLines(Reporter):
         self._waiting = b""
 
 
-def _recorded(ledger: Ledger) -> Iterator[tuple[_Place, str]]:
-    for kind in (Kind.FINISHED, Kind.EVALUATED):
-        for row in ledger.all(kind):
-            version = row.pop("version")
-            yield (version, kind is Kind.EVALUATED), json.dumps({"step": version, **row})
+def _repaired(path: Path, ledger: Ledger) -> dict[tuple[int, bool], str]:
+    """Returns the lines of everything in the ledger by place; those of the file, where it has the same numbers.
 
-
-def _as_recorded(line: str | None, recorded: str) -> str:
-    """Returns `line` if it has all numbers of `recorded`, else `recorded`. Compares text, as numbers may be NaN."""
-    if line is None:
-        return recorded
-    numbers = json.loads(line)
-    is_same = all(json.dumps(numbers.get(name)) == json.dumps(value) for name, value in json.loads(recorded).items())
-    return line if is_same else recorded
-
-
-def _read(path: Path) -> dict[_Place, str]:
-    """Returns the whole lines of `path` by place. A crash may have cut off the last line, which is left out."""
-    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    lines: dict[_Place, str] = {}
+    Sets a file with damaged lines aside.
+    """
     damaged: list[int] = []
-    for number, line in enumerate(whole, 1):
-        try:
-            metrics = json.loads(line.decode())
-            lines[int(metrics["step"]), "time/step_s" not in metrics] = line.decode()
-        except (ValueError, KeyError, TypeError):
-            damaged.append(number)
+    found = {line.place: line for line in metrics_lines(path, damaged)}
     if damaged:
         copy = path.with_name("metrics.damaged.jsonl")
         path.rename(copy)
@@ -116,13 +93,17 @@ def _read(path: Path) -> dict[_Place, str]:
         log.warning(
             "%s: line %s was damaged and is taken from the ledger; the old file is %s", path, numbers, copy.name
         )
+    lines: dict[tuple[int, bool], str] = {}
+    for kind in (Kind.FINISHED, Kind.EVALUATED):
+        for metrics in ledger.all(kind):
+            place = metrics.pop("version"), kind is Kind.EVALUATED
+            line = found.get(place)
+            # Compares text, as numbers may be NaN.
+            if line and all(json.dumps(line.metrics.get(name)) == json.dumps(metrics[name]) for name in metrics):
+                lines[place] = line.text
+            else:
+                lines[place] = json.dumps({"step": place[0], **metrics})
     return lines
-
-
-_ROWS = 12
-_EPISODE_LINES = 14
-_MAX_NAME = 12
-_FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
 
 
 class TensorBoard(Reporter):
@@ -135,18 +116,14 @@ class TensorBoard(Reporter):
     def __init__(self, directory: Path, version: int):
         import_event_writer()
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
 
-        # Protobuf makes their classes at import.
-        events: Any = event_pb2
-        summaries: Any = summary_pb2
+        events, summaries = (import_module(f"tensorboardX.proto.{name}_pb2") for name in ("event", "summary"))
         self._event, self._summary = events.Event, summaries.Summary
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._writer = EventsWriter(str(directory / "events"))
-            start = events.SessionLog(
-                status=events.SessionLog.START
-            )  # hides what an earlier session wrote for later steps
+            # Hides what an earlier session wrote for later steps.
+            start = events.SessionLog(status=events.SessionLog.START)
             self._writer.write_event(self._event(wall_time=time.time(), step=version + 1, session_log=start))
             self._writer.flush()
 
@@ -161,114 +138,122 @@ class TensorBoard(Reporter):
         self._writer.close()
 
 
-class Terminal(Reporter):
-    """Shows a live table of the last steps, or prints a line per step if the output is not a terminal."""
-
-    def __init__(self, console: Console, num_steps: int):
-        self._console, self._num_steps = console, num_steps
-        self.shows_samples = console.is_terminal
-        self._rows: list[list[str]] = []
-        self._step_s: deque[float] = deque(maxlen=_ROWS)
-        self._phase, self._sets = "", _NAMES[1]
-        self._episode: tuple[int, Conversation] | None = None
-        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
-        if console.is_terminal:
-            self._live.start()
-        else:
-            console.print(_line(_NAMES), style="bold", soft_wrap=True)
-
-    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
-        self._phase = name
-        if version < self._num_steps:
-            self._phase = f"step {version + 1} of {self._num_steps}: {name}{self._time_left(version)}"
-        return nullcontext()
-
-    def step(self, version: int, metrics: dict[str, float]) -> None:
-        row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
-        self._rows = [*self._rows[1 - _ROWS :], row]
-        self._step_s.append(metrics["time/step_s"])
-        if not self._console.is_terminal:
-            self._console.print(_line([f"{version}/{self._num_steps}", *row[1:]]), soft_wrap=True)
-
-    def conversation(self, version: int, conversation: Conversation) -> None:
-        self._episode = version, conversation
-
-    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        ordered = {name: value for name, value in in_order(metrics).items() if name.endswith("/reward")}
-        rewards = {name.removeprefix("eval/").removesuffix("/reward"): value for name, value in ordered.items()}
-        if self._rows:
-            short = {_short(name): f"{value:.3f}" for name, value in rewards.items()}
-            self._sets = " ".join(f"{name:>{len(value)}}" for name, value in short.items()) or self._sets
-            self._rows[-1][1] = " ".join(f"{value:>{len(name)}}" for name, value in short.items())
-        shown = ", ".join(f"{name} {value:.3f}".removeprefix(f"{_NAMES[1]} ") for name, value in rewards.items())
-        self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
-
-    def close(self) -> None:
-        self._phase = ""
-        if self._console.is_terminal:
-            self._live.stop()
-
-    def _time_left(self, version: int) -> str:
-        """Returns how long the steps after `version` will take, from the last steps' times without saving."""
-        if not self._step_s:
-            return ""
-        left_s = (self._num_steps - version) * median(self._step_s)
-        return f", about {timedelta(seconds=round(left_s))} left"
-
-    def _shown(self) -> RenderableType:
-        """Builds the table and below it the last sample that was given to `conversation`."""
-        if self._episode is None:
-            return self._table(self._console.height)
-        version, conversation = self._episode
-        height = min(_EPISODE_LINES, self._console.height // 2)
-        below = show_conversation(conversation, f"step {version}", self._console.width, height)
-        return Group(self._table(self._console.height - height), below)
-
-    def _table(self, height: int) -> Table:
-        """Builds a table of the last rows and the most important columns, as many as fit."""
-        num_rows = max(1, min(_ROWS, height - _FRAME))
-        lines = [(_NAMES[0], self._sets, *_NAMES[2:]), *self._rows[-num_rows:]]
-        table = Table(caption=self._phase, caption_justify="left", expand=False)
-        wanted = [index for index in _BY_IMPORTANCE if index != _SCORE or any(line[index] for line in lines[1:])]
-        columns = [[line[index] for line in lines] for index in fitting(lines, wanted, self._console.width)]
-        for name, *_ in columns:
-            table.add_column(name, justify="right", no_wrap=True)
-        for cells in zip(*(rest for _, *rest in columns), strict=True):
-            table.add_row(*cells)
-        return table
-
-
-_COLUMNS = {
-    "reward": lambda m: f"{m['reward/mean']:.3f}",
-    "mixed": lambda m: f"{m['reward/mixed_groups']:.2f}",
-    "tokens": lambda m: f"{m['batch/tokens']:.0f}",
-    "entropy": lambda m: f"{m['train/entropy']:.3f}",
-    "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
-    "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
-    # Generating and scoring overlap: each has the time in which it had work. Rewards of a lagged step, for example, may
-    # come in another step's time, which then has none.
-    "score s": lambda m: f"{m['time/score_busy_s']:.2f}" if "time/score_busy_s" in m else "",
-    "generate s": lambda m: f"{m.get('time/generate_busy_s', m['time/generating_s']):.2f}",
-    "train s": lambda m: f"{m['time/training_s']:.2f}",
-    "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
-}
-_NAMES = ("step", "held-out", *_COLUMNS)
-_SCORE = _NAMES.index("score s")
-_FIRST = ("step", "reward", "held-out", "grad norm", "generate s", "score s", "train s", "entropy", "gap max")
-_BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
-
-
-def _short(name: str) -> str:
-    """Returns the name of a held-out set, cut to the width that a column has for it."""
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "  ".join(f"{cell:>10}" for cell in cells)
-
-
 def files(run: Run[AnyConfig], version: int) -> list[Reporter]:
     """Returns the reporters that write a run's metrics to files; the run continues after step `version`."""
     directory = run.config.run_dir
-    metrics = JsonLines(directory / "metrics.jsonl", version, run.record.ledger)
+    metrics = JsonLines(directory / METRICS, version, run.record.ledger)
     return [metrics, TensorBoard(directory / "tensorboard", version)]
+
+
+class Prometheus(Reporter):
+    """Serves `metrics` for the duration of the run."""
+
+    def __init__(self, metrics: Metrics, run_id: str):
+        self._metrics, registry = metrics, metrics.registry
+        self._rollout: ReplicaCounts | None = None
+        Info("lockstep_coordinator_run", "Id of the run.", registry=registry).info({"run_id": run_id})
+        self._step = Gauge("lockstep_coordinator_step", "Finished steps.", registry=registry)
+        self._step_seconds = Gauge(
+            "lockstep_coordinator_step_seconds", "Duration of the last finished step.", registry=registry
+        )
+        self._phase_seconds = Histogram(
+            "lockstep_coordinator_phase_seconds",
+            "Duration of each phase of the loop: generating, training, publishing, ...",
+            ["phase"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._reward = Gauge("lockstep_coordinator_reward_mean", "Mean reward of the last batch.", registry=registry)
+        self._tokens = Counter(
+            "lockstep_coordinator_batch_tokens_total", "Tokens of all batches trained on.", registry=registry
+        )
+        self._numbers = Gauge(
+            "lockstep_coordinator_number",
+            "Every metric of the last step and evaluation, by its name in metrics.jsonl.",
+            ["name"],
+            registry=registry,
+        )
+        registry.register(self)
+        metrics.serve()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the current state of the replicas."""
+        rollout = self._rollout
+        num_dead, redispatched = (rollout.num_dead, rollout.num_redispatched) if rollout else (0, 0)
+        dead = ("lockstep_coordinator_dead_replicas", "Replicas that were lost and have not come back.")
+        yield GaugeMetricFamily(*dead, num_dead)
+        again = (
+            "lockstep_coordinator_redispatched_groups_total",
+            "Prompt groups sent to another replica after one did not finish them.",
+        )
+        yield CounterMetricFamily(*again, redispatched)
+
+    def watch(self, rollout: ReplicaCounts) -> None:
+        self._rollout = rollout
+
+    def end_phase(self, name: str, seconds: float) -> None:
+        self._phase_seconds.labels(name).observe(seconds)
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self._step.set(version)
+        self._step_seconds.set(metrics["time/step_s"])
+        self._tokens.inc(metrics["batch/tokens"])
+        if "reward/mean" in metrics:  # an SFT run has none
+            self._reward.set(metrics["reward/mean"])
+        self.evaluation(version, metrics)
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._numbers.labels(name).set(value)
+
+    def close(self) -> None:
+        self._metrics.close()
+
+
+def trace_path(run_dir: Path, name: str) -> Path:
+    """Returns the file for the spans of the process `name`, and creates its directory."""
+    directory = run_dir / "trace"
+    directory.mkdir(parents=True, exist_ok=True)
+    return (directory / f"{name}.json").absolute()
+
+
+class RunTrace(Reporter):
+    """Opens the trace that the run's clock writes. At the end, joins all spans of the run in trace.json."""
+
+    def __init__(self, run: Run[AnyConfig]):
+        config, self._run_dir = run.config, run.config.run_dir if run.config.trace else None
+        path = trace_path(self._run_dir, "coordinator") if self._run_dir else ""
+        endpoint, field = config.observability.otel_endpoint, "observability.otel_endpoint"
+        otel = Otel(endpoint, "lockstep-coordinator", INCARNATION, field=field) if endpoint else None
+        self._trace = run.clock.trace = Trace(path, "coordinator", otel)
+
+    def close(self) -> None:
+        self._trace.close()
+        if self._run_dir:
+            join(sorted((self._run_dir / "trace").glob("*.json")), self._run_dir / "trace.json")
+
+
+def watchers(run: Run[AnyConfig]) -> list[Reporter]:
+    """Creates the reporters before any service starts, so that a bad setting fails before a model is loaded.
+
+    Raises:
+        InvalidInput: An address is invalid or in use, or an extra is not installed.
+    """
+    found: list[Reporter] = []
+    with ExitStack() as opened:
+        for watcher in _open(run):
+            found.append(opened.enter_context(closing(watcher)))
+        opened.pop_all()  # all were created; the run closes them
+    return found
+
+
+def _open(run: Run[AnyConfig]) -> Iterator[Reporter]:
+    settings = run.config.observability
+    if run.config.trace or settings.otel_endpoint:
+        yield RunTrace(run)
+    if settings.metrics_address:
+        consent = "set observability.metrics_insecure=true"
+        page = Page(settings.metrics_address, settings.metrics_insecure, "observability.metrics_address", consent)
+        yield Prometheus(Metrics("coordinator", page), run.run_id)
+    for tracker in settings.trackers:
+        yield open_tracker(tracker, run)

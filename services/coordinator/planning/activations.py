@@ -31,7 +31,7 @@ _HOLES = 0.83
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Holds the bytes per token of one layer on one rank."""
+    """Bytes per token of one layer on one rank."""
 
     kept: int
     """Everything that the layer keeps for the backward pass."""
@@ -43,7 +43,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Holds the bytes of the largest micro-batch on one rank."""
+    """Bytes of the largest micro-batch on one rank."""
 
     activations: int
     """Results that are kept between forward and backward."""

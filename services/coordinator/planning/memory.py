@@ -18,8 +18,7 @@ from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, Shape
-from services.common.families.lora import FUSED, PARTS, lora_layer
-from services.common.families.registry import Weight
+from services.common.families.registry import FUSED, PARTS, Weight, lora_layer
 from services.coordinator.planning.activations import Microbatch, in_flight, microbatch, weight_bytes
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
@@ -28,12 +27,14 @@ _BUCKETS_IN_FLIGHT = 3  # one that is packed, and two on their way
 FSDP_BASE, MEGATRON_BASE = 400 << 20, 440 << 20
 """Resident bytes of a rank on CPU that has imported torch, transformers and, for the second, Megatron-Core, and has a
 process group, but no model. Measured by benchmarks/memory.py; file pages of libraries are included."""
+_NUM_BUFFERS = 2  # of a pair (services.common.weights.pairs)
+_DEFAULT_UTILIZATION = 0.92  # vLLM's own, of an engine that has its GPU for itself
 _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds the bytes on one rank. `activations` is for one micro-batch, of which up to `in_flight` are held."""
+    """Bytes on one rank. `activations` is for one micro-batch, of which up to `in_flight` are held."""
 
     parameters: int
     weights: int
@@ -54,7 +55,6 @@ class Memory:
 
     @property
     def activations(self) -> int:
-        """Returns the bytes that one micro-batch keeps for its backward pass."""
         return self.micro.activations
 
     @property
@@ -62,22 +62,21 @@ class Memory:
         """Returns the peak of each phase of a step: forward without gradients, backward, optimizer and publication."""
         always = self.base + self.weights + self.reference
         state = 0 if "optimizer" in self.offloads else self.optimizer
-        held = 0 if "grads" in self.offloads else self.gradients
+        gradients = 0 if "grads" in self.offloads else self.gradients
         kept = int(self.micro.activations * self.in_flight) + self.micro.holes
         # Later phases find the heap that the backward pass has left.
         least = always + state + self.gradients + kept if self.micro.is_in_heap else 0
         copies = self.gradient_copies
         phases = {
-            "forward": always + state + held + copies + self.gathered + self.micro.forward,
+            "forward": always + state + gradients + copies + self.gathered + self.micro.forward,
             "backward": always + state + self.gradients + self.gathered + kept + self.micro.backward,
             "optimizer": always + self.optimizer + self.gradients + copies,
-            "publication": always + state + held + copies + self.publication,
+            "publication": always + state + gradients + copies + self.publication,
         }
         return {name: max(least, num_bytes) for name, num_bytes in phases.items()}
 
     @property
     def peak(self) -> int:
-        """Returns the largest of the phases."""
         return max(self.phases.values())
 
     @property
@@ -90,7 +89,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Holds the bytes per parameter of the gradient, master weight and Adam moments, with strategy megatron."""
+    """Bytes per parameter of the gradient, master weight and Adam moments, with strategy megatron."""
 
     gradient: int
     gradient_copy: int
@@ -107,13 +106,10 @@ class StateBytes:
         Raises:
             InvalidInput: `optimizer_config_kwargs` has an unknown dtype.
         """
-        held, megatron, options = (
-            weight_bytes(trainer, is_gpu=is_gpu),
-            trainer.megatron,
-            trainer.megatron.optimizer_config_kwargs,
-        )
-        gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else held
-        master, moments = _MASTER if held == 2 else 0, _MOMENTS
+        weight, megatron = weight_bytes(trainer, is_gpu=is_gpu), trainer.megatron
+        options = megatron.optimizer_config_kwargs
+        gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else weight
+        master, moments = _MASTER if weight == 2 else 0, _MOMENTS
         copy = 0 if gradient == _GRADIENT else _GRADIENT
         if options.get("use_precision_aware_optimizer"):
             copy = 0
@@ -146,7 +142,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
     layout = Layout.of(megatron, trainer.num_ranks)
     dense, expert = stage_parameters(model, layout, pp)
     trained = (adapter_parameters(trainer, model, layout), 0) if trainer.lora.rank else (dense, expert)
-    held, state = weight_bytes(trainer, is_gpu=is_gpu), StateBytes.of(trainer, is_gpu=is_gpu)
+    weight, state = weight_bytes(trainer, is_gpu=is_gpu), StateBytes.of(trainer, is_gpu=is_gpu)
     shards = (layout.dp * layout.cp, layout.edp) if megatron.use_distributed_optimizer else (1, 1)
 
     def sharded(per_parameter: float) -> int:
@@ -154,7 +150,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
 
     return Memory(
         parameters=dense + expert,
-        weights=held * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
+        weights=weight * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
         gradients=state.gradient * sum(trained),
         optimizer=sharded((state.master + state.moments) * state.device_share),
         micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=pp == layout.pp - 1),
@@ -174,10 +170,10 @@ def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memo
     update.
     """
     trainer, fsdp, ranks = config.trainer, config.trainer.fsdp, config.trainer.num_ranks
-    count, held = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
+    count, weight = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
     layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
     trained = adapter_parameters(trainer, model, layout) if trainer.lora.rank else model.num_parameters
-    own, frozen = -(-trained // ranks), held * count if trainer.lora.rank else 0
+    own, frozen = -(-trained // ranks), weight * count if trainer.lora.rank else 0
     ends = sum(map(model.weight_parameters, model.outside_layers))
     layer = model.layer_parameters() + model.num_experts * model.expert_parameters()
     # The next layer is gathered while one computes; without resharding all stay gathered.
@@ -188,8 +184,8 @@ def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memo
         gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
         optimizer=_MOMENTS * own,
         micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=True),
-        reference=held * count if "reference" in config.models else 0,
-        gathered=held * gathered,
+        reference=weight * count if "reference" in config.models else 0,
+        gathered=weight * gathered,
         publication=_in_publication(config, model, is_gpu=is_gpu),
         base=0 if is_gpu else FSDP_BASE,
         offloads=frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",)),
@@ -226,8 +222,8 @@ def publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> tupl
     if rank := trainer.lora.published_rank:
         layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
         sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
-    held = weight_bytes(trainer, is_gpu=is_gpu)
-    return _cut((size * held for size in sizes), config.bucket_bytes)
+    weight = weight_bytes(trainer, is_gpu=is_gpu)
+    return _cut((size * weight for size in sizes), config.bucket_bytes)
 
 
 def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[tuple[Weight, list[Shape]]]:
@@ -274,13 +270,9 @@ def _reference(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:
     return weight_bytes(reference, is_gpu=is_gpu) * parameters
 
 
-_NUM_BUFFERS = 2  # of a pair (services.common.weights.pairs)
-_DEFAULT_UTILIZATION = 0.92  # vLLM's own, of an engine that has its GPU for itself
-
-
 @dataclass(frozen=True)
 class Phase:
-    """Holds the bytes of one GPU in one phase. `engine` does not count the KV cache."""
+    """Bytes of one GPU in one phase. `engine` does not count the KV cache."""
 
     name: str
     trainer: int
@@ -288,7 +280,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Returns the bytes of both."""
         return self.trainer + self.engine
 
 

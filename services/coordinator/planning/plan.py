@@ -1,4 +1,4 @@
-"""Implements `lockstep plan`: computes the trainer's layout and memory from the config and the model's config.json."""
+"""What `lockstep plan` prints: the trainer's layout and memory, from the config and the model's config.json."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +22,14 @@ from services.common.config.streaming import (
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture, mixes_layers, read_architecture, read_content
+from services.common.families.architecture import (
+    Architecture,
+    mixes_layers,
+    read_architecture,
+    read_content,
+    require_supported,
+)
 from services.common.families.registry import FAMILIES
-from services.common.families.supported import require_supported
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
 from services.coordinator.planning.memory import (
     Memory,
@@ -35,6 +40,9 @@ from services.coordinator.planning.memory import (
     rank_memory,
     utilization,
 )
+
+_GPUS_PER_HOST = 8
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 def environment_plan(config: Config) -> list[str]:
@@ -85,10 +93,6 @@ def _processes(environment: EnvironmentConfig) -> str:
     parts += [f"an index of {tool.corpus} in memory" for tool in environment.tools if tool.kind == "search"]
     parts += [f"the MCP server {tool.place}" for tool in environment.tools if tool.kind == "mcp" and tool.command]
     return ", ".join(parts) or "no process"
-
-
-_GPUS_PER_HOST = 8
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 def check_model(config: AnyConfig) -> None:

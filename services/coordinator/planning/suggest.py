@@ -1,4 +1,4 @@
-"""Implements `lockstep plan --suggest`, which lists the placements of a run that fit the GPUs, and names one.
+"""What `lockstep plan --suggest` prints: the placements of a run that fit the GPUs, and the command for one.
 
 Only keys that change no result are tried: the placement, the numbers of ranks and replicas, the engine's tensor
 parallelism and the recomputation of activations. Placements whose KV cache holds the samples come first, then those
@@ -42,7 +42,7 @@ _RECOMPUTE = "trainer.gradient_checkpointing=true"
 
 @dataclass(frozen=True)
 class Proposal:
-    """Describes a placement, and its memory on the fullest GPU."""
+    """A placement, and its memory on the fullest GPU."""
 
     overrides: Sequence[str]
     train_bytes: int
@@ -54,10 +54,10 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class _Search:
-    """Holds the placements that fit, all that break no rule, and those that do, by the rule's message."""
+class Search:
+    """The placements that fit, all that break no rule, and those that do, by the rule's message."""
 
-    found: list[Proposal]
+    fitting: list[Proposal]
     legal: list[Proposal]
     refused: Mapping[str, str]
 
@@ -87,18 +87,13 @@ def parse_gpus(text: str) -> list[int]:
     return [int(float(gib) * _GIB)] * int(count)
 
 
-def proposals(args: Sequence[str], gpus: Sequence[int]) -> list[Proposal]:
-    """Returns the placements of the config in `args` that fit, the best first; `gpus` has the bytes of each GPU.
+def search(args: Sequence[str], gpus: Sequence[int]) -> Search:
+    """Tries the placements of the config in `args`, the best first; `gpus` has the bytes of each GPU.
 
     Raises:
         NotFound: The model has no config.json on this host.
         InvalidInput: The config is invalid, or the model is of no known family.
     """
-    return _search(args, gpus).found
-
-
-def _search(args: Sequence[str], gpus: Sequence[int]) -> "_Search":
-    """Tries the placements of the config in `args`; see `proposals`."""
     config = load(Config, [*args, "placement=disaggregated"])
     planned_architecture(config)
     own = started_ranks(config, Addresses())
@@ -112,24 +107,24 @@ def _search(args: Sequence[str], gpus: Sequence[int]) -> "_Search":
             except InvalidInput as error:
                 refused.setdefault(error.message, " ".join(sizes))
         if found := [proposal for proposal in legal if proposal.fits]:
-            return _Search(sorted(found, key=lambda proposal: -min(proposal.held, _HELD)), legal, refused)
+            return Search(sorted(found, key=lambda proposal: -min(proposal.held, _HELD)), legal, refused)
     if len(gpus) < (least := 2 + own_ranks):
         refused[f"it needs at least {least} GPUs"] = "placement=disaggregated"
-    return _Search([], legal, refused)
+    return Search([], legal, refused)
 
 
 def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) -> None:
     """Prints the placements that fit, and the command for the first.
 
     Raises:
-        InvalidInput: None fits, or see `proposals`.
+        InvalidInput: None fits, or see `search`.
     """
     if not gpus:
         raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
     what = f"{counted(len(gpus), 'GPU')} of {min(gpus) / _GIB:.0f} GiB"
-    search = _search(args, gpus)
-    if not (found := search.found):
-        raise InvalidInput(search.why_none(what))
+    tried = search(args, gpus)
+    if not (found := tried.fitting):
+        raise InvalidInput(tried.why_none(what))
     table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
     for name in ("placement", "training GiB", "KV cache tokens", "room for samples"):
         table.add_column(name, justify="left" if name == "placement" else "right", overflow="fold")

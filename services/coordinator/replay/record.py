@@ -1,6 +1,5 @@
 """Reads a run's recorded steps for replay. Step n makes version n of the weights from version n - 1."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,15 +12,14 @@ from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import RecordedLedger
-from services.coordinator.runs.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, differences
-
-_DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
+from services.coordinator.runs.reader import LedgerReader
+from services.coordinator.runs.record import batch_path, sha256_of
+from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES, differences, require_saved
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Describes a value that differs from the recorded one."""
+    """A value that differs from the recorded one."""
 
     what: str
     recorded: str
@@ -30,7 +28,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds the samples of a step; `differences` is not empty if the file is not the one that was recorded."""
+    """The samples of a step; `differences` is not empty if the file is not the one that was recorded."""
 
     samples: pa.Table
     dataset_digest: str
@@ -47,7 +45,7 @@ class Record:
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        self._ledger = RecordedLedger(run_dir)
+        self._ledger = LedgerReader(run_dir)
         try:
             self._opened = self._ledger.all(Kind.OPENED)
             self.config = self._read_config()
@@ -56,7 +54,6 @@ class Record:
             raise
 
     def close(self) -> None:
-        """Closes the ledger."""
         self._ledger.close()
 
     def require_step(self, step: int) -> None:
@@ -73,7 +70,7 @@ class Record:
             NotFound: The samples were not kept.
             DataLoss: The file of samples cannot be read.
         """
-        path = self.run_dir / "batches" / f"step-{step - 1:06d}.parquet"
+        path = batch_path(self.run_dir, step - 1)
         collected = self._ledger.last(Kind.COLLECTED, step - 1)
         if collected is None or not path.is_file():
             raise NotFound(f"the samples of step {step} were not kept: there is no {path}", field="step")
@@ -81,8 +78,8 @@ class Record:
             samples = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:
             raise DataLoss(f"{path} cannot be read: {error}") from error
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        differs = list(compare({f"SHA-256 of {path.name}": collected["sha256"]}, {f"SHA-256 of {path.name}": found}))
+        what = f"SHA-256 of {path.name}"
+        differs = compare({what: collected["sha256"]}, {what: sha256_of(path)})
         return Batch(samples, collected["dataset"], tuple(differs))
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -135,8 +132,9 @@ class Record:
         there = {row["path"]: row["manifest_digest"] for row in self._ledger.checkpoints(kind)}
         saved = [row for row in self._ledger.all(kind) if row["path"] in there and row["version"] <= version]
         for row in sorted(saved, key=lambda row: -row["version"]):
-            if path := self._present(row["path"], _DIRECTORIES[kind]):
-                return row["version"], _verified(path, there[row["path"]])
+            if path := self._present(row["path"], CHECKPOINT_DIRECTORIES[kind]):
+                require_saved(path / "manifest.json", there[row["path"]])
+                return row["version"], str(path)
         return None
 
     def _present(self, path: str, directory: str) -> Path | None:
@@ -162,23 +160,16 @@ class Record:
         return parse_json(Config, text)
 
 
-def _verified(path: Path, digest: str) -> str:
-    manifest = path / "manifest.json"
-    if hashlib.sha256(manifest.read_bytes()).hexdigest() != digest:
-        raise DataLoss(f"{manifest} is not the file that was saved")
-    return str(path)
-
-
 def compare(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Difference]:
     """Yields a difference for every value of `now` that is not exactly the recorded one."""
     for name, value in now.items():
         if name not in recorded:
-            yield Difference(name, "nothing", show(value))
+            yield Difference(name, "nothing", _shown(value))
         elif recorded[name] != value:
-            yield Difference(name, show(recorded[name]), show(value))
+            yield Difference(name, _shown(recorded[name]), _shown(value))
 
 
-def show(value: object) -> str:
+def _shown(value: object) -> str:
     """Returns a value as text with all its digits."""
     return value if isinstance(value, str) else repr(value)
 

@@ -1,8 +1,8 @@
 """Runs `lockstep replay`, as a run without steps in a directory of its own."""
 
 import datetime
-from collections.abc import Collection, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,7 +31,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 
 class What(StrEnum):
-    """Names the part of a step to repeat."""
+    """The part of a step to repeat."""
 
     REWARDS = "rewards"
     TRAIN = "train"
@@ -54,7 +54,7 @@ _SERVICES = {What.REWARDS: "reward", What.TRAIN: "trainer", What.ENVIRONMENT: "r
 
 @dataclass(frozen=True)
 class Replayed:
-    """Holds the result of a replay. `compared` has a line of text for each comparison."""
+    """The result of a replay. `compared` has a line of text for each comparison."""
 
     step: int
     compared: Sequence[str]
@@ -140,28 +140,31 @@ class _Session:
         return Replayed(self.step, compared, differences, run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
-        config, tokenizer = run.config, _tokenizer(run.config, self.record.run_dir)
-        reward = Rewards(addresses.reward, config, addresses.transport)
-        try:
-            await reward.open(run.run_id)
-            async with open_environments(reward, config, addresses.transport) as environments:
-                data = _prompts(config, tokenizer, environments)
-            return await replay_rewards(self.record.batch(self.step), reward, data, tokenizer)
-        finally:
-            await reward.close()
+        async with self._scoring(run, addresses) as (rewards, environments, tokenizer):
+            data = _prompts(run.config, tokenizer, environments)
+            return await replay_rewards(self.record.batch(self.step), rewards, data, tokenizer)
 
     async def _environment(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
-        config, tokenizer = run.config, _tokenizer(run.config, self.record.run_dir)
+        config = run.config
         if config.environment is None:
             raise InvalidInput("--what environment: the run has no environment", field="what")
-        rewards = Rewards(addresses.reward, config, addresses.transport)
+        async with self._scoring(run, addresses) as (_, environments, tokenizer):
+            assert environments, "the run has an environment"
+            data = _prompts(config, tokenizer, environments)
+            dialog = make_dialog(tokenizer, environments, config)
+            return await replay_environment(self.record.batch(self.step), environments, data, dialog, config)
+
+    @asynccontextmanager
+    async def _scoring(
+        self, run: Run, addresses: Addresses
+    ) -> AsyncIterator[tuple[Rewards, Environments | None, Tokenizer]]:
+        """Yields the opened reward services, their environment if the run has one, and the tokenizer."""
+        tokenizer = _tokenizer(run.config, self.record.run_dir)
+        rewards = Rewards(addresses.reward, run.config, addresses.transport)
         try:
             await rewards.open(run.run_id)
-            async with open_environments(rewards, config, addresses.transport) as environments:
-                assert environments, "the run has an environment"
-                data = _prompts(config, tokenizer, environments)
-                dialog = make_dialog(tokenizer, environments, config)
-                return await replay_environment(self.record.batch(self.step), environments, data, dialog, config)
+            async with open_environments(rewards, run.config, addresses.transport) as environments:
+                yield rewards, environments, tokenizer
         finally:
             await rewards.close()
 

@@ -17,16 +17,17 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.config.load import is_override
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data.prompts import Prompts, load_early, load_eval, load_late
+from services.coordinator.data.prompts import Prompts, load_eval, load_from_card, load_if_local
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
+from services.coordinator.fleet.probes import Tools, known_tools
 from services.coordinator.fleet.running import recorded_run, running_services
-from services.coordinator.fleet.tools import Tools, known_tools
 from services.coordinator.observe.frontend import cancel_on_sigterm
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
-from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
+from services.coordinator.runs.ledger import LEDGER
+from services.coordinator.runs.resume import CHECKPOINTS
 from services.coordinator.runs.run import Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
@@ -114,7 +115,7 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
         LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
-    data = load_early(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
+    data = load_if_local(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
     with recorded_run(config, console) as run:
         async with running_services(run, given) as addresses:
             evaluated = run.resume_from or config.model
@@ -150,7 +151,7 @@ async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluat
     version = trainer.opened.version
     tools: Tools = services.environments.tools if services.environments else []
     if data is None or data[1] != tools:
-        data = load_late(config, trainer.opened.model_card, partial(_load, tools=tools))
+        data = load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
     tokenizer, _, eval_data = data
     run.begin(version, ())
     stamp = await make_publisher(services, run).publish(version)

@@ -10,27 +10,32 @@ from rich.console import Console
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed
 from services.coordinator.clients.trainer import Model
-from services.coordinator.data.curriculum import require_enough
-from services.coordinator.data.prompts import PromptDataset, Prompts, load_early, load_eval, load_late
+from services.coordinator.data.prompts import (
+    PromptDataset,
+    Prompts,
+    load_eval,
+    load_from_card,
+    load_if_local,
+    require_enough,
+)
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
+from services.coordinator.fleet.probes import Tools, known_tools
 from services.coordinator.fleet.running import Sessions, recorded_run, running_services
-from services.coordinator.fleet.tools import Tools, known_tools
-from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files
+from services.coordinator.observe.terminal import LastSample
 from services.coordinator.rl.advantages.estimators import require_importable
 from services.coordinator.rl.blocks import BlockMaker
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
+from services.coordinator.runs.evaluations import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import await_ledger
-from services.coordinator.runs.run import Run
-from services.coordinator.runs.scorer_change import warn_of_other_versions
+from services.coordinator.runs.run import Restarts, Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
 _FILES = {
@@ -106,7 +111,7 @@ async def _opened(
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:
     """Reads the run's data. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_early(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
+    return load_if_local(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -136,7 +141,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     _require_same_step(version, critic, config)
     tools: Tools = services.environments.tools if services.environments else []
     if data is None or data.tools != tools:
-        data = load_late(config, trainer.opened.model_card, partial(_load, tools=tools))
+        data = load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
     run.record.use_data(data.train.digest, data.others(config))
     opened = services.reward.services[0].opened
     evaluated = run.record.ledger.last(Kind.SCORED)

@@ -21,9 +21,8 @@ from services.common.config.streaming import block_cutter, streams
 from services.common.errors import DataLoss, LockstepError, Reason
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer
-from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_table
-from services.coordinator.data.prompts import PromptDataset, Prompts
+from services.coordinator.data.prompts import PromptDataset, Prompts, prompts_to_try
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.samples import coef_after, kl_record
 from services.coordinator.rl.blocks import BlockMaker, TakeBlock

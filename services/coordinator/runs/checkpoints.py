@@ -1,66 +1,21 @@
-"""Saves a run's checkpoints in the background and deletes old ones."""
+"""Saves a run's checkpoints in the background, deletes old ones and keeps the best."""
 
 import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from services.common.config.evaluation import BestConfig, EarlyStoppingConfig
 from services.common.config.run import CheckpointConfig
-from services.common.errors import InvalidInput
+from services.coordinator.runs.evaluations import best_of, comparable_evaluations
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
-from services.coordinator.runs.resume import CHECKPOINTS, CRITIC_CHECKPOINTS
-from services.coordinator.runs.scorer_change import change_between
-
-
-def evaluations(ledger: Ledger, last: int) -> list[Decision]:
-    """Returns the evaluation of each version up to `last`, oldest first.
-
-    A run that went back to an older checkpoint may have evaluated a version twice: only the weights that the run has
-    now count. Only evaluations by the scorers and the environment of the newest one count: those by others cannot be
-    compared with it.
-    """
-    newest = {row["version"]: row for row in ledger.all(Kind.EVALUATED) if row["version"] <= last}
-    versions = [one for one in sorted(newest) if ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, one)]
-    return [newest[version] for version in versions if not change_between(ledger, version, versions[-1])]
-
-
-def require_metric(metrics: Mapping[str, float], config: BestConfig, field: str) -> None:
-    """Raises InvalidInput if the metrics of an evaluation do not have the one that the config names."""
-    if config.metric not in metrics:
-        has = ", ".join(sorted(metrics))
-        raise InvalidInput(f"{field}: there is no metric {config.metric}, only {has}", field=field)
-
-
-def best_of(found: Sequence[Decision], config: BestConfig, by: float = 0.0) -> int | None:
-    """Returns the index of the best evaluation, the first if several are equal; None if no value is a number.
-
-    With `by`, a later value counts as better only if the difference is larger.
-    """
-    best: int | None = None
-    for index, row in enumerate(found):
-        value = row.get(config.metric)
-        if value is None or value != value:
-            continue
-        if best is None or config.is_better(value, found[best][config.metric], by):
-            best = index
-    return best
-
-
-def is_stalled(found: Sequence[Decision], config: EarlyStoppingConfig) -> bool:
-    """Returns whether the last `patience` evaluations have brought no better value."""
-    best = best_of(found, config, config.min_delta)
-    return best is not None and len(found) - 1 - best >= config.patience
-
-
-_DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
+from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
 
 class SavedModel(Protocol):
-    """Describes a model that can write its checkpoint."""
+    """A model that can write its checkpoint."""
 
     name: str
 
@@ -125,18 +80,18 @@ class Checkpoints:
         saved = {row["version"] for row in self._ledger.checkpoints(Kind.SAVED)}
         if self._config.keep_best is None or not saved:
             return None
-        found = [row for row in evaluations(self._ledger, max(saved)) if row["version"] in saved]
+        found = [row for row in comparable_evaluations(self._ledger, max(saved)) if row["version"] in saved]
         index = best_of(found, self._config.keep_best)
         return None if index is None else found[index]
 
     def _path(self, kind: Kind, step: int) -> str:
-        return str((self._run_dir / _DIRECTORIES[kind] / f"step-{step:06d}").absolute())
+        return str((self._run_dir / CHECKPOINT_DIRECTORIES[kind] / f"step-{step:06d}").absolute())
 
     async def _save(self, models: Sequence[SavedModel], version: int) -> None:
         for model in models:
             is_critic = model.name == "critic"
-            held = version + self._critic_warmup_steps if is_critic else version
-            await self._save_one(model, Kind.SAVED_CRITIC if is_critic else Kind.SAVED, version, held)
+            held_version = version + self._critic_warmup_steps if is_critic else version
+            await self._save_one(model, Kind.SAVED_CRITIC if is_critic else Kind.SAVED, version, held_version)
         # Only once all are saved: the policy's newest checkpoint needs the critic's of the same step.
         await self._delete_all_but(self._config.max_critic_ckpts_to_keep, Kind.SAVED_CRITIC)
         await self._delete_all_but(self._config.max_ckpts_to_keep, Kind.SAVED)

@@ -1,46 +1,55 @@
-"""Measures how long a step spends in each phase."""
+"""Measures how long a step spends in each phase, as spans of a trace, and when each side of the run is busy in it."""
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 
+from services.common.telemetry.trace import NO_TRACE, Span
+
 LANES = ("generate", "score", "train", "publish")
+"""Sides of a run that can be busy at the same time, in the order in which a step needs them."""
 
 
 class Busy:
-    """Notes the intervals in which at least one call is in progress."""
+    """Notes the intervals in which at least one piece of work, such as a call, is in progress."""
 
     def __init__(self) -> None:
-        self._num_calls, self._began = 0, 0.0
+        self._num_begun, self._began_s = 0, 0.0
         self._intervals: list[tuple[float, float]] = []
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Counts the block as a call."""
-        if not self._num_calls:
-            self._began = time.perf_counter()
-        self._num_calls += 1
+        """Notes the block as a piece of work."""
+        self.begin(time.perf_counter())
         try:
             yield
         finally:
-            self._num_calls -= 1
-            if not self._num_calls:
-                self._intervals.append((self._began, time.perf_counter()))
+            self.end(time.perf_counter())
+
+    def begin(self, now_s: float) -> None:
+        if not self._num_begun:
+            self._began_s = now_s
+        self._num_begun += 1
+
+    def end(self, now_s: float) -> None:
+        self._num_begun -= 1
+        if not self._num_begun:
+            self._intervals.append((self._began_s, now_s))
 
     def take(self, since: float, until: float) -> list[tuple[float, float]]:
         """Returns the intervals between two times, in seconds after the first, and forgets those before the second.
 
-        A call in progress is cut at `until`.
+        Work in progress is cut at `until`.
         """
         found, self._intervals = self._intervals, []
-        if self._num_calls:
-            found.append((self._began, until))
-            self._began = until
+        if self._num_begun:
+            found.append((self._began_s, until))
+            self._began_s = until
         return [(max(begin, since) - since, end - since) for begin, end in found if end > since]
 
     def leave_out(self, since: float, until: float) -> None:
-        """Forgets the calls between two times, and moves those before the first to before the second."""
+        """Forgets the work between two times, and moves what was before the first to before the second."""
         moved = until - since
         before = [(begin, min(end, since)) for begin, end in self._intervals if begin < since]
         self._intervals = [(begin + moved, end + moved) for begin, end in before]
@@ -61,7 +70,7 @@ def lane_metrics(lanes: Mapping[str, Busy], since: float, until: float) -> dict[
 
 
 class Phase(StrEnum):
-    """Names the phases of the loop."""
+    """A phase of the loop."""
 
     GENERATING = "generating"
     TRAINING = "training"
@@ -74,39 +83,47 @@ class StepClock:
     """Adds up the seconds that a step spends in each phase. Phases may overlap."""
 
     def __init__(self) -> None:
+        self.trace = NO_TRACE
+        """Has a span for each step, and in it one for each phase."""
         self.lanes = {"publish": Busy()}
-        """Sides of the run that can be busy at the same time; clients add theirs."""
+        """Lanes of the run by name; clients add theirs."""
+        self._in_phases = Busy()
+        self._step = ExitStack()  # in the span of the step, from its first phase on
+        self._is_in_step = False
         self.restart()
 
     def restart(self) -> None:
-        """Starts a new step."""
+        """Ends the step and starts a new one."""
+        self.close()
         self._seconds = dict.fromkeys(Phase, 0.0)
-        self._num_active, self._busy_began, self._busy_s = 0, 0.0, 0.0
-        self._ended = 0.0  # when the last phase ended
-        self._step_began = time.perf_counter()
+        self._ended_s = 0.0  # when the last phase ended
+        self._step_began_s = time.perf_counter()
 
     @contextmanager
-    def measure(self, phase: Phase) -> Iterator[None]:
-        """Adds the time spent inside the block to `phase`."""
-        begin = time.perf_counter()
-        self._busy_began = self._busy_began if self._num_active else begin
-        self._num_active += 1
-        try:
-            with self.lanes["publish"].working() if phase is Phase.PUBLISHING else nullcontext():
-                yield
-        finally:
-            end = self._ended = time.perf_counter()
-            self._seconds[phase] += end - begin
-            self._num_active -= 1
-            self._busy_s += 0.0 if self._num_active else end - self._busy_began
+    def measure(self, phase: Phase, version: int = 0) -> Iterator[Span]:
+        """Adds the time of the block to `phase`; `version` is that of the weights when the step begins."""
+        if not self._is_in_step:
+            # A step begins with the checkpoint and the evaluation of its version, if there are any.
+            self._step.enter_context(self.trace.span("step", version=version))
+            self._is_in_step = True
+        busy = [self._in_phases, *([self.lanes["publish"]] if phase is Phase.PUBLISHING else [])]
+        with self.trace.span(phase.value, version=version) as span:
+            for one in busy:
+                one.begin(span.began_s)
+            try:
+                yield span
+            finally:
+                self._ended_s = span.end()
+                self._seconds[phase] += span.seconds
+                for one in busy:
+                    one.end(self._ended_s)
 
     def take(self, phase: Phase) -> float:
         """Returns the seconds spent in `phase`, which has just ended, and leaves them out of the step and its lanes."""
         seconds, self._seconds[phase] = self._seconds[phase], 0.0
-        for busy in self.lanes.values():
-            busy.leave_out(self._ended - seconds, self._ended)
-        self._step_began += seconds
-        self._busy_s -= seconds
+        for busy in (self._in_phases, *self.lanes.values()):
+            busy.leave_out(self._ended_s - seconds, self._ended_s)
+        self._step_began_s += seconds
         return seconds
 
     def metrics(self) -> dict[str, float]:
@@ -114,9 +131,14 @@ class StepClock:
 
         `time/outside_share` is the fraction of the step that was spent outside of all phases.
         """
-        now = time.perf_counter()
-        step_s = now - self._step_began
+        began_s, now_s = self._step_began_s, time.perf_counter()
+        step_s = now_s - began_s
         times = {f"time/{phase.value}_s": seconds for phase, seconds in self._seconds.items() if seconds}
-        outside = 1 - self._busy_s / step_s
-        times |= lane_metrics(self.lanes, self._step_began, now)
-        return times | {"time/step_s": step_s, "time/outside_share": outside}
+        inside_s = sum(end - begin for begin, end in self._in_phases.take(began_s, now_s))
+        times |= lane_metrics(self.lanes, began_s, now_s)
+        return times | {"time/step_s": step_s, "time/outside_share": 1 - inside_s / step_s}
+
+    def close(self) -> None:
+        """Ends the span of the step."""
+        self._step.close()
+        self._is_in_step = False

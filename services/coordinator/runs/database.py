@@ -1,19 +1,18 @@
 """Wraps a SQLite connection: failures are typed errors with the file's path, and locks of others are awaited."""
 
 import asyncio
-import json
 import logging
 import math
 import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from services.common.errors import (
     DataLoss,
@@ -28,6 +27,8 @@ from services.common.errors import (
 log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+SqlRow = tuple[Any, ...]
+"""Values of the columns that a statement asks for."""
 
 _FIXES = {
     sqlite3.SQLITE_FULL: "free space on that disk",
@@ -72,21 +73,19 @@ class Database:
 
     @property
     def in_transaction(self) -> bool:
-        """Returns whether a transaction is open. SQLite ends it by itself after some failures."""
-        return self._connection.in_transaction
+        return self._connection.in_transaction  # SQLite ends a transaction by itself after some failures
 
-    def execute(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def execute(self, sql: str, values: tuple[object, ...] = ()) -> list[SqlRow]:
         """Runs one statement and returns its rows."""
         return self._patiently(lambda: self._connection.execute(sql, values).fetchall())
 
-    def insert(self, sql: str, values: tuple[Any, ...]) -> int:
+    def insert(self, sql: str, values: tuple[object, ...]) -> int:
         """Runs one INSERT and returns the id of its row."""
         number = self._patiently(lambda: self._connection.execute(sql, values).lastrowid)
         assert number is not None
         return number
 
-    def executemany(self, sql: str, rows: list[tuple[Any, ...]]) -> None:
-        """Runs one statement for each row."""
+    def executemany(self, sql: str, rows: Sequence[tuple[object, ...]]) -> None:
         self._patiently(lambda: self._connection.executemany(sql, rows))
 
     async def free(self) -> None:
@@ -99,12 +98,11 @@ class Database:
             await asyncio.sleep(_RETRY_S)
         wait.end()
 
-    def add_function(self, name: str, function: Callable[..., Any]) -> None:
+    def add_function(self, name: str, function: Callable[..., float]) -> None:
         """Lets statements call `function` as `name`."""
         self._connection.create_function(name, -1, function, deterministic=True)
 
     def close(self) -> None:
-        """Closes the file."""
         self._connection.close()
 
     def _try_lock(self) -> bool:
@@ -142,7 +140,7 @@ class Database:
         except sqlite3.Error as error:
             raise _failure(self._path.absolute(), error) from error
         except UnicodeDecodeError as error:  # SQLite's message quotes bytes of the file
-            raise damaged(self._path, error) from error
+            raise damaged(self._path.absolute(), error) from error
 
 
 def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
@@ -207,9 +205,22 @@ def _command(pid: int) -> str:
     return " ".join(words)[:80]
 
 
-def damaged(path: Path, what: object) -> DataLoss:
-    """Returns the error of a database at `path` whose content is not what was written."""
-    return DataLoss(f"{path.absolute()} is damaged: {what}; restore it from a backup, or use another name")
+def damaged(what: object, why: object, fix: str = "restore it from a backup, or use another name") -> DataLoss:
+    """Returns the error of a part of a run's record, such as a file, whose content is not what was written."""
+    return DataLoss(f"{what} is damaged: {why}; {fix}")
+
+
+@contextmanager
+def reading(what: str, fix: str = "restore it from a backup") -> Iterator[None]:
+    """Turns errors of code that reads `what`, a part of a run's record, into those of `damaged`."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise damaged(what, f"{field}: {first['msg']}" if field else first["msg"], fix) from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(what, f"{type(error).__name__}: {error}", fix) from error
 
 
 def _code(error: sqlite3.Error) -> int:
@@ -230,118 +241,3 @@ def _failure(path: Path, error: sqlite3.Error) -> LockstepError:
     if isinstance(error, sqlite3.InterfaceError | sqlite3.ProgrammingError):
         return InternalError(f"{path}: {error}")
     return damaged(path, error)
-
-
-def _is_object(text: str) -> str:
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("not a JSON object")
-    return text
-
-
-class _Body(BaseModel):
-    """Has the fields of a decision that readers rely on; later releases may add others."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class _Opened(_Body):
-    run_id: str
-    config: Annotated[str, AfterValidator(_is_object)]
-    checkpoint: str
-    versions: dict[str, str] = {}
-
-
-class _Published(_Body):
-    digest: str
-    received: dict[str, str] = {}
-
-
-class _Selected(_Body):
-    metrics: dict[str, float] = {}
-
-
-class _OfData(_Body):
-    dataset: str
-
-
-class _Collected(_OfData):
-    sha256: str
-    digest: str
-    drawn: int | None = None
-    num_prompts: int = 1
-    kl: dict[str, float] | None = None
-
-
-class _EvalSamples(_Body):
-    file: str
-    sha256: str
-
-
-class _Saved(_Body):
-    path: str
-    manifest_digest: str
-
-
-class _OfPath(_Body):
-    path: str
-
-
-class _Failed(_Body):
-    reason: str
-    message: str
-
-
-class _Stopped(_Body):
-    metric: str
-    best_version: int
-    best_value: float
-
-
-_METRICS = TypeAdapter(dict[str, float])
-_BODIES: Mapping[str, TypeAdapter[Any]] = {
-    "opened": TypeAdapter(_Opened),
-    "published": TypeAdapter(_Published),
-    "selected": TypeAdapter(_Selected),
-    "collected": TypeAdapter(_Collected),
-    "finished": _METRICS,
-    "eval_samples": TypeAdapter(_EvalSamples),
-    "evaluated": _METRICS,
-    "stopped": TypeAdapter(_Stopped),
-    "exported": TypeAdapter(_OfPath),
-    "saved": TypeAdapter(_Saved),
-    "saved_critic": TypeAdapter(_Saved),
-    "failed": TypeAdapter(_Failed),
-    "deleted": TypeAdapter(_OfPath),
-}
-_OF_SFT = TypeAdapter(_OfData)
-_WITHOUT_VERSION = {"opened", "epoch", "deleted", "failed"}
-_ANY = TypeAdapter(_Body)
-
-
-def checked_row(path: Path, seq: int, kind: str, version: object, text: object) -> dict[str, Any]:
-    """Returns the body of a row of the ledger at `path`, which is the JSON `text`.
-
-    Raises:
-        DataLoss: It is no JSON object, lacks a field or has one of another type, or its version is missing.
-    """
-    is_sft = kind == "collected" and version is None
-    needs_version = kind in _BODIES.keys() - _WITHOUT_VERSION and not is_sft
-    with reading(f"{path}: row {seq} of the ledger, {kind},"):
-        if not isinstance(version, int) and (version is not None or needs_version):
-            raise ValueError(f"its version is {version!r}")
-        body = json.loads(text)  # type: ignore[arg-type]  # a damaged row may have another type
-        (_OF_SFT if is_sft else _BODIES.get(kind, _ANY)).validate_python(body)
-        return body
-
-
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Turns errors of code that reads `what`, a part of a run's record, into DataLoss: it is not what was written."""
-    try:
-        yield
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise DataLoss(f"{what} is damaged: {field}: {first['msg']}" if field else f"{what} is damaged") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DataLoss(f"{what} is damaged: {type(error).__name__}: {error}") from error

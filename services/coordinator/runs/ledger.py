@@ -9,19 +9,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.storage import writing
 from services.common.rpc.history import note_row
-from services.coordinator.runs.database import Database, checked_row, damaged, is_shared
+from services.coordinator.runs.database import Database, damaged, is_shared, reading
+
+LEDGER = "ledger.sqlite"
+"""Name of the file in a run's directory."""
 
 Decision = dict[str, Any]
 """A decision read from the ledger: its `version`, and the fields given to `Ledger.record`, as JSON values."""
 
 
 class Kind(StrEnum):
-    """Names the kind of a decision."""
+    """What a decision is about."""
 
     OPENED = "opened"  # run id, config and versions, each time a coordinator opens the run
     DATA = "data"  # digests of the training data and of the held-out sets, each time a coordinator begins the run
@@ -42,6 +47,108 @@ class Kind(StrEnum):
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
 
 
+def _is_object(text: str) -> str:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError("not a JSON object")
+    return text
+
+
+class _Body(BaseModel):
+    """The fields of a decision that readers rely on; later releases may add others."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Opened(_Body):
+    run_id: str
+    config: Annotated[str, AfterValidator(_is_object)]
+    checkpoint: str
+    versions: dict[str, str] = {}
+
+
+class _Published(_Body):
+    digest: str
+    received: dict[str, str] = {}
+
+
+class _Selected(_Body):
+    metrics: dict[str, float] = {}
+
+
+class _OfData(_Body):
+    dataset: str
+
+
+class _Collected(_OfData):
+    sha256: str
+    digest: str
+    drawn: int | None = None
+    num_prompts: int = 1
+    kl: dict[str, float] | None = None
+
+
+class _EvalSamples(_Body):
+    file: str
+    sha256: str
+
+
+class _Saved(_Body):
+    path: str
+    manifest_digest: str
+
+
+class _OfPath(_Body):
+    path: str
+
+
+class _Failed(_Body):
+    reason: str
+    message: str
+
+
+class _Stopped(_Body):
+    metric: str
+    best_version: int
+    best_value: float
+
+
+_METRICS = TypeAdapter(dict[str, float])
+_BODIES: Mapping[str, TypeAdapter[_Body] | TypeAdapter[dict[str, float]]] = {
+    Kind.OPENED: TypeAdapter(_Opened),
+    Kind.PUBLISHED: TypeAdapter(_Published),
+    Kind.SELECTED: TypeAdapter(_Selected),
+    Kind.COLLECTED: TypeAdapter(_Collected),
+    Kind.FINISHED: _METRICS,
+    Kind.EVAL_SAMPLES: TypeAdapter(_EvalSamples),
+    Kind.EVALUATED: _METRICS,
+    Kind.STOPPED: TypeAdapter(_Stopped),
+    Kind.EXPORTED: TypeAdapter(_OfPath),
+    Kind.SAVED: TypeAdapter(_Saved),
+    Kind.SAVED_CRITIC: TypeAdapter(_Saved),
+    Kind.FAILED: TypeAdapter(_Failed),
+    Kind.DELETED: TypeAdapter(_OfPath),
+}
+_OF_SFT = TypeAdapter(_OfData)
+_WITHOUT_VERSION = {Kind.OPENED, Kind.EPOCH, Kind.DELETED, Kind.FAILED}
+_ANY = TypeAdapter(_Body)
+
+
+def checked_row(path: Path, seq: int, kind: str, version: object, text: object) -> Decision:
+    """Returns the body of a row of the ledger at `path`, which is the JSON `text`.
+
+    Raises:
+        DataLoss: It is no JSON object, lacks a field or has one of another type, or its version is missing.
+    """
+    is_sft = kind == Kind.COLLECTED and version is None
+    needs_version = kind in _BODIES.keys() - _WITHOUT_VERSION and not is_sft
+    with reading(f"{path}: row {seq} of the ledger, {kind},"):
+        if not isinstance(version, int) and (version is not None or needs_version):
+            raise ValueError(f"its version is {version!r}")
+        body = json.loads(text)  # type: ignore[arg-type]  # a damaged row may have another type
+        (_OF_SFT if is_sft else _BODIES.get(kind, _ANY)).validate_python(body)
+        return body
+
+
 _TABLES = (
     "CREATE TABLE decisions (seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, version INTEGER, "
     "body TEXT NOT NULL, crc INTEGER)",
@@ -52,7 +159,7 @@ _TABLES = (
 
 
 class Ledger:
-    """Holds an append-only list of decisions. A lock file lets only one coordinator have it open.
+    """An append-only list of decisions. A lock file lets only one coordinator have it open.
 
     Every method waits, with warnings, as long as another process holds a lock on the database. The loop first awaits
     `free`, so that the event loop goes on meanwhile.
@@ -91,8 +198,6 @@ class Ledger:
         self._db.execute("PRAGMA synchronous=FULL")
         for sql in _TABLES:
             self._db.execute(re.sub("TABLE|INDEX", r"\g<0> IF NOT EXISTS", sql, count=1))
-        if not any(name == "crc" for _, name, *_ in self._db.execute("PRAGMA table_info(decisions)")):
-            self._db.execute("ALTER TABLE decisions ADD COLUMN crc INTEGER")  # of a run of an older release
 
     async def free(self) -> None:
         """Waits until no other process holds a lock on the database. Warns meanwhile, and says which process it is."""
@@ -189,16 +294,13 @@ class Ledger:
     def _require_intact(self) -> None:
         """Raises DataLoss if the file's structure is broken, or a row is not what was written."""
         self._db.add_function("row_crc", _crc)
-        changed = (
-            "SELECT seq, kind FROM decisions WHERE crc IS NOT row_crc(time, kind, version, body) "
-            "AND seq >= (SELECT MIN(seq) FROM decisions WHERE crc IS NOT NULL) LIMIT 1"  # older releases wrote none
-        )
+        changed = "SELECT seq, kind FROM decisions WHERE crc IS NOT row_crc(time, kind, version, body) LIMIT 1"
         found = [f"row {seq} ({kind}) is not what was written" for seq, kind in self._db.execute(changed)]
         schema = {sql for (sql,) in self._db.execute("SELECT sql FROM sqlite_master")}
         found += [f"it has no `{sql}`" for sql in _TABLES if sql not in schema]
         found += [what for (what,) in self._db.execute("PRAGMA integrity_check(1)") if what != "ok"]
         if found:
-            raise damaged(self._path, found[0])
+            raise damaged(self._path.absolute(), found[0])
 
     def _files(self) -> list[Path]:
         """Returns the database's files that hold decisions: the write-ahead log has the newest."""
@@ -241,7 +343,6 @@ class Ledger:
         return {prompt_id: num_passed / num_samples for prompt_id, num_passed, num_samples in rows}
 
     def close(self) -> None:
-        """Closes the file and releases its lock."""
         self._db.close()
         self._lock.close()
 

@@ -1,4 +1,4 @@
-"""Records a run in its directory: ledger, batches, evaluations and exports."""
+"""Records a run in its directory: what its ledger says about batches, evaluations and exports, and their files."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ from services.coordinator.runs.reporter import in_order
 
 @dataclass(frozen=True)
 class CollectedBatch:
-    """Holds a step's samples with advantages, and the facts about their origin that the ledger keeps."""
+    """A step's samples with advantages, and the facts about their origin that the ledger keeps."""
 
     samples: pa.Table
     version: int
@@ -90,24 +90,23 @@ class RunRecord:
         self.ledger.record(Kind.DATA, digests={"data.train": dataset_digest, **others})
 
     def record_batch(self, batch: CollectedBatch) -> pa.Table:
-        """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them.
-
-        Raises:
-            PreconditionFailed: STORAGE_FAILED: the disk is full or read-only, or the directory is gone.
-        """
-        version, stamp, path = batch.version, batch.stamp, self._batch_path(batch.version)
+        """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them."""
+        version, stamp, path = batch.version, batch.stamp, batch_path(self.run_dir, batch.version)
         with writing(path):
             _write_parquet(batch.samples, path)
         with self.ledger.transaction():
             self.ledger.record(Kind.SELECTED, version, **batch.decision)
             self.ledger.keep_outcomes(version, batch.outcomes)
-            collected = {
-                "sha256": _sha256(path),
-                "dataset": batch.dataset,
-                "num_prompts": batch.num_prompts,
-                "kl": batch.kl,
-            }
-            self.ledger.record(Kind.COLLECTED, version, drawn=stamp.version, digest=stamp.digest, **collected)
+            self.ledger.record(
+                Kind.COLLECTED,
+                version,
+                drawn=stamp.version,
+                digest=stamp.digest,
+                sha256=sha256_of(path),
+                dataset=batch.dataset,
+                num_prompts=batch.num_prompts,
+                kl=batch.kl,
+            )
         return batch.samples
 
     def recorded_batch(self, version: int, stamp: PolicyStamp) -> pa.Table | None:
@@ -115,10 +114,10 @@ class RunRecord:
 
         Returns None if there is none, or its file is missing or damaged.
         """
-        recorded, path = self.ledger.last(Kind.COLLECTED, version), self._batch_path(version)
+        recorded, path = self.ledger.last(Kind.COLLECTED, version), batch_path(self.run_dir, version)
         if not recorded or self.recorded_stamp(version) != stamp or not path.is_file():
             return None
-        self.batch_is_from_disk = _sha256(path) == recorded["sha256"]
+        self.batch_is_from_disk = sha256_of(path) == recorded["sha256"]
         return pq.read_table(path) if self.batch_is_from_disk else None
 
     def recorded_stamp(self, version: int) -> PolicyStamp:
@@ -129,7 +128,7 @@ class RunRecord:
     def newest_batch(self) -> Path | None:
         """Returns the file of the batch that was recorded last; None if there is none."""
         collected = self.ledger.last(Kind.COLLECTED)
-        return self._batch_path(collected["version"]) if collected else None
+        return batch_path(self.run_dir, collected["version"]) if collected else None
 
     def record_step(self, version: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a finished step."""
@@ -147,7 +146,7 @@ class RunRecord:
         with writing(path):
             directory.mkdir(exist_ok=True)
             _write_parquet(samples, path)
-        self.ledger.record(Kind.EVAL_SAMPLES, stamp.version, file=path.name, sha256=_sha256(path))
+        self.ledger.record(Kind.EVAL_SAMPLES, stamp.version, file=path.name, sha256=sha256_of(path))
 
     def evaluations(self) -> list[dict[str, float]]:
         """Returns the metrics of all evaluations so far, oldest first, each with its `version`."""
@@ -156,29 +155,29 @@ class RunRecord:
 
     @property
     def export_path(self) -> Path:
-        """Returns the directory of the final policy."""
+        """The directory of the final policy."""
         return (self.run_dir / "model").absolute()
 
     def is_exported(self, version: int) -> bool:
         """Returns whether `export_path` holds the policy of `version`."""
-        exported = self.ledger.last(Kind.EXPORTED) or {"version": None}
-        return exported["version"] == version and self.export_path.exists()
+        return self._exported_version() == version and self.export_path.exists()
 
     def set_aside_export(self, version: int) -> bool:
         """Returns whether `export_path` holds the policy of `version`. Renames an export of another version."""
         path = self.export_path
         if path.exists() and not self.is_exported(version):
-            exported = self.ledger.last(Kind.EXPORTED) or {"version": None}
+            name = f"{path.name}-{self._exported_version() or 'before'}-{uuid.uuid4().hex[:8]}"
             with writing(path):
-                path.rename(path.with_name(f"{path.name}-{exported['version'] or 'before'}-{uuid.uuid4().hex[:8]}"))
+                path.rename(path.with_name(name))
         return path.exists()
+
+    def _exported_version(self) -> int | None:
+        exported = self.ledger.last(Kind.EXPORTED)
+        return exported["version"] if exported else None
 
     def record_export(self, version: int) -> None:
         """Records that the policy of `version` was exported to `export_path`."""
         self.ledger.record(Kind.EXPORTED, version, path=str(self.export_path))
-
-    def _batch_path(self, version: int) -> Path:
-        return batch_path(self.run_dir, version)
 
 
 def batch_path(run_dir: Path, version: int) -> Path:
@@ -200,5 +199,5 @@ def _write_parquet(table: pa.Table, path: Path) -> None:
         raise
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

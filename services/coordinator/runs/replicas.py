@@ -1,4 +1,4 @@
-"""Keeps the list of replicas that a run should have: a file in its directory with an address on each line.
+"""The list of replicas that a run should have: a file in its directory with an address on each line.
 
 `lockstep replicas` changes the file, directly or through a daemon, and the coordinator follows it.
 """
@@ -16,7 +16,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.storage import writing
 from services.common.rpc.address import parse_address
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import RecordedLedger, is_running
+from services.coordinator.runs.reader import LedgerReader, is_running
 
 REPLICAS = "replicas"
 NOTES = "replicas.notes"
@@ -24,7 +24,7 @@ NOTES = "replicas.notes"
 
 @dataclass(frozen=True)
 class Note:
-    """Says why a replica that the run should have does not serve."""
+    """Why a replica that the run should have does not serve."""
 
     why: str
     is_unused: bool = False
@@ -35,7 +35,7 @@ class Note:
 
 @dataclass(frozen=True)
 class ListedReplica:
-    """Describes a replica of a run."""
+    """A replica of a run."""
 
     address: str
     version: int | None
@@ -49,7 +49,6 @@ class ListedReplica:
 
     @property
     def state(self) -> str:
-        """Returns serving, joining, leaving or unused."""
         if self.is_unused:
             return "unused"
         if not self.is_wanted:
@@ -69,23 +68,18 @@ def write_replicas(run_dir: Path, addresses: Sequence[str]) -> None:
     Raises:
         PreconditionFailed: STORAGE_FAILED: the disk is full or read-only, or the directory is gone.
     """
-    path = run_dir / REPLICAS
-    with writing(path):
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{address}\n" for address in addresses))
-        partial.rename(path)
+    _replace(run_dir / REPLICAS, "".join(f"{address}\n" for address in addresses))
 
 
 def write_notes(run_dir: Path, notes: Mapping[str, Note]) -> None:
-    """Replaces the file that says why replicas do not serve.
+    """Replaces the file that says why replicas do not serve. Raises as `write_replicas` does."""
+    _replace(run_dir / NOTES, json.dumps({address: asdict(note) for address, note in notes.items()}))
 
-    Raises:
-        PreconditionFailed: As in `write_replicas`.
-    """
-    path = run_dir / NOTES
+
+def _replace(path: Path, text: str) -> None:
     with writing(path):
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({address: asdict(note) for address, note in notes.items()}))
+        partial.write_text(text)
         partial.rename(path)
 
 
@@ -134,7 +128,7 @@ def listed_replicas(run_dir: Path) -> list[ListedReplica]:
 
 def _published(run_dir: Path) -> tuple[int | None, list[str]]:
     """Returns the version of the session's newest publication and the addresses that have received it."""
-    with closing(RecordedLedger(run_dir)) as ledger:
+    with closing(LedgerReader(run_dir)) as ledger:
         published = ledger.last(Kind.PUBLISHED) if ledger.is_newer(Kind.PUBLISHED, Kind.OPENED) else None
     return (published["version"], list(published["received"])) if published else (None, [])
 

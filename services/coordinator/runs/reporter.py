@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Protocol
 
@@ -12,18 +12,16 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaCounts(Protocol):
-    """Describes the numbers about rollout replicas that reporters show."""
+    """The numbers about rollout replicas that reporters show."""
 
     num_redispatched: int
 
     @property
-    def num_dead(self) -> int:
-        """Returns the number of replicas that were lost and have not come back."""
-        ...
+    def num_dead(self) -> int: ...  # that were lost and have not come back
 
 
 class Ending(StrEnum):
-    """Says how a session of a run ended."""
+    """How a session of a run ended."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -39,9 +37,11 @@ class Reporter:
     def watch(self, rollout: ReplicaCounts) -> None:
         """Gives the reporter access to the run's replicas, which are about to be opened."""
 
-    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
-        """Returns a context manager that the run stays in during the phase."""
-        return nullcontext()
+    def begin_phase(self, name: str, version: int) -> None:
+        """Reports that a phase of the step after `version` begins."""
+
+    def end_phase(self, name: str, seconds: float) -> None:
+        """Reports how long a phase took that has ended, also by an error."""
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         """Reports a finished step; `version` counts steps from 1."""
@@ -56,7 +56,7 @@ class Reporter:
         """Says how the run ended, just before `close`."""
 
     def close(self) -> None:
-        """Releases the reporter's resources at the end of the run."""
+        """Is called once, at the end of the run."""
 
 
 class Tolerant(Reporter):
@@ -72,16 +72,13 @@ class Tolerant(Reporter):
         with self._tolerating():
             self._reporter.watch(rollout)
 
-    @contextmanager
-    def phase(self, name: str, version: int) -> Iterator[None]:
-        with ExitStack() as shown:
-            with self._tolerating():
-                shown.enter_context(self._reporter.phase(name, version))
-            try:
-                yield
-            finally:
-                with self._tolerating():
-                    shown.close()
+    def begin_phase(self, name: str, version: int) -> None:
+        with self._tolerating():
+            self._reporter.begin_phase(name, version)
+
+    def end_phase(self, name: str, seconds: float) -> None:
+        with self._tolerating():
+            self._reporter.end_phase(name, seconds)
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         with self._tolerating():

@@ -16,7 +16,7 @@ from services.common.config.load import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
 from services.coordinator.runs.database import Database
-from services.coordinator.runs.ledger import Decision, Kind, Ledger
+from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-LEDGER = "ledger.sqlite"
 HISTORY = "history"
 CHECKPOINTS = "checkpoints"
 CRITIC_CHECKPOINTS = "critic_checkpoints"
+CHECKPOINT_DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
 # Keys that may differ from the config that the run was started with: durations, frequencies, places, and settings that
 # do not change results beyond rounding. This lets a run resume with settings that use less memory, or on fewer hosts.
 _MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
@@ -70,7 +70,7 @@ for _role in ("trainer", "reference", "critic"):
 
 @dataclass(frozen=True)
 class Start:
-    """Holds the run's id, its ledger and the checkpoints to load (empty to start from the model directory)."""
+    """A run's id, its ledger and the checkpoints to load (empty to start from the model directory)."""
 
     run_id: str
     ledger: Ledger
@@ -132,7 +132,7 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
     if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
         _require_same(config, json.loads(opened["config"]), ledger)
-    asked, step = checkpoint, None
+    resume, step = checkpoint, None
     before = _same_resume(ledger, checkpoint) if checkpoint else None
     if before:
         checkpoint = _newest_after(ledger, config, before)
@@ -142,28 +142,26 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
-    written = config.model_dump_json()
-    asked_step = before["resume_step"] if before else step
     ledger.record(
         Kind.OPENED,
         run_id=run_id,
-        config=written,
+        config=config.model_dump_json(),
         checkpoint=checkpoint,
-        resume=asked,
-        resume_step=asked_step,
+        resume=resume,
+        resume_step=before["resume_step"] if before else step,
         has_gone_on=before is not None,
         versions=installed(),
     )
     return Start(run_id, ledger, checkpoint, critic, step)
 
 
-def _same_resume(ledger: Ledger, asked: str) -> Decision | None:
+def _same_resume(ledger: Ledger, resume: str) -> Decision | None:
     """Returns the last opening if it had the same checkpoint as `resume` and the run has gone on since; else None.
 
     The same command then resumes the run's own newest state instead of going back again.
     """
     opened = ledger.last(Kind.OPENED)
-    if not opened or opened.get("resume") != asked:
+    if not opened or opened["resume"] != resume:
         return None
     has_worked = any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
     return opened if opened["has_gone_on"] or has_worked else None
@@ -242,9 +240,14 @@ def _newest(ledger: Ledger, config: AnyConfig) -> str:
     manifest = Path(newest["path"]) / "manifest.json"
     if not manifest.is_file():
         raise DataLoss(f"resume: the ledger has checkpoint {newest['path']}, but its manifest.json is missing")
-    if hashlib.sha256(manifest.read_bytes()).hexdigest() != newest["manifest_digest"]:
-        raise DataLoss(f"resume: {manifest} is not the file that was saved")
+    require_saved(manifest, newest["manifest_digest"])
     return newest["path"]
+
+
+def require_saved(manifest: Path, digest: str) -> None:
+    """Raises DataLoss if a checkpoint's manifest is not the one that was recorded with `digest`."""
+    if hashlib.sha256(manifest.read_bytes()).hexdigest() != digest:
+        raise DataLoss(f"{manifest} is not the file that was saved")
 
 
 def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) -> None:

@@ -1,34 +1,36 @@
-"""Holds a run in progress: its config, its version, its record, its clock and its checkpoints."""
+"""A run in progress: its config, its version, its record, its clock and its checkpoints; and what restarts it."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Generic
 
-import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
 from services.common.config.load import AnyConfig
+from services.common.config.placement import RestartConfig
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.telemetry.context import within
-from services.coordinator.runs.checkpoints import (
-    Checkpoints,
-    SavedModel,
+from services.common.telemetry.trace import Span
+from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
+from services.coordinator.runs.clock import Phase, StepClock
+from services.coordinator.runs.evaluations import (
+    Versions,
     best_of,
-    evaluations,
+    comparable_evaluations,
     is_stalled,
     require_metric,
 )
-from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
 from services.coordinator.runs.reporter import Ending, Reporter, Tolerant
 from services.coordinator.runs.resume import Start, step_of
-from services.coordinator.runs.scorer_change import Versions
 
 log = logging.getLogger(__name__)
 
@@ -65,21 +67,25 @@ class Run(Generic[ConfigT]):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Measures the time of the block as `phase` and notifies the reporters."""
-        with ExitStack() as stack:
-            stack.enter_context(within(step=self.version))
-            for reporter in self.reporters:
-                stack.enter_context(reporter.phase(phase.value, self.version))
-            stack.enter_context(self.clock.measure(phase))
+        """Measures the block as `phase`, in one span for the clock, the trace and the reporters."""
+        for reporter in self.reporters:
+            reporter.begin_phase(phase.value, self.version)
+        with ExitStack() as ended, within(step=self.version), self.clock.measure(phase, self.version) as span:
+            ended.callback(self._end_phase, phase, span)
             yield
 
-    def last_finished(self, held: int, last_batch_id: str) -> int:
-        """Returns the newest finished step, which is `held`, the trainer's version, or the step before.
+    def _end_phase(self, phase: Phase, span: Span) -> None:
+        for reporter in self.reporters:
+            reporter.end_phase(phase.value, span.seconds)
+
+    def last_finished(self, trainer_version: int, last_batch_id: str) -> int:
+        """Returns the newest finished step: the trainer's version, or the step before.
 
         It is the step before if the coordinator ended between sending the trainer's last batch and recording the step.
         """
-        is_recorded = self.record.ledger.last_finished() != held - 1 or last_batch_id != self._batch_id(held - 1)
-        return held if is_recorded else held - 1
+        before = trainer_version - 1
+        is_recorded = self.record.ledger.last_finished() != before or last_batch_id != self._batch_id(before)
+        return trainer_version if is_recorded else before
 
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """Starts the loop after step `version`. Later steps in the record will be repeated."""
@@ -89,10 +95,11 @@ class Run(Generic[ConfigT]):
         self.version, self.reporters = version, [Tolerant(one) for one in (*self.watchers, *reporters)]
         self.clock.restart()
 
-    def describe_start(self, version: int, held: int) -> str:
-        """Returns a line for the user that says after which step the run starts; the trainer holds version `held`."""
-        if held > version:
-            return f"resuming with step {held}, which the trainer has applied and the record does not have yet"
+    def describe_start(self, version: int, trainer_version: int) -> str:
+        """Returns a line for the user that says after which step the run starts."""
+        if trainer_version > version:
+            applied = f"resuming with step {trainer_version}, which the trainer has applied"
+            return f"{applied} and the record does not have yet"
         if version:
             return f"resuming after step {version}" + (f", from {self.resume_from}" if self.resume_from else "")
         if self.record.ledger.last(Kind.FINISHED):
@@ -105,16 +112,6 @@ class Run(Generic[ConfigT]):
 
     def _batch_id(self, version: int) -> str:
         return f"{self.run_id}/{version}"
-
-    async def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
-        """Returns the batch that was sampled from exactly `stamp` before a restart, if it is on disk.
-
-        Then waits for the save in progress first, because the weights must not change before it.
-        """
-        batch = self.record.recorded_batch(stamp.version, stamp)
-        if batch is not None:
-            await self.checkpoints.finish()
-        return batch
 
     def unfinished_stamp(self) -> PolicyStamp:
         """Returns the stamp of the recorded batch that the trainer has applied and whose step is not finished.
@@ -135,9 +132,9 @@ class Run(Generic[ConfigT]):
         is_finished = self.record.ledger.last(Kind.FINISHED, version) is not None
         return is_finished and _due(version, self.config.checkpoint.save_freq, self.num_steps)
 
-    def adopt_checkpoint(self, held: int) -> None:
-        """Records the newest due checkpoint before `held`, the trainer's version, if only its record is missing."""
-        due = next((version for version in range(held - 1, 0, -1) if self.checkpoint_due(version)), None)
+    def adopt_checkpoint(self, trainer_version: int) -> None:
+        """Records the newest due checkpoint before the trainer's version, if only its record is missing."""
+        due = next((version for version in range(trainer_version - 1, 0, -1) if self.checkpoint_due(version)), None)
         if due is not None:
             self.checkpoints.adopt(due, self._batch_id(due - 1))
 
@@ -162,12 +159,7 @@ class Run(Generic[ConfigT]):
 
     def finish_evaluation(self, version: int, metrics: dict[str, float], scored: Versions | None = None) -> None:
         """Reports and records the metrics of an evaluation, and ends the run if early stopping says so. Its time is not
-        counted in the next step.
-
-        Args:
-            version: The version that was evaluated.
-            metrics: Its metrics.
-            scored: The versions of scorers and environment, if the samples have rewards.
+        counted in the next step. `scored` has the versions of scorers and environment, if the samples have rewards.
 
         Raises:
             InvalidInput: It does not have the metric that the config names.
@@ -188,7 +180,7 @@ class Run(Generic[ConfigT]):
     def _end_if_stalled(self, version: int) -> None:
         """Makes `version` the last step if early stopping says so; reads only the record, so it holds on resuming."""
         config, ledger = self.config.evaluation.early_stopping, self.record.ledger
-        if config is None or not is_stalled(found := evaluations(ledger, version), config):
+        if config is None or not is_stalled(found := comparable_evaluations(ledger, version), config):
             return
         best, last = found[best_of(found, config, config.min_delta) or 0], found[-1]
         numbers = {"metric": config.metric, "value": last[config.metric]}
@@ -229,6 +221,7 @@ class Run(Generic[ConfigT]):
         """Closes the reporters and the ledger. A save in progress is not recorded."""
         self.is_closed = True
         self.checkpoints.abandon()
+        self.clock.close()
         is_cut = self.stopping and self.version < self.num_steps
         ending = self.ending or (Ending.INTERRUPTED if is_cut else Ending.FINISHED)
         for reporter in self.reporters or [Tolerant(one) for one in self.watchers]:
@@ -239,3 +232,32 @@ class Run(Generic[ConfigT]):
 
 def _due(version: int, freq: int, num_steps: int) -> bool:
     return freq > 0 and (version % freq == 0 or version == num_steps)
+
+
+class Restarts:
+    """Counts the restarts of the services that a run has started, and keeps what a repeated session needs."""
+
+    def __init__(self, config: RestartConfig, clock: Callable[[], float] = time.monotonic):
+        self._config, self._clock = config, clock
+        self.run: Run[AnyConfig] | None = None
+        """The session in progress, or the last one."""
+        self.added: list[str] = []
+        """Replicas that joined a session after its start; the next session has them too."""
+        self.removed: list[str] = []
+        """Replicas that left a session; the next session does not have them."""
+        self._times: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether to repeat a session: its services could be opened, and nobody has asked it to stop."""
+        return self.run is not None and self.run.has_begun and not self.run.stopping
+
+    def take(self, service: str) -> bool:
+        """Returns whether `service` may be started again, and counts it if so."""
+        now, times = self._clock(), self._times[service]
+        while times and times[0] <= now - self._config.window_s:
+            times.popleft()
+        if len(times) >= self._config.max:
+            return False
+        times.append(now)
+        return True

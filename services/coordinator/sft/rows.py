@@ -31,7 +31,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Holds one tokenized row. The loss covers the tokens of the assistant's answers, including the end token of each.
+    """A tokenized row. The loss covers the tokens of the assistant's answers, including the end token of each.
 
     Example: for the conversation "2+2=", "4", "And 3+3=", "6": prompt_tokens are those of "2+2=", tokens those of
     "4<end>And 3+3=6<end>", and loss_mask is false on "And 3+3=".
@@ -47,7 +47,6 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the length of prompt and answers together."""
         return len(self.prompt_tokens) + len(self.tokens)
 
 
@@ -81,7 +80,7 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _schemas(tools: Any) -> list[dict[str, object]]:
+def _schemas(tools: object) -> list[dict[str, object]]:
     """Returns the tools of a row, which are a list of schemas or its JSON.
 
     Raises:
@@ -99,7 +98,7 @@ def _schemas(tools: Any) -> list[dict[str, object]]:
 
 
 class SftFile(RowFile[SftDataConfig, Row, Example]):
-    """Reads a file with a prompt and a response column, or with one column of conversations."""
+    """A file with a prompt and a response column, or with one column of conversations."""
 
     noun = "rows"
 
@@ -216,7 +215,6 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         return quoted if "".join(texts[0]) == "".join(texts[1]) else tokens
 
     def _end_token(self) -> int:
-        """Returns the token that ends a response without a chat template."""
         text = self.config.end_token
         known = {self.tokenizer.decode([i], skip_special_tokens=False): i for i in self.tokenizer.eos_token_ids}
         if text is None and len(known) == 1:
@@ -232,7 +230,7 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
 
 
 class SftDataset:
-    """Holds the training rows in file order, and the order that assigns them to the steps' batches."""
+    """The training rows in file order, and the order that assigns them to the steps' batches."""
 
     def __init__(self, examples: Sequence[Example], order: EpochOrder):
         self.examples, self._order = examples, order

@@ -7,16 +7,15 @@ from functools import partial
 from rich.console import Console
 
 from services.common.config.sft import SftConfig
-from services.coordinator.data.prompts import load_early, load_late
+from services.coordinator.data.prompts import load_from_card, load_if_local
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run, finish, outcome_if_finished
 from services.coordinator.fleet.running import Sessions, recorded_run, running_services
 from services.coordinator.observe.frontend import Outcome, cancel_on_sigterm, show, stop_on_signal
 from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
-from services.coordinator.runs.restarts import Restarts
 from services.coordinator.runs.resume import await_ledger
-from services.coordinator.runs.run import Run
+from services.coordinator.runs.run import Restarts, Run
 from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
@@ -58,7 +57,7 @@ async def _run_once(
         ):
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
             if data is None:
-                data = load_late(config, trainer.opened.model_card, _load)
+                data = load_from_card(config, trainer.opened.model_card, _load)
                 use_rows(run, data.train, data.held_out)
             run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
             stop_on_signal(run, console)
@@ -68,7 +67,7 @@ async def _run_once(
 
 def load_data(config: SftConfig, given: Addresses) -> SftData | None:
     """Reads the run's rows. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_early(config, _load, model_is_remote=bool(given.trainer))
+    return load_if_local(config, _load, model_is_remote=bool(given.trainer))
 
 
 @asynccontextmanager

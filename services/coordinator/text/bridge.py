@@ -182,7 +182,7 @@ class Bridge:
 
     @cached_property
     def end_token(self) -> int:
-        """Returns the stop token that the template writes at the end of an assistant's turn.
+        """The stop token that the template writes at the end of an assistant's turn.
 
         Raises:
             InvalidInput: It writes something else.
@@ -205,7 +205,6 @@ class Bridge:
 
     @property
     def end_text(self) -> str:
-        """Returns the text of `end_token`."""
         return self._text_of(self.end_token)
 
     def _text_of(self, token: int) -> str:

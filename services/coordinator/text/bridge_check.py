@@ -47,20 +47,12 @@ _LONG = 12
 
 
 class Renders(Protocol):
-    """Describes a Bridge."""
+    """A Bridge; see there."""
 
     @property
-    def end_text(self) -> str:
-        """Returns the text of the stop token at the end of an assistant's turn."""
-        ...
-
-    def render(self, messages: Sequence[Message]) -> str:
-        """Renders `messages`, followed by the assistant header."""
-        ...
-
-    def after_turn(self, messages: Sequence[Message]) -> str:
-        """Returns the text from the end of an assistant's turn to the next assistant header."""
-        ...
+    def end_text(self) -> str: ...
+    def render(self, messages: Sequence[Message]) -> str: ...
+    def after_turn(self, messages: Sequence[Message]) -> str: ...
 
 
 def check_keeps_turns(bridge: Renders, roles: Sequence[str], *, with_system: bool) -> None:

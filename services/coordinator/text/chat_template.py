@@ -1,26 +1,37 @@
-"""Renders messages to text with a model's chat template, in a sandbox.
+"""Renders messages to text with a model's chat template, in the sandbox of transformers.
 
-The Jinja environment is that of Hugging Face transformers (`apply_chat_template`), so a template gives the same text.
-The only difference is that the date comes from the config instead of the clock, so that a resumed run sees the same
-prompts.
+The only difference to `apply_chat_template` is that the date comes from the config instead of the clock, so that a
+resumed run sees the same prompts.
 """
 
 import datetime
-import json
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidInput
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other key that the template uses."""
+
+
+def import_transformers() -> None:
+    """Imports transformers' tokenizers without torch, which it would import wherever that is installed.
+
+    Torch takes four more seconds and 260 MB. A process that also runs models imports torch first; then it is used.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
+    sys.modules["torch"] = None  # type: ignore[assignment] # Python's way to make an import fail
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 class TemplateRefusal(InvalidInput):
@@ -40,16 +51,15 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: datetime.date | None = None):
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": self._strftime_now}
-        self.source, self._special_tokens = source, special_tokens
-        self._date = date
+        import_transformers()
+        # The public functions compile a template only when they render it.
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        self.source, self._date = source, date
+        self._given = {**special_tokens, "tools": None, "documents": None, "strftime_now": self._strftime_now}
         try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
+            self._template = _compile_jinja_template(source)
+            self.variables = frozenset(find_undeclared_variables(self._template.environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             raise InvalidInput(message, field="data.chat_template") from error
@@ -66,10 +76,9 @@ class ChatTemplate:
         if unknown := sorted(variables.keys() - self.variables):
             message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self.variables))}"
             raise InvalidInput(message, field="data.chat_template_kwargs")
-        inputs = {"messages": messages, "tools": None, "documents": None}
-        inputs |= {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **variables}
+        inputs = {"messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            return self._template.render(inputs)
+            return self._template.render(self._given | inputs)
         except InvalidInput:  # raised by _strftime_now
             raise
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
@@ -84,31 +93,6 @@ class ChatTemplate:
         return self._date.strftime(pattern)
 
 
-class _GenerationTag(Extension):
-    """Accepts `{% generation %}`, which marks the assistant's text for training, and ignores it."""
-
-    tags = {"generation"}  # noqa: RUF012 as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Replaces Jinja's own filter, which escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 _NUM_SHOWN = 30  # characters before and after the first difference
 _FIX_PROMPT = (
     "Set data.chat_template_kwargs (enable_thinking) to match the messages, or data.chat_template to one that does"
@@ -119,11 +103,11 @@ _FIX_TURN = (
 
 
 class Renders(Protocol):
-    """Describes a ChatTemplate or a Tokenizer."""
+    """A ChatTemplate or a Tokenizer."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
-        """Renders `messages`; see ChatTemplate.render."""
-        ...
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object
+    ) -> str: ...
 
 
 def check_prefix_stable(template: Renders, messages: Sequence[Message], **variables: object) -> None:

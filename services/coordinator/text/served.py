@@ -1,17 +1,16 @@
-"""Makes the files with which an exported model serves what it was trained on: chat template and stop tokens."""
+"""The files with which an exported model serves what it was trained on: chat template and stop tokens."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from lockstep.types.v1.types_pb2 import ModelCard
 from pydantic import JsonValue
 
 from services.common.config.data import FilesConfig
 from services.common.files.model_card import write_model_card
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import VOCABULARIES, Tokenizer
 
 _TEMPLATE, _TOKENIZER, _GENERATION = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
 
@@ -26,7 +25,7 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
     Raises:
         LockstepError: See Tokenizer.load.
     """
-    if "tokenizer.json" not in card.files:
+    if not card.files.keys() & set(VOCABULARIES):
         return ModelCard()
     with TemporaryDirectory(prefix="lockstep-served-") as directory:
         write_model_card(card, Path(directory))
@@ -39,7 +38,7 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
     generation, config = _read(card, _GENERATION), _read(card, "config.json")
     if not generation:  # transformers makes one from config.json
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id", "eos_token_id") if key in config}
-    stops = list(tokenizer.eos_token_ids)
+    stops: list[JsonValue] = [*tokenizer.eos_token_ids]
     if _ids(generation.get("eos_token_id")) != stops:
         files[_GENERATION] = _written({**generation, "eos_token_id": stops if len(stops) > 1 else stops[0]})
     return ModelCard(files={name: content for name, content in files.items() if card.files.get(name) != content})
@@ -60,13 +59,13 @@ def _literal(value: JsonValue) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _ids(value: Any) -> list[int]:
-    return sorted(value) if isinstance(value, list) else [] if value is None else [value]
+def _ids(value: JsonValue) -> list[int]:
+    return sorted(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
 
 
-def _read(card: ModelCard, name: str) -> dict[str, Any]:
+def _read(card: ModelCard, name: str) -> dict[str, JsonValue]:
     return json.loads(card.files[name]) if name in card.files else {}
 
 
-def _written(content: Mapping[str, Any]) -> bytes:
+def _written(content: Mapping[str, JsonValue]) -> bytes:
     return json.dumps(content, indent=2, ensure_ascii=False).encode()

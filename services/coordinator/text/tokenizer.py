@@ -1,4 +1,4 @@
-"""Loads and runs the model's tokenizer, without importing transformers or torch."""
+"""The model's tokenizer as transformers loads it, with chat template, stop tokens, and the tokens of bad words."""
 
 import datetime
 import hashlib
@@ -7,21 +7,26 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
+from pydantic import JsonValue
 
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
+from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal, import_transformers
 from services.coordinator.text.plain_text import PlainText
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+if TYPE_CHECKING:
+    from transformers import TokenizersBackend
+
+# A tokenizer class without any of its files would begin with an empty vocabulary.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
 
 class Tokenizer:
-    """Encodes and decodes text exactly like Hugging Face's fast tokenizer of the same directory."""
+    """Encodes and decodes text exactly like transformers' tokenizer of the same directory."""
 
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, eos_token_ids: tuple[int, ...]):
         self._backend = backend
@@ -34,29 +39,36 @@ class Tokenizer:
     def load(
         cls, directory: Path, *, chat_template: Path | None = None, date: datetime.date | None = None
     ) -> "Tokenizer":
-        """Reads `directory`, a model in the Hugging Face format.
+        """Reads `directory`, a model in the Hugging Face format. Code that comes with it is never run.
 
         Args:
-            directory: Holds tokenizer.json; tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
-                generation_config.json and config.json are read if they exist.
+            directory: Has config.json and the tokenizer's files: tokenizer.json, or others that transformers converts.
             chat_template: A Jinja file to use instead of the model's chat template.
             date: The date for templates that need today's date.
 
         Raises:
-            NotFound: tokenizer.json or `chat_template` does not exist.
+            NotFound: There is no tokenizer, or no file `chat_template`.
             InvalidInput: A file is damaged, two files disagree about an added token, or there is no end token.
         """
-        backend = _read_backend(directory / "tokenizer.json")
         config = _read_json(directory / "tokenizer_config.json")
-        # As in transformers, which reads the older file only beside configs without this key.
-        older = {} if "added_tokens_decoder" in config else _read_json(directory / "special_tokens_map.json")
-        _add_tokens(backend, config.get("added_tokens_decoder") or {})
-        named = {name: token for name in _SPECIAL_TOKENS if (token := (config | older).get(name))}
-        special_tokens = {name: _content(token) for name, token in named.items()}
-        eos_token_ids = _read_eos_token_ids(directory, backend, special_tokens.get("eos_token"))
-        _add_special(backend, [*named.values(), *_extra(config), *_extra(older)])
-        template = _read_template(directory, config, chat_template)
-        return cls(backend, template and _compile(*template, special_tokens, date), eos_token_ids)
+        loaded = _load(directory)
+        backend = loaded.backend_tokenizer
+        # tokenizer.json may have either set from training, which would silently truncate or pad prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        added = config.get("added_tokens_decoder")
+        special_tokens: dict[str, str] = loaded.special_tokens_map
+        eos_token = special_tokens.get("eos_token")
+        _check_added_tokens(directory, backend, added if isinstance(added, dict) else {}, eos_token)
+        eos_token_ids = _read_eos_token_ids(directory, backend, eos_token)
+        source = _template_source(loaded, chat_template)
+        if source is None:
+            return cls(backend, None, eos_token_ids)
+        try:
+            template = ChatTemplate(source, special_tokens, date)
+        except InvalidInput as error:
+            raise InvalidInput(f"{chat_template or directory}: {error.message}", field="data.chat_template") from error
+        return cls(backend, template, eos_token_ids)
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> "Tokenizer":
         """Returns this tokenizer with a chat template that shows `tools`, their JSON schemas, in every prompt.
@@ -78,31 +90,27 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Returns the number of tokens, including added ones. A model's embedding may have more rows, as padding."""
+        """With added tokens. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
-        """Returns whether the model has a chat template, which `render` needs."""
         return self._template is not None
 
     @property
     def template_source(self) -> str | None:
-        """Returns the Jinja source of the chat template; None without one."""
         return self._template.source if self._template else None
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Returns the names of the variables that the chat template uses; none without a template."""
         return self._template.variables if self._template else frozenset()
 
     @property
     def template_digest(self) -> str:
-        """Returns a 128-bit hex digest of the chat template; that of an empty text without a template."""
+        """A 128-bit hex digest of the chat template, or of an empty text."""
         return hashlib.blake2b((self.template_source or "").encode(), digest_size=16).hexdigest()
 
     def has_token(self, text: str) -> bool:
-        """Returns whether `text` is one token of the vocabulary."""
         return self._backend.token_to_id(text) is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -146,7 +154,6 @@ class Tokenizer:
         return [_to_continue(encoding) if add_special_tokens else encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `tokens`."""
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
@@ -199,21 +206,31 @@ def _to_continue(encoding: tokenizers.Encoding) -> list[int]:
     return tokens if tokens[: len(before)] == before else before + tokens
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise NotFound(f"{path} does not exist: the model needs a fast tokenizer", field="model")
+def _load(directory: Path) -> "TokenizersBackend":
+    if not any((directory / name).is_file() for name in VOCABULARIES):
+        raise NotFound(f"{directory} has no tokenizer: none of {', '.join(VOCABULARIES)}", field="model")
+    for name in ("config.json", "special_tokens_map.json"):
+        _read_json(directory / name)
+    import_transformers()
+    from transformers import AutoTokenizer
+
     try:
-        # `from_str` raises a bare Exception, and only for text that is not a tokenizer.
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise InvalidInput(f"{path} is not a tokenizer: {error}", field="model") from error
-    # The file may have either set from training, which would silently truncate or pad prompts.
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+        loaded = AutoTokenizer.from_pretrained(
+            str(directory),
+            local_files_only=True,
+            trust_remote_code=False,
+            mistral_format=False,  # tekken.json by mistral_common, in place of tokenizer.json
+        )
+    except Exception as error:  # transformers and tokenizers raise no narrower class
+        why = f"{type(error).__name__}: {error}"
+        raise InvalidInput(f"{directory}: transformers cannot load the tokenizer: {why}", field="model") from error
+    if not isinstance(getattr(loaded, "backend_tokenizer", None), tokenizers.Tokenizer):
+        message = f"{directory}: {type(loaded).__name__} has no fast tokenizer; add a tokenizer.json"
+        raise InvalidInput(message, field="model")
+    return loaded
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, JsonValue]:
     if not path.is_file():
         return {}
     try:
@@ -225,84 +242,47 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any]) -> None:
-    """Adds the tokens that are only in tokenizer_config.json."""
-    for token_id, token in sorted((int(key), token) for key, token in decoder.items()):
-        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        added = tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags if flag in token})
-        if token_id not in backend.get_added_tokens_decoder():
-            backend.add_tokens([added])
-        actual = backend.token_to_id(added.content)
+def _check_added_tokens(
+    directory: Path, backend: tokenizers.Tokenizer, added: Mapping[str, JsonValue], eos_token: str | None
+) -> None:
+    """Checks what transformers would silently give another id: an added token of the config, or a new end token."""
+    contents = {token["content"]: int(key) for key, token in added.items() if isinstance(token, dict)}
+    for content, token_id in contents.items():
+        actual = backend.token_to_id(str(content))
         if actual != token_id:
             raise InvalidInput(
-                f"tokenizer_config.json gives {added.content!r} the id {token_id}, tokenizer.json gives it {actual}",
+                f"{directory}: tokenizer_config.json gives {content!r} the id {token_id}, but it has {actual}",
                 field="model",
             )
+    path = directory / "tokenizer.json"
+    if eos_token is None or eos_token in contents or not path.is_file():
+        return
+    if tokenizers.Tokenizer.from_file(str(path)).token_to_id(eos_token) is None:
+        raise InvalidInput(f"{directory}: eos_token {eos_token!r} is not in tokenizer.json", field="model")
 
 
-def _add_special(backend: tokenizers.Tokenizer, tokens: Sequence[Any]) -> None:
-    """Makes `tokens` special tokens, those too that are missing from tokenizer.json or only plain ones there."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    added: dict[str, tokenizers.AddedToken] = {}
-    for token in tokens:
-        flags = {name: token[name] for name in ("lstrip", "rstrip", "single_word", "normalized") if name in token}
-        content = _content(token)
-        if content not in known:
-            added.setdefault(content, tokenizers.AddedToken(content, special=True, **flags))
-    backend.add_tokens(list(added.values()))
-
-
-def _extra(config: Mapping[str, Any]) -> list[Any]:
-    """Returns the special tokens that have no name, or a name of their own."""
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    return list(extra.values()) if isinstance(extra, dict) else extra
-
-
-def _content(token: Any) -> str:
-    content = token["content"] if isinstance(token, dict) and "content" in token else token
-    if not isinstance(content, str):
-        raise InvalidInput(f"tokenizer_config.json or special_tokens_map.json: {token!r} is no token", field="model")
-    return content
-
-
-def _read_template(directory: Path, config: Mapping[str, Any], override: Path | None) -> tuple[str, Path] | None:
-    """Returns the source of the chat template and its file, or None if there is no template."""
+def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str | None:
     if override is not None and not override.is_file():
         raise NotFound(f"chat template {override} does not exist", field="data.chat_template")
-    path = override or directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8"), path
-    inline, path = config.get("chat_template"), directory / "tokenizer_config.json"
-    if not isinstance(inline, list):
-        return None if inline is None else (inline, path)
-    named = {entry["name"]: entry["template"] for entry in inline}
-    if "default" not in named:
-        message = f"tokenizer_config.json has chat templates {sorted(named)} but no default: set data.chat_template"
+    source = override.read_text(encoding="utf-8") if override else loaded.chat_template
+    if not isinstance(source, dict):
+        return source
+    if "default" not in source:
+        message = f"the model has chat templates {sorted(source)} but no default: set data.chat_template"
         raise InvalidInput(message, field="data.chat_template")
-    return named["default"], path
-
-
-def _compile(source: str, path: Path, special_tokens: Mapping[str, str], date: datetime.date | None) -> ChatTemplate:
-    try:
-        return ChatTemplate(source, special_tokens, date)
-    except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error.message}", field="data.chat_template") from error
+    return source["default"]
 
 
 def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    found: set[int] = set()
+    found: list[JsonValue] = [] if eos_token is None else [backend.token_to_id(eos_token)]
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    if eos_token is not None:
-        token_id = backend.token_to_id(eos_token)
-        if token_id is None:
-            raise InvalidInput(f"{directory}: eos_token {eos_token!r} is not in tokenizer.json", field="model")
-        found.add(token_id)
-    if not found:
+        found += value if isinstance(value, list) else [value]
+    ids = tuple(sorted({token_id for token_id in found if isinstance(token_id, int)}))
+    if not ids:
         message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"
         raise InvalidInput(message, field="model")
-    return tuple(sorted(found))
+    return ids
 
 
 def stop_tokens(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[int]:

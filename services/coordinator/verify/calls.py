@@ -5,30 +5,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import Row
+from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.verify.history import require
-from services.coordinator.verify.samples import Facts
+from services.coordinator.verify.samples import Facts, Json
 
-Line = Mapping[str, Any]
 Stamp = tuple[int, str]
 _POLICY = (0, 1)  # ROLE_UNSPECIFIED means the policy too
 
 
 @dataclass
 class _Call:
-    """Describes a call that was sent, and its answers once it has ended."""
+    """A call that was sent, and its answers once it has ended."""
 
     method: str
     peer: str
     sent: dict[str, Any]
-    got: Sequence[Mapping[str, Any]] = ()
+    got: Sequence[Json] = ()
 
     @property
-    def answer(self) -> Mapping[str, Any]:
+    def answer(self) -> Json:
         return self.got[-1] if self.got else {}
 
     @property
-    def header(self) -> Mapping[str, Any]:
+    def header(self) -> Json:
         return self.sent.get("header", {})
 
     @property
@@ -38,7 +37,7 @@ class _Call:
 
 @dataclass
 class _Session:
-    """Holds the state that one coordinator's lines imply so far; if `is_whole` is false, lines were lost."""
+    """The state that one coordinator's lines imply so far; if `is_whole` is false, lines were lost."""
 
     run_id: str
     is_whole: bool
@@ -59,9 +58,9 @@ class _Session:
 
 
 class CallChecks:
-    """Knows what may come next after the lines that were given to `follow`."""
+    """What may come next after the lines that were given to `follow`."""
 
-    def __init__(self, rows: Sequence[Row], facts: Mapping[int, Facts]):
+    def __init__(self, rows: Sequence[LedgerRow], facts: Mapping[int, Facts]):
         """Takes all rows of the ledger, and facts of the batches that are on disk, by the version that they update."""
         self._rows, self._facts = {row.seq: row for row in rows}, facts
         self._collected = [row for row in rows if row.kind == Kind.COLLECTED]
@@ -96,7 +95,7 @@ class CallChecks:
             "trainer.SaveCheckpoint": self._has_saved,
         }
 
-    def follow(self, line: Line) -> None:
+    def follow(self, line: Json) -> None:
         """Takes the next line.
 
         Raises:
@@ -122,7 +121,7 @@ class CallChecks:
         else:
             require(not session.is_whole, f"call {line['n']} was never sent")
 
-    def _begins(self, line: Line) -> None:
+    def _begins(self, line: Json) -> None:
         if line["continues"] and self._session.run_id == line["session"]:
             return
         published = None
@@ -133,7 +132,7 @@ class CallChecks:
             line["session"], is_whole=not line["continues"], row=line["rows"], time_s=line["t"], published=published
         )
 
-    def _goes_on(self, call: _Call, line: Line) -> None:
+    def _goes_on(self, call: _Call, line: Json) -> None:
         if "end" not in line:
             call.sent |= line["sent"]
             self._when_sent.get(call.method, _nothing)(call)
@@ -143,7 +142,7 @@ class CallChecks:
             self._when_answered.get(call.method, _nothing)(call)
         del self._session.calls[line["n"]]
 
-    def _row(self, line: Line) -> None:
+    def _row(self, line: Json) -> None:
         session, number = self._session, line["row"]
         row = self._rows.get(number)
         require(row is not None, f"the ledger has lost row {number}")
@@ -165,7 +164,7 @@ class CallChecks:
             digest = session.saved[row.body["path"]]
             require(row.body["manifest_digest"].startswith(digest), f"the trainer saved a manifest of SHA-256 {digest}")
 
-    def _is_published(self, row: Row) -> None:
+    def _is_published(self, row: LedgerRow) -> None:
         session, stamp = self._session, _stamp_of(row)
         if session.is_whole:
             require(session.sent == stamp, f"{_show(stamp)} was published, but the trainer sent {_show(session.sent)}")
@@ -175,7 +174,7 @@ class CallChecks:
             require(served == stamp or not is_known, f"{_show(stamp)} was published before {replica} had committed it")
         session.published = stamp
 
-    def _is_collected(self, row: Row) -> None:
+    def _is_collected(self, row: LedgerRow) -> None:
         """Compares the rewards of a batch that is still on disk with the answers of the reward services."""
         session, facts = self._session, self._facts_of(row)
         for prompt, hashes in facts.scores.items() if facts and session.is_whole else ():
@@ -184,13 +183,13 @@ class CallChecks:
             # An empty answer is one of a release that did not keep the hashes.
             require(is_known or [] in answers, f"the scores of prompt {prompt} are not those that were answered")
 
-    def _batches(self, version: int) -> Sequence[Row]:
+    def _batches(self, version: int) -> Sequence[LedgerRow]:
         """Returns the row of the newest batch for `version` so far; all of them if lines were lost."""
         session = self._session
         rows = [row for row in self._collected if row.version == version]
         return [row for row in rows if row.seq <= session.row][-1:] if session.is_whole else rows
 
-    def _facts_of(self, row: Row) -> Facts | None:
+    def _facts_of(self, row: LedgerRow) -> Facts | None:
         """Returns what is known of the batch of a row; None if a later one has taken its place on disk."""
         newest = max(one.seq for one in self._collected if one.version == row.version)
         return self._facts.get(row.required_version) if row.seq == newest else None
@@ -343,11 +342,11 @@ def _nothing(call: _Call) -> None:
     pass
 
 
-def _stamp(pair: Sequence[Any]) -> Stamp:
+def _stamp(pair: tuple[int, str]) -> Stamp:
     return pair[0], pair[1]
 
 
-def _stamp_of(row: Row) -> Stamp:
+def _stamp_of(row: LedgerRow) -> Stamp:
     return row.required_version, row.body["digest"]
 
 

@@ -3,29 +3,28 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.runs.record import batch_path
-from services.coordinator.runs.recorded import Row
-from services.coordinator.verify.samples import SampleChecks, differing
+from services.coordinator.verify.samples import Json, SampleChecks, differing
 
 # Sections of the config that decide how weights are cut into buckets, which the digest covers.
 _LAYOUT = ("model", "trainer", "weights")
 
 
 class ViolationError(Exception):
-    """Says in a sentence which rule a row breaks."""
+    """A sentence: which rule a row breaks."""
 
 
 @dataclass
 class _Session:
-    """Holds the actions of one coordinator since it opened the run."""
+    """The actions of one coordinator since it opened the run."""
 
-    config: Mapping[str, Any]
+    config: Json
     checkpoint: str
     begun: int | None = None
     version: int = 0
@@ -36,9 +35,9 @@ class _Session:
 
 
 class History:
-    """Knows what may come next after the rows that were given to `follow`."""
+    """What may come next after the rows that were given to `follow`."""
 
-    def __init__(self, run_dir: Path, rows: Sequence[Row]):
+    def __init__(self, run_dir: Path, rows: Sequence[LedgerRow]):
         self._run_dir = run_dir
         self._newest = {(row.kind, row.version, _name_of(row)): row.seq for row in rows}
         self._unrecorded = _being_written(rows)
@@ -47,13 +46,13 @@ class History:
         self._finished = 0  # the newest finished step of the current history
         self._ever_finished: set[int] = set()
         self._published: dict[int, set[tuple[str, str]]] = {}  # version -> layouts and digests
-        self._collected: dict[int, Mapping[str, Any]] = {}
+        self._collected: dict[int, Json] = {}
         self._saved: dict[str, int] = {}
         self._dataset = ""
-        self._selected: dict[int, Mapping[str, Any]] = {}
+        self._selected: dict[int, Json] = {}
         self._evaluations: dict[int, list[Path]] = {}
         self.samples = SampleChecks()
-        self._follow: dict[str, Callable[[Row], None]] = {
+        self._follow: dict[str, Callable[[LedgerRow], None]] = {
             Kind.OPENED: self._opened,
             Kind.BEGUN: self._begun,
             Kind.EPOCH: self._regroups,
@@ -69,7 +68,7 @@ class History:
             Kind.EXPORTED: self._is_exported,
         }
 
-    def follow(self, row: Row) -> None:
+    def follow(self, row: LedgerRow) -> None:
         """Takes the next row.
 
         Raises:
@@ -81,13 +80,13 @@ class History:
         if row.kind in self._follow:
             self._follow[row.kind](row)
 
-    def _opened(self, row: Row) -> None:
+    def _opened(self, row: LedgerRow) -> None:
         run_id = row.body["run_id"]
         require(self._run_id in ("", run_id), f"the run was {self._run_id} before and is now {run_id}")
         self._run_id = run_id
         self._session = _Session(json.loads(row.body["config"]), row.body["checkpoint"])
 
-    def _begun(self, row: Row) -> None:
+    def _begun(self, row: LedgerRow) -> None:
         version, checkpoint = row.required_version, self._session.checkpoint
         require(self._session.begun is None, "the session began before")
         saved = self._step_of(checkpoint) if checkpoint else 0
@@ -100,10 +99,10 @@ class History:
         self._session.begun = self._session.version = version
         self._session.published, self._session.collected = {}, set()
 
-    def _regroups(self, row: Row) -> None:
+    def _regroups(self, row: LedgerRow) -> None:
         self._session.regrouped = True
 
-    def _is_published(self, row: Row) -> None:
+    def _is_published(self, row: LedgerRow) -> None:
         version, digest = row.required_version, row.body["digest"]
         session, published = self._session, self._in_session(row)
         regrouped, session.regrouped = session.regrouped, False
@@ -133,10 +132,10 @@ class History:
             f"the run had {' and '.join(sorted(before))}",
         )
 
-    def _is_selected(self, row: Row) -> None:
+    def _is_selected(self, row: LedgerRow) -> None:
         self._selected[row.required_version] = row.body
 
-    def _is_collected(self, row: Row) -> None:
+    def _is_collected(self, row: LedgerRow) -> None:
         version, body = row.required_version, row.body
         published, session = self._in_session(row), self._session
         assert session.collected is not None
@@ -161,7 +160,7 @@ class History:
                 both = {**self._selected.get(version, {}), **body}
                 self._require_none(self.samples.check(path, version, both, session.config))
 
-    def _is_recorded(self, path: Path, row: Row) -> bool:
+    def _is_recorded(self, path: Path, row: LedgerRow) -> bool:
         """Requires that a file of samples is the one of `row`, the newest of its kind and version.
 
         Returns False if a coordinator may have been killed after it had replaced the file and before it wrote the row.
@@ -177,7 +176,7 @@ class History:
         for sentence in wrong:
             raise ViolationError(sentence)
 
-    def _is_finished(self, row: Row) -> None:
+    def _is_finished(self, row: LedgerRow) -> None:
         version, session, published = row.required_version, self._session, self._in_session(row)
         before = version - 1
         require(version == session.version + 1, f"step {version} was finished after step {session.version}")
@@ -194,20 +193,20 @@ class History:
         if facts := self.samples.facts.get(before):
             self._require_none(differing(batch_path(self._run_dir, before), facts.metrics, row.body))
 
-    def _is_sampled_for_evaluation(self, row: Row) -> None:
+    def _is_sampled_for_evaluation(self, row: LedgerRow) -> None:
         path = self._run_dir / "evaluations" / row.body["file"]
         is_newest = self._newest[row.kind, row.version, row.body["file"]] == row.seq
         if is_newest and self._is_recorded(path, row):
             self._evaluations.setdefault(row.required_version, []).append(path)
 
-    def _is_evaluated(self, row: Row) -> None:
+    def _is_evaluated(self, row: LedgerRow) -> None:
         version = row.required_version
         require(version == self._session.version, f"version {version} was evaluated while another one was served")
         stamp = version, self._in_session(row).get(version, "")
         for path in self._evaluations.pop(version, []):
             self._require_none(self.samples.check_evaluation(path, stamp, row.body))
 
-    def _is_saved(self, row: Row) -> None:
+    def _is_saved(self, row: LedgerRow) -> None:
         version, path = row.required_version, row.body["path"]
         require(
             version in self._ever_finished, f"the checkpoint of step {version} was saved before that step was finished"
@@ -218,7 +217,7 @@ class History:
         if not is_gone and self._newest[row.kind, version, path] == row.seq:
             self._check_checkpoint(row)
 
-    def _check_checkpoint(self, row: Row) -> None:
+    def _check_checkpoint(self, row: LedgerRow) -> None:
         manifest = self._there(row.body["path"]) / "manifest.json"
         require(manifest.is_file(), f"{manifest} of a recorded checkpoint is missing")
         content = manifest.read_bytes()
@@ -231,15 +230,15 @@ class History:
         batch = state.get("last_batch_id")
         require(batch == expected, f"{manifest} was saved after batch {batch}, not after {expected}")
 
-    def _is_deleted(self, row: Row) -> None:
+    def _is_deleted(self, row: LedgerRow) -> None:
         path = row.body["path"]
         require(path in self._saved, f"{path} was deleted, but never saved")
 
-    def _is_exported(self, row: Row) -> None:
+    def _is_exported(self, row: LedgerRow) -> None:
         version = row.required_version
         require(version == self._finished, f"version {version} was exported, but step {self._finished} was the last")
 
-    def _in_session(self, row: Row) -> dict[int, str]:
+    def _in_session(self, row: LedgerRow) -> dict[int, str]:
         require(self._session.published is not None, f"a row {row.kind} came before its session began")
         assert self._session.published is not None
         return self._session.published
@@ -270,12 +269,12 @@ class History:
         return moved if moved.is_dir() else Path(path)
 
 
-def _name_of(row: Row) -> str | None:
+def _name_of(row: LedgerRow) -> str | None:
     """Returns the path or file that a row describes."""
     return row.body.get("path", row.body.get("file"))
 
 
-def _being_written(rows: Sequence[Row]) -> set[tuple[str, int]]:
+def _being_written(rows: Sequence[LedgerRow]) -> set[tuple[str, int]]:
     """Returns the kinds and versions of rows whose files the last session may have replaced as it ended.
 
     These are evaluations of the version that it held, and batches that could be collected next.

@@ -13,15 +13,17 @@ import pyarrow.parquet as pq
 from services.common.batches.blocks import content_sha256
 from services.common.errors import DataLoss
 from services.common.rpc.history import scores_hashes
-from services.coordinator.data.curriculum import REFILLS
 from services.coordinator.data.order import EpochOrder, seed_of, shuffled
+from services.coordinator.data.prompts import REFILLS
 
+Json = Mapping[str, Any]
+"""A line, a config, or the body of a row."""
 _NUMBERS = ["prompt_id", "group", "sample", "seed", "policy_version", "policy_digest", "reward"]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds what other parts of the record must say too about a file of samples."""
+    """What other parts of the record must say too about a file of samples."""
 
     metrics: Mapping[str, float]
     """Metrics of its step, by name."""
@@ -41,7 +43,7 @@ class SampleChecks:
         self._prompts: dict[int, str] = {}  # place in the data -> prompt id
         self._order: EpochOrder | None = None
 
-    def check(self, path: Path, step: int, body: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    def check(self, path: Path, step: int, body: Json, config: Json) -> Iterator[str]:
         """Yields a sentence for everything that is wrong in the batch of `step`.
 
         `body` has the fields of its rows `selected` and `collected`.
@@ -72,7 +74,7 @@ class SampleChecks:
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
         yield from differing(path, {name: _metrics_of(samples)["reward/mean"]}, metrics)
 
-    def _check_stamps(self, path: Path, rows: list[dict[str, Any]], stamp: tuple[int, str]) -> Iterator[str]:
+    def _check_stamps(self, path: Path, rows: Sequence[Json], stamp: tuple[int, str]) -> Iterator[str]:
         self.num_samples += len(rows)
         for number, row in enumerate(rows):
             found = row["policy_version"], row["policy_digest"]
@@ -80,9 +82,7 @@ class SampleChecks:
                 who = _who(row, number, path)
                 yield f"{who} carries version {found[0]} with digest {found[1]}, not {stamp[0]} with {stamp[1]}"
 
-    def _check_order(
-        self, rows: list[dict[str, Any]], step: int, body: Mapping[str, Any], config: Mapping[str, Any], path: Path
-    ) -> Iterator[str]:
+    def _check_order(self, rows: Sequence[Json], step: int, body: Json, config: Json, path: Path) -> Iterator[str]:
         """Compares the prompts with the order in which the step must try them. A curriculum reorders them."""
         if "num_prompts" not in body or config["selection"]["curriculum"]["enabled"]:
             return
@@ -96,7 +96,7 @@ class SampleChecks:
             if before != prompt:
                 yield f"{path.name} has prompt {prompt} where the order of the data has {before}"
 
-    def _places(self, num_prompts: int, step: int, config: Mapping[str, Any]) -> list[int]:
+    def _places(self, num_prompts: int, step: int, config: Json) -> list[int]:
         """Returns the places in the data of the prompts that `step` tries: see data/curriculum.py: plain_order."""
         data, seed = config["data"], config["seed"]
         if self._order is None:
@@ -115,9 +115,7 @@ def differing(path: Path, found: Mapping[str, float], recorded: Mapping[str, flo
             yield f"{name} of the samples in {path.name} is {value:g}, but the ledger has {said:g}"
 
 
-def _check_groups(
-    path: Path, rows: list[dict[str, Any]], body: Mapping[str, Any], config: Mapping[str, Any]
-) -> Iterator[str]:
+def _check_groups(path: Path, rows: Sequence[Json], body: Json, config: Json) -> Iterator[str]:
     """Compares the samples of each group with those that every group has, and their number with the selection."""
     samples_of: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
@@ -163,5 +161,5 @@ def _read(path: Path) -> pa.Table:
         raise DataLoss(f"{path} is damaged: {error}") from error
 
 
-def _who(row: Mapping[str, Any], number: int, path: Path) -> str:
+def _who(row: Json, number: int, path: Path) -> str:
     return f"sample {row['sample']} of prompt {row['prompt_id']} (row {number} of {path.name})"

@@ -1,4 +1,4 @@
-"""Implements `lockstep verify`, which checks that a run's record is possible in the only legal order of actions."""
+"""Checks that a run's record is possible in the only legal order of actions, for `lockstep verify`."""
 
 import json
 from collections import deque
@@ -14,21 +14,20 @@ from services.common.errors import PreconditionFailed
 from services.common.rpc.history import line_files
 from services.coordinator.runs.database import reading
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import RecordedLedger, Row
+from services.coordinator.runs.reader import METRICS, LedgerReader, LedgerRow, metrics_lines
 from services.coordinator.runs.resume import HISTORY
 from services.coordinator.verify.calls import CallChecks
 from services.coordinator.verify.history import History, ViolationError
 
-METRICS = "metrics.jsonl"
 _NUM_SHOWN = 12
 _HIDDEN = ("config", "versions", "metrics")  # too long for a line
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the result of a verification."""
+    """The result of a verification."""
 
-    rows: Sequence[Row]
+    rows: Sequence[LedgerRow]
     """The shortest prefix of the ledger that is illegal; all of it if none is."""
     num_samples: int
     violation: str
@@ -48,7 +47,7 @@ def verify(run_dir: Path) -> Verdict:
     """
     # The run may go on meanwhile: the ledger is read next, and has everything that is in these parts of the files.
     written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
-    with closing(RecordedLedger(run_dir)) as ledger:
+    with closing(LedgerReader(run_dir)) as ledger:
         rows = ledger.rows()
     if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
         raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
@@ -85,7 +84,7 @@ def _follow_calls(calls: CallChecks, written: Sequence[tuple[Path, int]], shown:
                 calls.follow(json.loads(text))
 
 
-def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
+def _wrong_lines(path: Path, rows: Sequence[LedgerRow]) -> Iterator[str]:
     """Yields a sentence for every line of a step that contradicts the ledger.
 
     Lines may be missing, because a full disk does not end a run, and the line of a step is written before its row. The
@@ -95,19 +94,17 @@ def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
     evaluations = {row.required_version: row.body for row in rows if row.kind == Kind.EVALUATED}
     newest = next((row.required_version for row in reversed(rows) if row.kind in (Kind.FINISHED, Kind.BEGUN)), 0)
     before = 0
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
-        with reading(f"line {number} of {path}"):
-            line = json.loads(text)
-            step = int(line.pop("step"))
-        if "time/step_s" not in line:  # of an evaluation, whose time is in this line only
+    for line in metrics_lines(path):
+        place, step, metrics = f"line {line.number} of {path.name}", line.step, line.metrics
+        if not line.is_step:  # the time of an evaluation is in this line only
             evaluated = evaluations.get(step, {})
-            if any(_text({name: line.get(name)}) != _text({name: value}) for name, value in evaluated.items()):
-                yield f"line {number} of {path.name}, of the evaluation of step {step}, is not what the ledger has"
+            if any(_text({name: metrics.get(name)}) != _text({name: value}) for name, value in evaluated.items()):
+                yield f"{place}, of the evaluation of step {step}, is not what the ledger has"
             continue
         if step <= before:
-            yield f"line {number} of {path.name} is of step {step} and comes after that of step {before}"
-        if step > newest + 1 or (step <= newest and _text(line) != _text(recorded.get(step))):
-            yield f"line {number} of {path.name}, of step {step}, is not what the ledger has of this step"
+            yield f"{place} is of step {step} and comes after that of step {before}"
+        if step > newest + 1 or (step <= newest and _text(metrics) != _text(recorded.get(step))):
+            yield f"{place}, of step {step}, is not what the ledger has of this step"
         before = step
 
 

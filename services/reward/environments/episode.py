@@ -1,9 +1,11 @@
-"""Plays one episode: applies one call at a time, each of them once, and ends the episode exactly once."""
+"""Plays one episode: applies its calls one by one, each of them once, ends it exactly once, and checks replies."""
 
 import asyncio
+import json
 import logging
+import math
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -11,13 +13,68 @@ from typing import Any, Generic, Literal, TypeVar
 from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import PreconditionFailed
-from services.reward.environments import messages
-from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Turn
-from services.reward.environments.clock import CLOCK, Clock
+from services.reward.environments.base import CLOCK, Clock, Environment, Message, Reply, ToolCall, Turn
+from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
 from services.reward.metrics import RewardMetrics
-from services.reward.tracebacks import Tracebacks
 
 log = logging.getLogger(__name__)
+
+
+def reset_response(messages: Sequence[Message], roles: Sequence[str]) -> pb.ResetResponse:
+    """Returns the answer to a reset.
+
+    Raises:
+        EpisodeError: INVALID_REPLY if these are not messages of `roles`, or raw text.
+    """
+    return pb.ResetResponse(messages=_messages(messages, roles))
+
+
+def step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
+    """Returns the answer to a step.
+
+    Raises:
+        EpisodeError: INVALID_REPLY if the reply is malformed or its reward is not finite.
+    """
+    if type(reply.done) is not bool:
+        raise _invalid(f"done must be true or false, not {reply.done!r}")
+    if type(reply.reward) not in (float, int) or not math.isfinite(reply.reward):
+        raise _invalid(f"a reward must be a finite number, not {reply.reward!r}")
+    return pb.StepResponse(
+        messages=_messages(reply.messages, roles),
+        reward=reply.reward,
+        done=reply.done,
+        tool_calls=[_tool_call(call) for call in reply.tool_calls],
+        num_calls=len(reply.outcomes),
+        num_failed_calls=sum(outcome != "ok" for outcome in reply.outcomes),
+    )
+
+
+def failure(error: EpisodeError) -> pb.EnvironmentFailure:
+    """Returns a failure as it is sent."""
+    detail = error.detail.encode(errors="replace").decode()
+    return pb.EnvironmentFailure(reason=f"ENVIRONMENT_FAILURE_REASON_{error.reason}", message=detail, alone=error.alone)
+
+
+def _messages(messages: Sequence[Message], roles: Sequence[str]) -> list[pb.Message]:
+    for message in messages:
+        if message.role and message.role not in roles:
+            raise _invalid(f"a message's role must be one of {', '.join(roles)}, not {message.role!r}")
+    try:
+        return [pb.Message(role=m.role, content=m.content, name=m.name) for m in messages]
+    except (TypeError, ValueError) as error:  # not text, or half of a surrogate pair
+        raise _invalid(f"a message is not text: {error}") from error
+
+
+def _tool_call(call: ToolCall) -> pb.ToolCall:
+    try:
+        return pb.ToolCall(name=call.name, arguments_json=json.dumps(call.arguments))
+    except (TypeError, ValueError) as error:
+        raise _invalid(f"a tool call is not JSON: {error}") from error
+
+
+def _invalid(detail: str) -> EpisodeError:
+    return EpisodeError(EnvironmentFailure.INVALID_REPLY, detail)
+
 
 # How long a call that exceeded its time limit may take to find out who is at fault.
 _SETTLE_S = 10.0
@@ -120,7 +177,7 @@ class Episode:
             environment.isolate(self._key)
         try:
             first = await self._limited("reset", environment.reset(self._key, request.seed, row))
-            return messages.reset_response(first, environment.roles)
+            return reset_response(first, environment.roles)
         except EpisodeError as error:
             return pb.ResetResponse(failure=self._fail(error))
 
@@ -128,7 +185,7 @@ class Episode:
         environment = self._context.environment
         try:
             reply = await self._limited("step", environment.step(self._key, turn), to=turn.text)
-            response = messages.step_response(reply, environment.roles)
+            response = step_response(reply, environment.roles)
             self._context.metrics.count_tool_calls(reply.outcomes)
         except EpisodeError as error:
             return pb.StepResponse(failure=self._fail(error))
@@ -140,7 +197,7 @@ class Episode:
         log.warning("episode %s: %s%s", self._key, error, self._context.tracebacks.once(error.traceback))
         self._context.metrics.count_environment_failure(error.reason)
         self._begin_end()
-        return messages.failure(error)
+        return failure(error)
 
     async def _limited(
         self, call: Literal["reset", "step"], play: Coroutine[object, object, Played], to: str = ""

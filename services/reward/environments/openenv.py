@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 
 from services.common.config.environment import OpenEnvEnvironmentConfig
-from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
-from services.reward.environments.clock import off_the_clock
+from services.reward.environments.base import Environment, Message, Reply, Turn, off_the_clock
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 MAX_ANSWER_BYTES = 4 << 20
 _CLOSE_S = 5.0

@@ -7,12 +7,13 @@ from services.common.config.environment import (
     ReasoningGymEnvironmentConfig,
     TextArenaEnvironmentConfig,
 )
-from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
+from services.reward.environments.base import Environment, Message, Reply, Turn
 from services.reward.environments.workers import Target, Workers
+from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes.child import Reply as Line
 
 Config = PythonEnvironmentConfig | TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig
-_HOSTED = "services.reward.environments.hosted"
+_LIBRARIES = "services.reward.environments.libraries"
 
 
 class WorkerEnvironment(Environment):
@@ -68,13 +69,13 @@ def python(config: PythonEnvironmentConfig) -> Environment:
 def textarena(config: TextArenaEnvironmentConfig) -> Environment:
     """Returns the environment that a game of textarena plays."""
     kwargs = {"game": config.game, "kwargs": config.kwargs}
-    return WorkerEnvironment(f"{_HOSTED}.games:Game", kwargs, config, config.reasoning_tags)
+    return WorkerEnvironment(f"{_LIBRARIES}:Game", kwargs, config, config.reasoning_tags)
 
 
 def reasoning_gym(config: ReasoningGymEnvironmentConfig) -> Environment:
     """Returns the environment that gives tasks of reasoning-gym."""
     kwargs = {"task": config.task, "kwargs": config.kwargs}
-    return WorkerEnvironment(f"{_HOSTED}.tasks:Task", kwargs, config, config.reasoning_tags)
+    return WorkerEnvironment(f"{_LIBRARIES}:Task", kwargs, config, config.reasoning_tags)
 
 
 def _messages(line: Line) -> list[Message]:

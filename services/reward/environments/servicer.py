@@ -1,22 +1,159 @@
-"""Implements the gRPC service lockstep.reward.v1.EnvironmentService."""
+"""The gRPC service lockstep.reward.v1.EnvironmentService, with its kinds of environments and its open episodes."""
 
+import asyncio
 import errno
+import itertools
 import json
+from collections.abc import Callable, Mapping
 
 from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2
+from lockstep.types.v1 import types_pb2
 
 from services.common.config.environment import EnvironmentConfig, EnvironmentSection
 from services.common.config.load import parse_json
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
-from services.reward.environments.base import EpisodeError, Turn
-from services.reward.environments.episode import EpisodeContext
-from services.reward.environments.kinds import make_environment
-from services.reward.environments.table import EpisodeTable
+from services.reward.environments.base import Environment, Turn
+from services.reward.environments.episode import Episode, EpisodeContext
+from services.reward.environments.openenv import OpenEnvironment
+from services.reward.environments.python import python, reasoning_gym, textarena
+from services.reward.environments.tools.environment import ToolsEnvironment
+from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.metrics import RewardMetrics
-from services.reward.requests import finish_reason, parse_object, require_run
+
+KINDS: Mapping[str, Callable[..., Environment]] = {
+    "python": python,
+    "tools": ToolsEnvironment,
+    "textarena": textarena,
+    "reasoning_gym": reasoning_gym,
+    "openenv": OpenEnvironment,
+}
+"""Maps each kind to the function that makes its environment from its config."""
+
+
+def make_environment(config: EnvironmentConfig) -> Environment:
+    """Returns the environment of a config, not yet open."""
+    return KINDS[config.kind](config)
+
+
+class EpisodeTable:
+    """Holds the episodes by id. A timer ends each of them `episode_s` seconds after its reset."""
+
+    def __init__(self, context: EpisodeContext, episode_s: float):
+        self._context, self._episode_s = context, episode_s
+        self._episodes: dict[str, Episode] = {}
+        self._leases: dict[str, asyncio.TimerHandle] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        # An id can be played again after its end, which the environment may still be busy with.
+        self._numbers = itertools.count()
+
+    async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
+        """Begins an episode. If it already has steps, its caller was restarted, and the episode begins again."""
+        episode = self._episodes.get(request.episode_id)
+        if episode and episode.has_stepped:
+            self._drop(request.episode_id, EnvironmentFailure.CRASHED, "the episode began anew")
+            episode = None
+        return await (episode or self._add(request.episode_id)).reset(request, row)
+
+    async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
+        """Plays one turn.
+
+        Raises:
+            PreconditionFailed: EPISODE_NOT_OPEN if there is no such episode: play it again from its reset.
+        """
+        episode = self._episodes.get(request.episode_id)
+        if episode is None:
+            message = (
+                f"episode {request.episode_id} is not open: it was closed, its time limit of {self._episode_s:g} s "
+                "(environment.episode_s) is over, or the service was restarted"
+            )
+            raise PreconditionFailed(message, reason=Reason.EPISODE_NOT_OPEN, episode_id=request.episode_id)
+        return await episode.step(request, turn)
+
+    async def end(self, episode_id: str) -> None:
+        """Ends and forgets an episode; does nothing if there is none."""
+        if ending := self._drop(episode_id, EnvironmentFailure.CRASHED, "the episode was closed"):
+            await asyncio.shield(ending)
+
+    def end_all(self, why: str) -> None:
+        """Begins to end all episodes, and forgets them."""
+        for episode_id in list(self._episodes):
+            self._drop(episode_id, EnvironmentFailure.CRASHED, why)
+
+    async def close(self) -> None:
+        """Ends all episodes and then the environment."""
+        self.end_all("the run was closed")
+        await asyncio.gather(*self._ending)
+        await self._context.environment.close()
+
+    def _add(self, episode_id: str) -> Episode:
+        episode = Episode(f"{episode_id}/{next(self._numbers)}", self._context)
+        self._episodes[episode_id] = episode
+        detail = f"the episode took longer than {self._episode_s:g} s (environment.episode_s)"
+        lease = (episode_id, EnvironmentFailure.TIMEOUT, detail)
+        self._leases[episode_id] = asyncio.get_running_loop().call_later(self._episode_s, self._drop, *lease)
+        return episode
+
+    def _drop(self, episode_id: str, reason: EnvironmentFailure, detail: str) -> asyncio.Task[None] | None:
+        if episode_id not in self._episodes:
+            return None
+        self._leases.pop(episode_id).cancel()
+        ending = asyncio.create_task(self._episodes.pop(episode_id).end(reason, detail))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        return ending
+
+
+_FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TURN_LIMIT: "turn_limit",
+}
+
+
+def require_run(run_id: str, opened_run_id: str) -> None:
+    """Checks that the caller's run is the one that is open.
+
+    Raises:
+        PreconditionFailed: RUN_NOT_OPEN if no run is open, SCORER_CHANGED if another run than the caller's is.
+    """
+    if not opened_run_id:
+        raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
+    if run_id != opened_run_id:
+        message = (
+            f"run {opened_run_id} opened its scorers on this service after run {run_id}: give each run its own "
+            "reward service and start the earlier run again; it resumes"
+        )
+        raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+
+
+def parse_object(text: str, *, field: str) -> dict[str, object]:
+    """Returns a JSON object; an empty text is an empty object.
+
+    Raises:
+        InvalidInput: It is not JSON, or not an object; names `field`.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{field}: not JSON: {error}", field=field) from error
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{field}: must be an object, not a {type(value).__name__}", field=field)
+    return value
+
+
+def finish_reason(reason: types_pb2.FinishReason, *, field: str) -> str:
+    """Returns "stop", "length" or "turn_limit".
+
+    Raises:
+        InvalidInput: It is none of them; names `field`.
+    """
+    if reason not in _FINISH_REASONS:
+        raise InvalidInput(f"{field}: {reason} is not STOP, LENGTH or TURN_LIMIT", field=field)
+    return _FINISH_REASONS[reason]
+
 
 NAME = "lockstep.reward.v1.EnvironmentService"
 # The host is at fault, not the config.

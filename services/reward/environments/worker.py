@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from services.common.import_path import require_takes
-from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child_setup
 
 _STEP = "(observation, reward, done), or a dict with messages, reward and done"

@@ -15,9 +15,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.reward.environments.base import EnvironmentFailure, EpisodeError
-from services.reward.environments.clock import off_the_clock
+from services.reward.environments.base import off_the_clock
 from services.reward.environments.worker import CANCEL_S, MAX_REPLY_BYTES
+from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes.child import Child, Reply
 from services.reward.processes.crew import Crew
 

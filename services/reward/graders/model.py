@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from services.reward.scorers.base import FailureReason, ScoringError
+from services.reward.errors import FailureReason, ScoringError
 
 _ROLES = ("user", "assistant")
 

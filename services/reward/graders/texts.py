@@ -1,7 +1,12 @@
-"""Brings texts to one form: Unicode's forms of a character, and the parts of an answer that do not matter."""
+"""Reads texts of models and datasets: what follows the reasoning, fenced blocks, scores and formats, and one form of
+answers that differ only in what does not matter."""
 
 import re
+import textwrap
 import unicodedata
+from collections.abc import Iterator
+
+from services.reward.errors import FailureReason, ScoringError
 
 _FULL_WIDTH = {0xFEE0 + code: code for code in range(0x21, 0x7F)} | {0x3000: 0x20}
 _FULL_WIDTH |= {0x1D7CE + index: 0x30 + index % 10 for index in range(50)}  # bold digits and the like
@@ -87,3 +92,102 @@ def _kept(text: str) -> set[int]:
     if re.search(rf"(?:\d\s?|{_VARIABLE})[(\[{{]|[)\]}}]\s?[\d(\[{{]", text):  # a product or a function: 2(3+4), f(2)
         found |= {index for index, character in enumerate(text) if character in "()[]{}"}
     return found
+
+
+_FENCE = re.compile(r"^([ \t]*)(`{3,}(?=[^`\n]*$)|~{3,})([^\n]*)$", re.MULTILINE)
+"""Matches a line that opens or closes a block; the groups are its indentation, its marks and what follows them."""
+_TOKEN = re.compile(
+    r"""\#[^\n]*|(\"{3}|'{3})(?:\\.|(?!\1).)*(?:\1|\Z)|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?""", re.DOTALL
+)
+"""Matches a comment or a string of Python; group 1 is the quotes of one of several lines. Takes linear time."""
+_LANGUAGE = re.compile(r"\s*\{?\s*\.?([\w+#-]*)")
+_THINK, _THOUGHT = "<think>", "</think>"
+
+
+def after_reasoning(completion: str) -> str:
+    """Returns what follows the first `</think>`, or the whole completion if it has none.
+
+    A `</think>` within a line of a block of code is part of that code.
+    """
+    head, closed, rest = completion.partition(_THOUGHT)
+    if not closed:
+        return completion
+    is_alone = not head.rpartition("\n")[2].strip() and not rest.partition("\n")[0].strip()
+    in_code = sum(1 for _ in _FENCE.finditer(head)) % 2 == 1 and not is_alone and _THINK not in head
+    return completion if in_code else rest
+
+
+def unindent(program: str) -> str:
+    """Returns the program without the indentation that all its lines have, as in a list of Markdown."""
+    return textwrap.dedent(program) if re.match(r"\s*\n?[ \t]+\S", program) else program
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yields language and content of each fenced block, as CommonMark finds them, with three exceptions.
+
+    A fence in a string of the program, such as an example in a docstring, closes nothing. A fence with a language
+    closes an unclosed block. A fence at the end of the last line of the text closes too.
+    """
+    end = 0
+    while opened := _FENCE.search(text, end):
+        start = min(opened.end() + 1, len(text))
+        language = _LANGUAGE.match(opened[3].lower())
+        stop, end = _closing(text, opened, start)
+        content = text[start:stop]
+        if stop == len(text):
+            content = re.sub(r"(?<=\S)[ \t]*(?:`{3,}|~{3,})\s*\Z", "\n", content)
+        yield language[1] if language else "", content
+
+
+def _closing(text: str, opened: re.Match, start: int) -> tuple[int, int]:
+    """Returns where the content of the block ends, and where the search for the next block begins."""
+    fallback = (len(text), len(text))
+    strings = (token for token in _TOKEN.finditer(text, start) if token[1])
+    string = next(strings, None)
+    for fence in _FENCE.finditer(text, start):
+        while string and string.end() <= fence.start():
+            string = next(strings, None)
+        if string and string.start() < fence.start() and _has_example(string):
+            continue
+        if fence[2][0] != opened[2][0] or len(fence[2]) < len(opened[2]):
+            continue
+        is_far = len(fence[1].expandtabs(4)) > len(opened[1].expandtabs(4)) + 3
+        if fence[3].strip():
+            if not is_far:
+                return fence.start(), fence.start()
+        elif not is_far:
+            return fence.start(), fence.end()
+        elif fallback[0] == len(text):
+            fallback = fence.start(), fence.end()
+    return fallback
+
+
+def _has_example(string: re.Match) -> bool:
+    """Returns whether the fences in a string are its own. If the last one opens a block, the string is not a string: it
+    was not closed in its block, and its end belongs to the next block."""
+    fences = _FENCE.findall(string[0])
+    return string[0].endswith(string[1]) and len(string[0]) >= 6 and bool(fences) and not fences[-1][2].strip()
+
+
+def match_format(*, completion: str, pattern: str, **_: object) -> float:
+    """Returns 1.0 if `pattern` matches the whole `completion`, else 0.0. `.` matches line breaks too."""
+    return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+
+
+def extract_score(*, text: str, pattern: str) -> float:
+    """Returns the first group of the last match of `pattern` in `text`, as a number.
+
+    The last match counts, because a judge reasons and quotes before it gives its verdict. `.` matches line breaks too.
+
+    Raises:
+        ScoringError: ERROR, if nothing matches or the group is not a number.
+    """
+    found = None
+    for match in re.finditer(pattern, text, re.DOTALL):
+        found = match
+    if found is None:
+        raise ScoringError(FailureReason.ERROR, f"score_pattern does not match the judge's answer {text[-200:]!r}")
+    try:
+        return float(found[1])
+    except (TypeError, ValueError):
+        raise ScoringError(FailureReason.ERROR, f"the judge's score {found[1]!r} is not a number") from None

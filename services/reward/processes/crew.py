@@ -5,8 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from services.reward.environments.base import EpisodeError
-from services.reward.scorers.base import ScoringError
+from services.reward.errors import EpisodeError, ScoringError
 
 log = logging.getLogger(__name__)
 

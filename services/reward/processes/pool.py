@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.child import Child, Reply
 from services.reward.processes.crew import Crew
-from services.reward.scorers.base import FailureReason, ScoringError
 
 START_TIMEOUT_S = 60.0
 """Time limit for a worker to import its function. sympy takes about 1 s; a user's module may import torch."""

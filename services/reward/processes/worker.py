@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TextIO, TypeVar
 
 from services.common.import_path import require_takes
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes import child_setup
-from services.reward.scorers.base import FailureReason, ScoringError
 
 Value = TypeVar("Value")
 Function = Callable[..., Any]

@@ -4,32 +4,11 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
+from services.reward.errors import ScoringError
+
 Result = TypeVar("Result")
-
-
-class FailureReason(StrEnum):
-    """Says why a sample has no score, by the names of lockstep.reward.v1.FailureReason."""
-
-    TIMEOUT = "TIMEOUT"
-    CRASHED = "CRASHED"
-    INVALID_ANSWER = "INVALID_ANSWER"
-    ERROR = "ERROR"
-
-
-class ScoringError(Exception):
-    """A sample has no score. It never becomes a number here; `reward.on_failure` says how the run treats it.
-
-    `traceback` is that of the exception that a scorer's function raised in its worker process; empty without one.
-    """
-
-    def __init__(self, reason: FailureReason, detail: str, traceback: str = ""):
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
-        self.traceback = traceback
 
 
 @dataclass(frozen=True)

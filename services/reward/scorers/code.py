@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 
 from services.common.config.reward import RewardConfig
 from services.common.config.scorers import CodeConfig
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.code import Tests, find_program, read_tests
-from services.reward.graders.completion import unindent
+from services.reward.graders.texts import unindent
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected, share_s
+from services.reward.scorers.base import Item, Scorer, expected, share_s
 
 
 class CodeScorer(Scorer):

@@ -9,10 +9,11 @@ from typing import Any
 
 from services.common.config.reward import RewardConfig
 from services.common.config.scorers import HttpConfig, JudgeConfig, ModelConfig, parse_template
-from services.common.extras import missing_modules
+from services.common.process import missing_modules
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.pool import Target, WorkerPool
 from services.reward.remote import MayPassError, Remote
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+from services.reward.scorers.base import Item, Scorer
 from services.reward.scorers.worker import columns
 
 LOAD_FIELDS = {"path", "label", "template", "device", "dtype", "batch_size", "max_tokens"}
@@ -76,7 +77,7 @@ class JudgeScorer(Scorer):
         self._remote = Remote(
             config, timeout_s, request_timeout_s=config.request_timeout_s, retry_statuses=_TOO_MANY_REQUESTS
         )
-        target = Target("services.reward.graders.judge:extract", max_memory_bytes=int(run.max_memory_gib * 2**30))
+        target = Target("services.reward.graders.texts:extract_score", max_memory_bytes=int(run.max_memory_gib * 2**30))
         self._pool = WorkerPool(target, num_workers=1, timeout_s=run.timeout_s)
         settings = config.model_dump_json(exclude=_NOT_IN_VERSION)
         self.version = f"{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from services.common.config.reward import PythonConfig, RewardConfig
-from services.reward.scorers.base import Item, ScoringError
+from services.reward.errors import ScoringError
+from services.reward.scorers.base import Item
 from services.reward.scorers.worker import WorkerScorer, columns
 
 

@@ -17,9 +17,9 @@ from services.common.config.reward import (
     MathConfig,
     RewardConfig,
 )
-from services.reward.graders.completion import after_reasoning
-from services.reward.graders.texts import normalize, one_width
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected, share_s
+from services.reward.errors import FailureReason, ScoringError
+from services.reward.graders.texts import after_reasoning, normalize, one_width
+from services.reward.scorers.base import Item, Scorer, expected, share_s
 from services.reward.scorers.worker import WorkerScorer
 
 
@@ -77,7 +77,7 @@ class FormatScorer(WorkerScorer):
     version = "1"
 
     def __init__(self, config: FormatConfig, run: RewardConfig):
-        super().__init__("services.reward.graders.format:grade", {"pattern": config.pattern}, run)
+        super().__init__("services.reward.graders.texts:match_format", {"pattern": config.pattern}, run)
 
 
 # A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5).

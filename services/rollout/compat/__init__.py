@@ -1,1 +1,1 @@
-"""Holds the rollout service's uses of vLLM and torch internals; see services.common.compat."""
+"""The rollout service's uses of vLLM internals; see services.common.compat."""

@@ -1,49 +1,43 @@
-"""Raises an error of one rank on every rank, so that none waits for the others in a collective."""
+"""Tells every rank what the others have: any JSON value, or the error of one of them."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from services.common.errors import InvalidInput, Reason
 
-# JSON needs at most 6 bytes for a character.
-_MAX_CHARACTERS, _MAX_BYTES = 2000, 16384
+
+def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns every rank's `value`, which is JSON data, in rank order."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]), group=group)
+    return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
 
 
 @contextmanager
 def same_on_all_ranks() -> Iterator[None]:
-    """Runs a block that has no collectives. If ranks refuse their input in it, the lowest one's error rises on all.
+    """Runs a block that has no collectives. If ranks raise InvalidInput in it, the lowest one's rises on the others.
 
-    Ranks on other hosts, or only rank 0, read files that the others do not see. Every rank must enter the block.
-
-    Raises:
-        InvalidInput: The block raised it on this rank or on another.
+    Ranks on other hosts, or only rank 0, read files that the others do not see, and would wait in the next collective
+    for a rank that has raised. Every rank must enter the block.
     """
     refusal: InvalidInput | None = None
     try:
         yield
     except InvalidInput as error:
         refusal = error
-    first = _first(refusal)
+    own = refusal and [refusal.message, refusal.reason.value, refusal.metadata.get("field", "")]
+    refusals = [theirs for theirs in gather_json(own, torch.device("cpu")) if theirs]
     if refusal is not None:
         raise refusal
-    if first is not None:
-        raise first
-
-
-def _first(refusal: InvalidInput | None) -> InvalidInput | None:
-    content = b""
-    if refusal is not None:
-        about = (refusal.reason.value, refusal.metadata.get("field", "")[:100])
-        content = json.dumps([refusal.message[:_MAX_CHARACTERS], *about]).encode()
-    own = torch.tensor(list(content.ljust(_MAX_BYTES)), dtype=torch.uint8)
-    everyones = torch.empty(dist.get_world_size() * _MAX_BYTES, dtype=torch.uint8)
-    dist.all_gather_into_tensor(everyones, own)  # over gloo, which every process group of a trainer has
-    for row in everyones.view(-1, _MAX_BYTES).numpy():
-        if text := row.tobytes().strip():
-            message, reason, field = json.loads(text)
-            return InvalidInput(message, reason=Reason(reason), field=field)
-    return None
+    if refusals:
+        message, reason, field = refusals[0]
+        raise InvalidInput(message, reason=Reason(reason), field=field)

@@ -18,8 +18,6 @@ from services.common.weights.plan import NamedTensors
 
 _SHARD_BYTES = 4 << 30
 _PEFT_PREFIX = "base_model.model."
-
-
 # With either, programs would take the directory of an adapter for a whole model.
 _OF_MODELS = ("config.json", "generation_config.json")
 
@@ -107,9 +105,9 @@ def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None
     try:
         save_file(shard, path, metadata={"format": "pt"})
     except SafetensorError as error:  # has the number of a system error only in its text
-        if found := re.search(r"os error (\d+)", str(error)):
-            number = int(found[1])
-            raise OSError(number, os.strerror(number), str(path)) from error
+        if match := re.search(r"os error (\d+)", str(error)):
+            code = int(match[1])
+            raise OSError(code, os.strerror(code), str(path)) from error
         raise
 
 

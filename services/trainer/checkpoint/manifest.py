@@ -23,7 +23,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class TrainState:
-    """Holds a checkpoint's state besides tensors."""
+    """A checkpoint's state besides tensors."""
 
     version: int
     last_batch_id: str
@@ -39,11 +39,7 @@ class TrainState:
 
 
 def staging(path: Path) -> Path:
-    """Returns the directory in which the ranks write before `finish` moves it to `path`.
-
-    Raises:
-        InvalidInput: `path` exists, or can be no path.
-    """
+    """Returns the directory in which the ranks write before `finish` moves it to `path`, which must not exist."""
     if path.exists():
         raise InvalidInput(f"path: {path} exists already", field="path")
     if "\0" in str(path):
@@ -55,10 +51,6 @@ def begin(path: Path) -> Path:
     """Makes an empty staging directory for `path`, and deletes what interrupted saves left.
 
     This includes saves of other steps: a run that resumed with another `save_freq` may not reach them again.
-
-    Raises:
-        InvalidInput: `path` exists, or cannot be made.
-        PreconditionFailed: STORAGE_FAILED: the disk is full or read-only.
     """
     try:
         partial = staging(path)
@@ -75,11 +67,7 @@ def begin(path: Path) -> Path:
 
 @contextmanager
 def staged(path: Path) -> Iterator[None]:
-    """Makes the staging directory for the block, which saves `path`. If the block fails, the directory is deleted.
-
-    Raises:
-        InvalidInput: See `begin`.
-    """
+    """Makes the staging directory for the block, which saves `path`. If the block fails, the directory is deleted."""
     partial = begin(path)
     try:
         yield

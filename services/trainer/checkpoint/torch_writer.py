@@ -1,15 +1,20 @@
 """Writes torch's distributed checkpoints, in the background too, without losing the error of any thread or disk."""
 
+import io
+import os
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from services.common.errors import InternalError
 from services.common.files.storage import is_of_disk, storage_error
@@ -26,7 +31,7 @@ class ThreadedWriter(dcp.FileSystemWriter):
         super().__init__(directory, thread_count=num_threads)
         self.fs = self._files = _Files()
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.jit.Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
         if self._files.error is not None:
             raise self._files.error
@@ -40,7 +45,7 @@ class _Files(FileSystem):
         self.error: BaseException | None = None
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -63,11 +68,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
 def typed_errors(directory: Path, *, done: Literal["written", "read"]) -> Iterator[None]:
     """Converts torch's CheckpointException, which every rank gets and which is a BaseException but no Exception.
 
-    `done` says what the block does with the checkpoint in `directory`.
-
-    Raises:
-        PreconditionFailed: STORAGE_FAILED: the disk of a rank failed.
-        InternalError: The save or load failed; the message has the error of each rank.
+    `done` is what the block does with the checkpoint in `directory`.
     """
     try:
         yield

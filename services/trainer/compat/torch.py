@@ -28,7 +28,7 @@ def stop_recording() -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def allocations() -> Mapping[str, Any]:
+def allocations() -> Mapping[str, object]:
     """Returns the current allocations and the recorded events as plain values; torch's own dump would pickle them."""
     return torch.cuda.memory._snapshot()
 
@@ -82,7 +82,7 @@ class CallableParameters(nn.ParameterDict):
 
 
 class HostMemory:
-    """Holds bytes of host memory; for a CUDA device they are page-locked, so that copies do not wait for the CPU.
+    """Bytes of host memory; for a CUDA device they are page-locked, so that copies do not wait for the CPU.
 
     Reason: torch rounds page-locked tensors up to a power of two, which could double what an optimizer takes, so the
     memory is locked with the runtime library that torch exposes without types.

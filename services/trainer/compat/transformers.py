@@ -60,7 +60,7 @@ def set_choice(router: nn.Module, choose: Choose) -> None:
     forward = router.forward
 
     @torch.compiler.disable  # it counts, and keeps the experts of earlier calls
-    def replaying(*args: Any, **kwargs: Any) -> Any:
+    def replaying(*args: object, **kwargs: object) -> object:
         with _Chosen(choose) as chosen:
             result = forward(*args, **kwargs)
         assert chosen.num_calls == 1, f"{type(router).__name__} called torch.topk {chosen.num_calls} times"

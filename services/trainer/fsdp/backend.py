@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from services.common.batches.routes import RouteShape, route_shape
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
-from services.trainer.adapters import without_adapters
+from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import (
     Adapters,
     Backend,
@@ -32,7 +32,7 @@ from services.trainer.backend import (
 )
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
 from services.trainer.compat.transformers import routers, set_choice
-from services.trainer.fsdp.lora import AdapterStream, adapters_only
+from services.trainer.fsdp.lora import AdapterStream
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
@@ -45,12 +45,12 @@ class Replay:
     """Makes the layers of experts compute with the routes of packs that have them."""
 
     def __init__(self, causal_lm: PreTrainedModel, shape: RouteShape, device: torch.device):
-        found = routers(causal_lm)
-        if len(found) != shape.num_layers:
-            raise InternalError(f"{len(found)} routers are known in a model of {shape.num_layers} layers of experts")
-        self._layers = [LayerReplay() for _ in found]
+        known = routers(causal_lm)
+        if len(known) != shape.num_layers:
+            raise InternalError(f"{len(known)} routers are known in a model of {shape.num_layers} layers of experts")
+        self._layers = [LayerReplay() for _ in known]
         self._model = ModelReplay(self._layers, device)
-        for router, layer in zip(found, self._layers, strict=True):
+        for router, layer in zip(known, self._layers, strict=True):
             set_choice(router, layer.choose)
 
     @contextmanager
@@ -235,4 +235,6 @@ class FsdpBackend(OffloadedParts, Backend, ReplaysRoutes, Adapters, Offloads):
         if is_fresh:  # torch made the state by an update with zero gradients; Adam's bias correction must not count it
             for moments in self._optimizer.state.values():
                 moments["step"].zero_()
-        return adapters_only(model) if self._config.lora.rank else model, optimizer
+        if self._config.lora.rank:
+            model = {name: tensor for name, tensor in model.items() if is_adapter(name)}
+        return model, optimizer

@@ -2,12 +2,10 @@
 
 A [rank, in] and B [out, rank] are parameters of the layer itself, so all other parameters keep their names. Targets and
 kinds are named as with strategy megatron, which stacks q, k and v in one layer, and gate and up: with kind lora these
-share one A. The rest of the model is frozen. Experts get no adapters, except a shared expert.
+share one A. The rest of the model is frozen.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +14,16 @@ from transformers import PreTrainedModel
 
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture, make_architecture
-from services.common.families.lora import PARTS, lora_layer
-from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
+from services.common.families.architecture import make_architecture
+from services.trainer.adapters import AdaptedLayer, adapter_sites, initial_a, peft_name, write_merged
 from services.trainer.compat.torch import set_class
-from services.trainer.fsdp.weights import WeightStream, is_adapter
-from services.trainer.merging import write_merged
+from services.trainer.fsdp.weights import WeightStream
 
 _Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class _Adapted(AdaptedLayer, nn.Linear):
-    """Adds an adapter to a linear layer, which another layer may share the A of."""
+    """A linear layer with an adapter, whose A other layers may share."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -41,20 +37,32 @@ class _Adapted(AdaptedLayer, nn.Linear):
 
 
 def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
-    """Freezes the model and adds adapters, unless `lora.rank` is 0. They are float32 and change no output at first.
-
-    Raises:
-        InvalidInput: The model's family is not known, `lora.kind` does not have a target, an exclusion matches nothing,
-            or no target is left.
-    """
+    """Freezes the model and adds adapters, unless `lora.rank` is 0. They are float32 and change no output at first."""
     if not lora.rank:
         return
-    sites = dict(_sites(_architecture(causal_lm), lora))
-    excluded = excluded_modules(lora, sites.keys())
+    try:
+        model = make_architecture(causal_lm.config.to_dict(), "its config.json")
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"trainer.lora: the layers of the model are not known; {error.message}", field="trainer.lora"
+        ) from error
     causal_lm.requires_grad_(False)
-    for name, layers in sites.items():
-        if name not in excluded:
-            _adapt([causal_lm.get_submodule(layer) for layer in layers], name, lora, seed)
+    for name, tensors in adapter_sites(model, lora).items():
+        layers = (causal_lm.get_submodule(tensor.removesuffix(".weight")) for tensor in tensors)
+        _adapt(layers, name, lora, seed)
+
+
+def _adapt(layers: Iterable[nn.Module], name: str, lora: LoraConfig, seed: int) -> None:
+    shared: nn.Parameter | None = None
+    for layer in layers:
+        assert type(layer) is nn.Linear, "the families' matrices are linear layers"
+        device = layer.weight.device
+        if shared is None:
+            shared = nn.Parameter(initial_a(name, lora.rank, layer.in_features, seed=seed).to(device))
+        set_class(layer, _Adapted)
+        assert isinstance(layer, _Adapted)
+        layer.lora_A, layer.lora_scale = shared, lora.alpha / lora.rank
+        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, device=device))
 
 
 class AdapterStream:
@@ -88,47 +96,3 @@ class AdapterStream:
                 write_merged(merged, weight, b, a, layer.lora_scale)
                 weight = merged
             yield name, weight
-
-
-def adapters_only(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a model's state that is trained."""
-    return {name: tensor for name, tensor in state.items() if is_adapter(name)}
-
-
-def _architecture(causal_lm: PreTrainedModel) -> Architecture:
-    try:
-        return make_architecture(causal_lm.config.to_dict(), "its config.json")
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"trainer.lora: the layers of the model are not known; {error.message}", field="trainer.lora"
-        ) from error
-
-
-def _sites(model: Architecture, lora: LoraConfig) -> Iterator[tuple[str, list[str]]]:
-    """Yields Megatron's name of each target, such as decoder.layers.3.mlp.linear_fc1, and its layers here."""
-    targets = target_parts(lora)
-    for number, weight in itertools.product(range(model.num_layers), model.layer):
-        layer = lora_layer(weight.parameter)
-        if weight.is_expert or layer is None:
-            continue
-        parent = weight.parameter.removesuffix(f".{layer}.weight")
-        layers = [f"{model.family.layers}.{number}.{tensor}".removesuffix(".weight") for tensor in weight.tensors]
-        for place, part in enumerate(PARTS[lora.kind][layer]):
-            if part not in targets:
-                continue
-            if part != layer and weight.is_fused:
-                raise refuse_part(layer, layers[0])
-            yield f"decoder.layers.{number}.{parent}.{part}", layers if part == layer else [layers[place]]
-
-
-def _adapt(layers: list[nn.Module], name: str, lora: LoraConfig, seed: int) -> None:
-    shared: nn.Parameter | None = None
-    for layer in layers:
-        assert type(layer) is nn.Linear, "the families' matrices are linear layers"
-        device = layer.weight.device
-        if shared is None:
-            shared = nn.Parameter(initial_a(name, lora.rank, layer.in_features, seed=seed).to(device))
-        set_class(layer, _Adapted)
-        assert isinstance(layer, _Adapted)
-        layer.lora_A, layer.lora_scale = shared, lora.alpha / lora.rank
-        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, device=device))

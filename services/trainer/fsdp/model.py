@@ -1,7 +1,7 @@
 """Wraps a Hugging Face causal model to return log-probabilities or values, and shards it over the ranks."""
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -15,13 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
-from services.common.families.supported import require_supported as require_config_supported
+from services.common.families.architecture import require_supported as require_config_supported
 from services.trainer.checkpoint.agreement import same_on_all_ranks
 from services.trainer.checkpoint.model_files import (
     load_config,
     require_finite,
-    require_known,
-    require_same_if_tied,
     require_tensors,
     stored_tensors,
 )
@@ -38,10 +36,6 @@ def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: b
     """Checks that the files have exactly the tensors of the model. Without `has_head`, any output layer is accepted.
 
     The engine, which starts without weights, is sent the tensors of the model and no others.
-
-    Raises:
-        InvalidInput: A file is damaged, a tensor is missing, unknown or of another shape, or two tensors that
-            config.json ties differ.
     """
     directory = Path(model_path)
     stored = stored_tensors(directory)
@@ -51,20 +45,13 @@ def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: b
     if not has_head:
         shapes.pop("lm_head.weight", None)
     for copy, original in tied.items():
-        require_same_if_tied(stored, copy, original)
         if copy in stored and original not in stored:
             shapes[copy] = shapes.pop(original, stored[copy].shape)  # transformers takes either
-    require_tensors(stored, shapes, directory)
-    if has_head:
-        require_known(stored, {*shapes, *tied, *tied.values()}, ignored_tensors(causal_lm))
+    require_tensors(stored, shapes, tied, directory, has_head=has_head, ignored=ignored_tensors(causal_lm))
 
 
-def load_weights(model_path: str, *, has_head: bool, **kwargs: Any) -> PreTrainedModel:
-    """Loads a model whose files `require_loadable` has checked.
-
-    Raises:
-        InvalidInput: transformers cannot load it, or has initialized weights at random.
-    """
+def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTrainedModel:
+    """Loads a model whose files `require_loadable` has checked."""
     disable_progress_bar()  # it would fill the service's log
     safe = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     try:
@@ -81,22 +68,20 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: Any) -> PreTraine
 def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> None:
     """Checks the model, whose weights are on the meta device and whose config is supported.
 
-    Raises:
-        InvalidInput: The logits depend on more than the output layer's weight, a layer would mix the sequences of a
-            pack, or the experts have a width that torch cannot compute.
+    Its logits must depend only on the output layer's weight, and no layer may mix the sequences of a pack.
     """
     output_layer = getattr(causal_lm, "lm_head", None)
     if output_layer is None:
-        _refuse("an output layer that is not lm_head")
+        raise _refusal("an output layer that is not lm_head")
     if output_layer.bias is not None:
-        _refuse("lm_head.bias")
+        raise _refusal("lm_head.bias")
     modules = (hf_config, *causal_lm.modules())
     if any(getattr(module, "sliding_window", None) for module in modules):  # 0 means none, as in Qwen2-MoE
         raise InvalidInput("model: sliding_window in its config.json is not supported by any strategy", field="model")
     if any(isinstance(module, nn.Conv1d) for module in modules):
-        _refuse("convolutions over tokens")
+        raise _refusal("convolutions over tokens")
     if not isinstance(getattr(getattr(causal_lm, "model", None), "layers", None), nn.ModuleList):
-        _refuse(f"model_type {hf_config.model_type}, whose layers are not model.layers,")
+        raise _refusal(f"model_type {hf_config.model_type}, whose layers are not model.layers,")
     _require_aligned_experts(causal_lm, compute_dtype)
     _require_packed_attention(causal_lm, hf_config.model_type)
 
@@ -105,7 +90,7 @@ def _require_aligned_experts(causal_lm: PreTrainedModel, dtype: torch.dtype) -> 
     for name, parameter in causal_lm.named_parameters():
         if parameter.ndim == 3 and parameter.shape[-1] * dtype.itemsize % GROUPED_ALIGN_BYTES:
             multiple = GROUPED_ALIGN_BYTES // dtype.itemsize
-            _refuse(
+            raise _refusal(
                 f"{name} of shape {list(parameter.shape)} (moe_intermediate_size, hidden_size): the last size must be "
                 f"a multiple of {multiple} in {dtype}; it"
             )
@@ -121,19 +106,15 @@ def _require_packed_attention(causal_lm: PreTrainedModel, model_type: str) -> No
         causal_lm.get_submodule("model")(input_ids=tokens, **packed)
     except attention.ProbeReached as reached:
         if reached.problem:
-            _refuse(f"model_type {model_type}, with {reached.problem},")
+            raise _refusal(f"model_type {model_type}, with {reached.problem},") from reached
     except NotImplementedError:
         pass  # a layer before the attention needs values, which meta tensors do not have; packed_attention checks again
     except Exception as error:  # nothing is computed, and sizes that do not fit may raise anything
         raise _refusal(f"model_type {model_type} ({error!r})") from error
     else:
-        _refuse(f"model_type {model_type}, which does not use transformers' attention interface,")
+        raise _refusal(f"model_type {model_type}, which does not use transformers' attention interface,")
     finally:
         causal_lm.set_attn_implementation(attention.NAME)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise _refusal(what)
 
 
 def _refusal(what: str) -> InvalidInput:
@@ -182,8 +163,7 @@ class ValueModel(_Model):
         nn.init.zeros_(self.value_head.weight)
 
     def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
-        """Returns the values, float32 [1, N]."""
-        # Always in float32: the bfloat16 number after 1 is about 1.01.
+        """Returns the values, float32 [1, N], computed so too: the bfloat16 number after 1 is about 1.01."""
         return nn.functional.linear(self.value_head.weight.float(), self.hidden(pack).float())
 
 
@@ -196,13 +176,8 @@ def build(
     weight_dtype: torch.dtype,
     compute_dtype: torch.dtype,
 ) -> _Model:
-    """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`.
-
-    Raises:
-        InvalidInput: transformers does not know the model's architecture, FSDP does not support it here, its files do
-            not have exactly its weights, or `config.lora` does not fit it.
-    """
-    kwargs: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": attention.NAME}
+    """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`."""
+    kwargs: dict[str, object] = {"dtype": weight_dtype, "attn_implementation": attention.NAME}
     has_head, seed = kind is not ValueModel, torch.initial_seed() % 2**31
     with same_on_all_ranks():
         empty = _empty(model_path, compute_dtype, kwargs)
@@ -216,9 +191,9 @@ def build(
     _shard(model, config, mesh, compute_dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    _move_buffers(model, mesh.device_type)
+    for name, buffer in buffers.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, buffer.to(mesh.device_type))
     full: dict[str, Any] = {}
     with same_on_all_ranks():
         if mesh.get_rank() == 0:
@@ -231,7 +206,7 @@ def build(
     return model
 
 
-def _empty(model_path: str, compute_dtype: torch.dtype, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _empty(model_path: str, compute_dtype: torch.dtype, kwargs: dict[str, object]) -> PreTrainedModel:
     """Returns the model on the meta device, with its buffers on the CPU."""
     hf_config = load_config(model_path)
     require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
@@ -284,9 +259,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _move_buffers(model: nn.Module, device: str) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.common.compat.torch import Copies
+from services.trainer.adapters import is_adapter
 from services.trainer.compat.torch import is_persistent
 
 # One collective gathers parameters of about this many entries in total.
@@ -34,7 +35,6 @@ class WeightStream:
         self._specs = {name: self._as_checkpoint(name, spec) for name, spec in (*specs, *self._buffers())}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and meta tensors."""
         return [(name, tensor.to("meta")) for specs in self._specs.values() for name, tensor in specs]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,11 +75,6 @@ class WeightStream:
     def meta(self, parameter: nn.Parameter) -> torch.Tensor:
         """Returns a whole parameter's shape and its dtype in the stream as a meta tensor."""
         return torch.empty(parameter.shape, dtype=self._dtype, device="meta")
-
-
-def is_adapter(name: str) -> bool:
-    """Returns whether the parameter `name` belongs to an adapter."""
-    return name.rpartition(".")[2].startswith("lora_")
 
 
 def _buffer_owners(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -1,6 +1,7 @@
 """Implements the Megatron-Core backend."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,8 +12,7 @@ import torch.distributed as dist
 
 from services.common.config.layout import check_layout
 from services.common.config.trainer import TrainerConfig
-from services.common.families.architecture import Architecture
-from services.common.weights.span import Item
+from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
     Adapters,
@@ -26,29 +26,25 @@ from services.trainer.backend import (
     SeveralSenders,
     compute_dtype,
 )
-from services.trainer.checkpoint.agreement import same_on_all_ranks
-from services.trainer.megatron.checkpoint.save import Checkpointer, SavedUnder, load_converted_weights
+from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
+from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
+from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.model import (
     LogprobModel,
     ValueModel,
     build_chunks,
     half_precision,
-    transformer_config,
     wrap_chunks,
 )
-from services.trainer.megatron.optim.adam import make_optimizer, set_rates, state_tensors
+from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
-from services.trainer.megatron.transformer import model_architecture, read_config
-from services.trainer.megatron.weights.load import load_checkpoint_weights, require_loadable
-from services.trainer.megatron.weights.lora import AdapterMap, adapted_layers, add_adapters
-from services.trainer.megatron.weights.stream import (
+from services.trainer.megatron.settings import model_architecture, read_config, transformer_config
+from services.trainer.megatron.stream import (
     WeightStream,
-    gather_json,
-    local_parameters,
 )
-from services.trainer.megatron.weights.weight_map import WeightMap
+from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
 from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
 from services.trainer.updates.packing import Pack
 
@@ -74,7 +70,13 @@ class MegatronBackend(
         with same_on_all_ranks():
             self._hf = read_config(model_path)
             architecture = model_architecture(self._hf)
-            self._check_layout(architecture)
+            check_layout(  # against the real world size and model, before any process group is made
+                config.megatron,
+                dist.get_world_size(),
+                architecture=architecture,
+                max_tokens=config.max_tokens_per_microbatch,
+                key=f"{'trainer' if role is Role.POLICY else role}.megatron",
+            )
             if not config.megatron.dist_checkpointing_path:
                 require_loadable(architecture, model_path, is_critic=role is Role.CRITIC)
         self._map = WeightMap(architecture)
@@ -101,7 +103,7 @@ class MegatronBackend(
         self._offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
-            if config.replays_routes and model_architecture(self._hf).num_experts:
+            if config.replays_routes and self._map.model.num_experts:
                 self._model.replay_routes()
         self._offloader.release(*groups)
 
@@ -191,11 +193,11 @@ class MegatronBackend(
 
     def save(self, directory: Path) -> None:
         with self._saving():
-            self._checkpointer.save(directory)
+            self._checkpointer.begin_save(directory, is_copied=False)()
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
         with self._saving():
-            return self._checkpointer.begin_save(directory)
+            return self._checkpointer.begin_save(directory, is_copied=True)
 
     def load(self, directory: Path) -> None:
         self._offloader.load(PARAMS, OPTIMIZER)
@@ -204,16 +206,6 @@ class MegatronBackend(
 
     def close(self) -> None:
         self._closing.close()
-
-    def _check_layout(self, architecture: Architecture) -> None:
-        """Checks the layout against the real world size and model, before any process group is made."""
-        check_layout(
-            self._config.megatron,
-            dist.get_world_size(),
-            architecture=architecture,
-            max_tokens=self._config.max_tokens_per_microbatch,
-            key=f"{'trainer' if self._role is Role.POLICY else self._role}.megatron",
-        )
 
     def _build(self) -> MegatronModel:
         megatron, seed = self._config.megatron, torch.initial_seed() % 2**31
@@ -234,7 +226,7 @@ class MegatronBackend(
                 for parameter in parameters:
                     parameter.tensor.requires_grad_(".router." not in parameter.name)
             if is_adapted:
-                add_adapters(bare, self._config.lora, parallelism, seed=seed)
+                add_adapters(bare, self._map.model, self._config.lora, parallelism, seed=seed)
             chunks = wrap_chunks(bare, config, megatron)
         else:
             chunks = [half_precision(chunk.requires_grad_(False), config) for chunk in bare]
@@ -265,12 +257,14 @@ class MegatronBackend(
     def _make_streams(self) -> None:
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
         chunks, parallelism = self._model.bare_chunks(), self._model.parallelism
-        parameters = local_parameters(chunks, parallelism)
-        self._stream = WeightStream(parameters, self._map, parallelism, self.device, adapted_layers(chunks))
+        parameters = [one for one in local_parameters(chunks, parallelism) if self._map.is_published(one.name)]
+        part_of, adapted = self._map.part, adapted_layers(chunks)
+        self._stream = WeightStream(parameters, part_of, parallelism, self.device, adapted)
         if self._config.lora.rank:
             adapters = local_parameters(chunks, parallelism, adapters=True)
-            self._base = WeightStream(parameters, self._map, parallelism, self.device)
-            self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
+            self._base = WeightStream(parameters, part_of, parallelism, self.device)
+            adapter_part_of = functools.partial(adapter_part, self._map)
+            self._adapter = WeightStream(adapters, adapter_part_of, parallelism, self.device)
 
     def _zero_gradients(self) -> None:
         self._offloader.load(PARAMS, GRADS)

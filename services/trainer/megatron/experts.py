@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.jit import jit_fuser
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,6 +22,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from services.common.errors import InvalidInput
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
+
+# The place of a tensor in axes that are added in front: axis, index, number.
+Offsets = tuple[tuple[int, int, int], ...]
 
 _UNSUPPORTED = ("fp8", "fp4", "moe_apply_probs_on_input", "moe_latent_size", "use_te_activation_func")
 
@@ -42,11 +45,8 @@ class GroupedExperts(MegatronModule):
     ):
         super().__init__(config=config)
         assert pg_collection is not None and config.moe_ffn_hidden_size is not None
-        self._ep_group, self._etp_group, self._edp_group = (
-            pg_collection.ep,
-            pg_collection.expt_tp,
-            pg_collection.expt_dp,
-        )
+        groups = pg_collection
+        self._ep_group, self._etp_group, self._edp_group = groups.ep, groups.expt_tp, groups.expt_dp
         width = config.moe_ffn_hidden_size // self._etp_group.size()
         self.weight1 = self._parameter(num_local_experts, 2 * width, config.hidden_size, cut=1)
         self.weight2 = self._parameter(num_local_experts, config.hidden_size, width, cut=2)
@@ -69,8 +69,8 @@ class GroupedExperts(MegatronModule):
         return out, None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, object] | None = None
+    ) -> ShardedStateDict:
         """Returns the weights under the names and shapes of Megatron's own experts."""
         return {
             f"{prefix}weight1": self._sharded(f"{prefix}experts.linear_fc1.weight", self.weight1, sharded_offsets, 1),
@@ -105,7 +105,7 @@ class GroupedExperts(MegatronModule):
         return (F.silu(gate) * up * probs_T.unsqueeze(-1)).to(hidden.dtype)
 
     def _sharded(
-        self, key: str, weight: torch.Tensor, offsets: tuple[Any, ...], cut: int
+        self, key: str, weight: torch.Tensor, offsets: Offsets, cut: int
     ) -> ShardedTensor | ShardedTensorFactory:
         """Returns the weight, of which ETP cuts the axis `cut`. Gate and up are cut each for itself."""
         rank, size, first = self._etp_group.rank(), self._etp_group.size(), len(offsets)
@@ -120,7 +120,7 @@ class GroupedExperts(MegatronModule):
                 key, tensor, *offsets, place, at, replica_id=replica, prepend_axis_num=first
             )
 
-        def gate_and_up(key: str, tensor: torch.Tensor, replica: ReplicaId, flattened: Any) -> Any:
+        def gate_and_up(key: str, tensor: torch.Tensor, replica: ReplicaId, flattened: object) -> Any:
             gate, up = tensor.chunk(2, cut)
             return [shard(gate, rank, 2 * size, key, replica), shard(up, rank + size, 2 * size, key, replica)]
 
@@ -133,7 +133,7 @@ class GroupedExperts(MegatronModule):
         return ShardedTensorFactory(key, weight, gate_and_up, join, replica)
 
 
-def with_grouped_experts(spec: TransformerBlockSubmodules) -> Any:
+def with_grouped_experts(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
     """Returns a spec whose layers, all of them with experts, have GroupedExperts."""
     assert spec.layer_specs is not None
     layers = []
@@ -156,11 +156,7 @@ def _add(total: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def require_groupable(config: TransformerConfig) -> None:
-    """Checks a model before its layers are built, since Megatron adds the names of all layers to their errors.
-
-    Raises:
-        InvalidInput: GroupedExperts cannot compute its experts.
-    """
+    """Checks a model before its layers are built, since Megatron adds the names of all layers to their errors."""
     assert config.moe_ffn_hidden_size is not None
     width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
     for name in _UNSUPPORTED:

@@ -13,14 +13,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
-from services.trainer.compat.megatron.context_parallel import zigzag
+from services.trainer.compat.megatron.attention import zigzag
 from services.trainer.routes import NO_ROUTE
 from services.trainer.updates.packing import Pack
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Describes how sequences are padded and cut. Every padded length is a multiple of `align`."""
+    """How sequences are padded and cut. Every padded length is a multiple of `align`."""
 
     cp_size: int
     cp_rank: int
@@ -28,7 +28,6 @@ class Cut:
     is_packed: bool
 
     def padded(self, length: int) -> int:
-        """Returns `length` rounded up to a multiple of `align`."""
         return -(-length // self.align) * self.align
 
     def num_tokens(self, pack: Pack) -> int:
@@ -38,7 +37,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds this CP rank's tokens, [1, T] packed end to end or [B, S] padded, with M of the pack's N predictions."""
+    """This CP rank's tokens, [1, T] packed end to end or [B, S] padded, with M of the pack's N predictions."""
 
     pack: Pack
     tokens: torch.Tensor
@@ -96,6 +95,10 @@ def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> M
     device = pack.tokens_T.device
     index = torch.from_numpy(source).to(device)
     where = torch.from_numpy(where_M).to(device)
+    routes = None
+    if pack.routes_TLK is not None:
+        own = pack.routes_TLK.to(torch.int32)[index.clamp(min=0)]
+        routes = torch.where(index[..., None, None] >= 0, own, NO_ROUTE)
     return MicroBatch(
         pack=pack,
         tokens=torch.where(index >= 0, pack.tokens_T[index.clamp(min=0)], 0),
@@ -103,14 +106,9 @@ def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> M
         rows_M=torch.from_numpy(rows_M).to(device),
         targets_M=pack.targets_N[where],
         where_M=where,
-        routes=None if pack.routes_TLK is None else _own_routes(pack.routes_TLK, index),
+        routes=routes,
         kept_MK=None if pack.kept_NK is None else pack.kept_NK[where],
     )
-
-
-def _own_routes(routes_TLK: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    routes = routes_TLK.to(torch.int32)[index.clamp(min=0)]
-    return torch.where(index[..., None, None] >= 0, routes, NO_ROUTE)
 
 
 def _padded_lengths(pack: Pack, cut: Cut, num_tokens: int, num_sequences: int) -> list[int]:

@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    finalize_model_grads,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -27,27 +25,13 @@ from transformers import PretrainedConfig
 
 from services.common.config.layout import gathers_tokens
 from services.common.config.megatron import MegatronConfig
-from services.common.config.trainer import TrainerConfig
-from services.trainer.compat.megatron.dispatcher import use_faster_dispatchers
-from services.trainer.compat.megatron.groups import group_of
-from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place
+from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, use_faster_dispatchers
+from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
 from services.trainer.megatron.microbatch import MicroBatch
-from services.trainer.megatron.passthrough import make, refusals
-from services.trainer.megatron.transformer import model_settings, transformer_settings
+from services.trainer.megatron.settings import make, model_settings, refusals
 from services.trainer.updates.logprobs import linear_logprobs
-
-# Settings whose kernels exist only on GPU.
-_NEEDS_GPU = (
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "persist_layer_norm",
-    "moe_grouped_gemm",
-)
 
 
 class LogprobHead(ColumnParallelLinear):
@@ -141,47 +125,6 @@ class ValueModel(Chunk):
         return self.output_layer(hidden_SBD, micro)
 
 
-def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
-    """Makes Megatron's config for one role.
-
-    Raises:
-        InvalidInput: transformer_config_kwargs has an unknown key, or Megatron refuses the combination.
-    """
-    is_gpu, megatron = torch.cuda.is_available(), trainer.megatron
-    vpp = megatron.virtual_pipeline_model_parallel_size
-    settings: dict[str, Any] = {
-        **transformer_settings(hf),
-        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
-        "sequence_parallel": megatron.has_sequence_parallel,
-        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": vpp,
-        "context_parallel_size": megatron.context_parallel_size,
-        "expert_model_parallel_size": megatron.expert_model_parallel_size,
-        "expert_tensor_parallel_size": megatron.etp,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        # The interleaved schedule mixes up variable shapes or deadlocks, so its micro-batches are padded to one size.
-        "variable_seq_lengths": vpp is None,
-        "batch_p2p_comm": False,
-        "overlap_p2p_comm": vpp is not None and is_gpu,
-        "calculate_per_token_loss": True,
-        "finalize_model_grads_func": finalize_model_grads,
-        # The cache is for float8; with it the first micro-batch would overwrite gradients, see add_gradients_in_place.
-        "disable_parameter_transpose_cache": True,
-        **_moe_settings(megatron),
-        **_recompute_settings(trainer, megatron),
-        **_fusion_settings(is_gpu),
-    }
-    given = megatron.transformer_config_kwargs
-    config = make(TransformerConfig, settings, given, "megatron.transformer_config_kwargs")
-    if config.moe_z_loss_coeff is not None:
-        # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
-        # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
-        config.moe_z_loss_coeff *= megatron.tensor_model_parallel_size * megatron.context_parallel_size
-    return config
-
-
 def build_chunks(
     kind: type[Chunk],
     config: TransformerConfig,
@@ -194,9 +137,6 @@ def build_chunks(
 
     With `is_adapted` the norms are separate layers, since the adapter needs the normalized input, which a fused layer
     does not return.
-
-    Raises:
-        InvalidInput: The experts cannot be computed together.
     """
     is_grouped = megatron.moe.grouped_gemm and config.num_moe_experts is not None
     if is_grouped:
@@ -204,16 +144,16 @@ def build_chunks(
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):
-        stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": index} if vpp else {}
-        place: dict[str, Any] = {"vp_stage": index} if vpp else {}
-        spec = _layer_spec(config, place, is_adapted=is_adapted)
+        stage = index if vpp else None
+        spec = _layer_spec(config, stage, is_adapted=is_adapted)
         chunk = kind(
             config=config,
-            transformer_layer_spec=with_grouped_experts(spec) if is_grouped else spec,
-            pre_process=parallel_state.is_pipeline_first_stage(**stage),
-            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            # Megatron's annotation leaves out specs of several layers.
+            transformer_layer_spec=with_grouped_experts(spec) if is_grouped else spec,  # pyright: ignore[reportArgumentType]
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             **model_settings(hf),
-            **place,
+            vp_stage=stage,
         )
         chunk.model_type = ModelType.encoder_or_decoder
         if is_grouped:
@@ -227,11 +167,7 @@ def build_chunks(
 def wrap_chunks(
     chunks: Sequence[Chunk], config: TransformerConfig, megatron: MegatronConfig
 ) -> list[DistributedDataParallel]:
-    """Wraps chunks to sum their gradients over the data-parallel ranks.
-
-    Raises:
-        InvalidInput: ddp_config has an unknown key.
-    """
+    """Wraps chunks to sum their gradients over the data-parallel ranks."""
     # On CPU, communication in the background would compete with computation for the cores.
     overlaps = megatron.ddp_config.get("overlap_grad_reduce", next(chunks[0].parameters()).is_cuda)
     settings = {
@@ -267,13 +203,13 @@ def unwrap(chunk: torch.nn.Module) -> Chunk:
     return chunk
 
 
-def _layer_spec(config: TransformerConfig, place: dict[str, Any], *, is_adapted: bool) -> Any:
+def _layer_spec(config: TransformerConfig, stage: int | None, *, is_adapted: bool) -> TransformerBlockSubmodules:
     if torch.cuda.is_available():
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         return _with_own_norms(spec) if is_adapted else spec
-    from services.trainer.compat.megatron.cpu_modules import with_torch_modules
+    from services.trainer.compat.megatron.attention import with_torch_modules
 
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **place)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     return with_torch_modules(spec)
 
 
@@ -298,50 +234,3 @@ def _with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodu
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names, **changes)))
     return replace(spec, layer_specs=layers)
-
-
-def _moe_settings(megatron: MegatronConfig) -> dict[str, Any]:
-    moe = megatron.moe
-    overrides = {
-        "moe_router_score_function": moe.router_score_function,
-        "moe_router_enable_expert_bias": moe.router_enable_expert_bias,
-    }
-    return {
-        "moe_grouped_gemm": moe.grouped_gemm,
-        # Megatron's own all-gather refuses sequences of variable length, so another takes the place of this one.
-        "moe_token_dispatcher_type": "flex" if moe.token_dispatcher_type == "flex" else "alltoall",
-        "moe_router_load_balancing_type": moe.load_balancing_type,
-        "moe_aux_loss_coeff": moe.aux_loss_coeff * _router_ranks(megatron),
-        "moe_router_dtype": moe.router_dtype,
-        **{name: value for name, value in overrides.items() if value is not None},
-    }
-
-
-def _router_ranks(megatron: MegatronConfig) -> int:
-    """Returns the number of ranks over which an auxiliary loss is summed.
-
-    Megatron 0.16 weighs each rank's part by only that rank's tokens (moe/router.py, attach_and_log_load_balancing_loss,
-    with calculate_per_token_loss), so the coefficient is multiplied by this number.
-    """
-    if megatron.moe.load_balancing_type == "global_aux_loss":
-        return dist.get_world_size() // megatron.pipeline_model_parallel_size
-    return megatron.tensor_model_parallel_size * megatron.context_parallel_size
-
-
-def _fusion_settings(is_gpu: bool) -> dict[str, bool]:
-    if is_gpu:
-        fusions = ("persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
-        return dict.fromkeys((*fusions, "moe_permute_fusion"), True)
-    return dict.fromkeys(_NEEDS_GPU, False)
-
-
-def _recompute_settings(trainer: TrainerConfig, megatron: MegatronConfig) -> dict[str, Any]:
-    if not trainer.gradient_checkpointing:
-        return {}
-    if megatron.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": list(megatron.recompute_modules)}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": megatron.recompute_method,
-        "recompute_num_layers": megatron.recompute_num_layers,
-    }

@@ -4,7 +4,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from services.common.config.megatron import MegatronConfig
-from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, group_of, set_groups
+from services.trainer.compat.megatron.state import NO_GROUPS, current_groups, group_of, set_groups
 
 
 class Parallelism:

@@ -13,9 +13,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from services.common.config.layout import Layout, gathers_tokens
-from services.trainer.compat.megatron.groups import group_of
-from services.trainer.compat.megatron.model import take_apart
-from services.trainer.compat.megatron.router import set_choice
+from services.trainer.compat.megatron.model import set_choice, take_apart
+from services.trainer.compat.megatron.state import group_of
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, least_sizes
 from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
@@ -23,50 +22,34 @@ from services.trainer.routes import LayerReplay, ModelReplay
 from services.trainer.updates.packing import Pack
 
 
-class ChunkReplay:
-    """Holds the replay of each layer of a chunk."""
-
-    def __init__(self, chunk: Chunk, tp_group: dist.ProcessGroup):
-        self._config = chunk.config
-        self._tp_rank, self._tp_size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
-        self.layers = {layer.layer_number - 1: LayerReplay() for layer in chunk.layers()}
-        for layer in chunk.layers():
-            set_choice(layer, self.layers[layer.layer_number - 1].choose)
-
-    def feed(self, micro: MicroBatch) -> None:
-        """Sets the routes that the chunk's next forward pass uses: those of `micro`, if it has any."""
-        rows_RLK = None if micro.routes is None else self._rows(micro.routes)
-        for number, layer in self.layers.items():
-            layer.feed(None if rows_RLK is None else rows_RLK[:, number])
-
-    def _rows(self, routes_BSLK: torch.Tensor) -> torch.Tensor:
-        """Returns the routes of the rows that this rank's routers get: tokens before sequences, [S, B]."""
-        rows_SBLK = routes_BSLK.transpose(0, 1)
-        if self._config.sequence_parallel:
-            rows_SBLK = rows_SBLK.chunk(self._tp_size)[self._tp_rank]
-        return rows_SBLK.flatten(0, 1)
-
-
 class Replay:
-    """Holds the replay of all chunks of a rank."""
+    """Makes the layers of a rank's chunks, all of which have experts, compute with the routes of micro-batches."""
 
     def __init__(self, chunks: list[Chunk], tp_group: dist.ProcessGroup, device: torch.device):
-        replays = [ChunkReplay(chunk, tp_group) for chunk in chunks]
-        self._of = {id(chunk): replay for chunk, replay in zip(chunks, replays, strict=True)}
-        self.model = ModelReplay([layer for replay in replays for layer in replay.layers.values()], device)
-        # Without sequence parallelism all tensor-parallel ranks compute the same rows.
-        is_shared = not chunks[0].config.sequence_parallel
-        self._num_copies = dist.get_world_size(tp_group) if is_shared else 1
+        self._layers = {
+            id(chunk): {layer.layer_number - 1: LayerReplay() for layer in chunk.layers()} for chunk in chunks
+        }
+        for chunk in chunks:
+            for layer in chunk.layers():
+                set_choice(layer, self._layers[id(chunk)][layer.layer_number - 1].choose)
+        self.model = ModelReplay([replay for layers in self._layers.values() for replay in layers.values()], device)
+        self._is_cut = chunks[0].config.sequence_parallel
+        self._tp_rank, self._tp_size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
 
     def feed(self, chunk: Chunk, micro: MicroBatch) -> None:
-        """Sets the routes that the next forward pass of `chunk` uses."""
-        self._of[id(chunk)].feed(micro)
+        """Sets the routes that the next forward pass of `chunk` uses: those of `micro`, if it has any."""
+        rows_RLK = None
+        if micro.routes is not None:
+            rows_SBLK = micro.routes.transpose(0, 1)  # a router's rows are tokens before sequences
+            rows_RLK = (rows_SBLK.chunk(self._tp_size)[self._tp_rank] if self._is_cut else rows_SBLK).flatten(0, 1)
+        for number, replay in self._layers[id(chunk)].items():
+            replay.feed(None if rows_RLK is None else rows_RLK[:, number])
 
     def counts(self) -> torch.Tensor:
         """Returns what was replayed since `model.begin`, float64 [2], summed over all ranks."""
         counts_2 = self.model.counts()
         dist.all_reduce(counts_2)
-        return counts_2 / self._num_copies
+        return counts_2 if self._is_cut else counts_2 / self._tp_size  # uncut rows are the same on all TP ranks
 
 
 # Takes a micro-batch and the outputs [K, N] at its pack's predictions; returns a value for the schedule to collect.
@@ -74,7 +57,7 @@ Collect = Callable[[MicroBatch, torch.Tensor], Any]
 
 
 class MegatronModel:
-    """Holds the chunks of one model, wrapped or not, and their process groups."""
+    """The chunks of one model, wrapped or not, and their process groups."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
         self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
@@ -201,7 +184,7 @@ class MegatronModel:
 
 
 def _forward_step(
-    micros: Any, chunk: torch.nn.Module, *, temperature: float, collect: Collect, replay: Replay | None
+    micros: Iterator[MicroBatch], chunk: torch.nn.Module, *, temperature: float, collect: Collect, replay: Replay | None
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     micro = next(micros)
     if replay:

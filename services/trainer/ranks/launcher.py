@@ -10,7 +10,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
 
-from services.common.host_memory import killed_hint
+from services.common.memory import killed_hint
 from services.common.process import configure_logging, exit_with, import_before_fork
 from services.common.rpc.command import REFUSED
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from services.common.device_memory import DeviceState, changed, device_state, gib
 from services.common.errors import Overloaded, Reason
+from services.common.memory import DeviceState, changed, device_state, gib
 from services.trainer.backend import Backend, Offloads, Part, Role
 from services.trainer.ranks.calls import Message, rank_command
 

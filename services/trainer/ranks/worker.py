@@ -23,17 +23,10 @@ from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.files.model_card import read_model_card, write_model_card
 from services.common.files.storage import storage_error, writing
+from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
-from services.common.weights.span import Items
-from services.trainer.backend import (
-    Adapters,
-    Backend,
-    BackgroundSaves,
-    PublishesSpans,
-    Role,
-    SeveralSenders,
-)
+from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.export import (
     adapter_config,

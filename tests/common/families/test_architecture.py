@@ -67,12 +67,12 @@ def test_unusable_model_is_refused(tmp_path: Path) -> None:
         ({"model_type": "qwen3", **BASE, "vocab_size": None}, ["vocab_size is None"]),
         ({"model_type": "qwen3"}, ["intermediate_size is None, not a size"]),
         ({"model_type": "qwen3_moe", **BASE, **FAMILIES["qwen3_moe"], "mlp_only_layers": [0]}, ["mlp_only_layers"]),
-        ([], ["not the config of a model"]),
+        ([], ["not a JSON object"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))
         with pytest.raises(InvalidInput) as caught:
             read_architecture(tmp_path)
         assert all(word in caught.value.message for word in words), caught.value.message
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InvalidInput, match="not the config of a model"):
+    with pytest.raises(InvalidInput, match="not JSON"):
         read_architecture(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.model_card import read_model_card, write_model_card
+from services.common.files.model_card import card_texts, read_model_card, write_model_card
 
 
 def directory_with(path: Path, **files: str) -> Path:
@@ -32,6 +32,18 @@ def test_card_holds_the_small_files_and_nothing_else(tmp_path: Path) -> None:
     target = directory_with(tmp_path / "out")
     write_model_card(card, target)
     assert {file.name: file.read_bytes() for file in target.iterdir()} == dict(card.files)
+
+
+def test_a_vocabulary_that_is_no_text_is_in_the_card_only_without_tokenizer_json(tmp_path: Path) -> None:
+    source, target = directory_with(tmp_path / "in", config__json="{}"), directory_with(tmp_path / "out")
+    (source / "tokenizer.model").write_bytes(b"\xff\x00")
+    card = read_model_card(source)
+    assert card.files["tokenizer.model"] == b"\xff\x00"
+    write_model_card(card, target)
+    assert (target / "tokenizer.model").read_bytes() == b"\xff\x00"
+    with pytest.raises(InvalidInput, match=r"unexpected file 'tokenizer\.model'"):
+        card_texts(card)
+    assert "tokenizer.model" not in read_model_card(directory_with(source, tokenizer__json="{}")).files
 
 
 def test_missing_model_is_not_found(tmp_path: Path) -> None:

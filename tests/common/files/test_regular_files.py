@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files.regular_files import open_plain_file
+from services.common.files.storage import open_plain_file
 
 
 def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common import process as sockets
 from services.common.errors import InvalidInput
-from services.common.files import sockets
-from services.common.files.sockets import socket_directory
+from services.common.process import socket_directory
 
 
 def bind(directory: str) -> None:
@@ -39,7 +39,7 @@ def test_a_host_without_a_place_for_sockets_is_told(tmp_path: Path, monkeypatch:
     long = tmp_path / ("d" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    monkeypatch.setattr(sockets, "_ELSEWHERE", (str(tmp_path / "absent"),))
+    monkeypatch.setattr(sockets, "_SHORT_PLACES", (str(tmp_path / "absent"),))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("TMPDIR", raising=False)
     with pytest.raises(InvalidInput, match=r"TMPDIR: .*d: AF_UNIX path too long; .*absent: No such file") as caught:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.common.host_memory import killed_hint
+from services.common.memory import killed_hint
 
 
 def test_the_hint_has_the_numbers_that_are_known(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from lockstep.types.v1.types_pb2 import TensorSpec, WeightPlan
 
 from services.common.errors import InternalError, InvalidInput
-from services.common.weights.buckets import pack, pack_rounds, unpack
+from services.common.weights.buckets import Span, pack, pack_rounds, unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, Plan
-from services.common.weights.span import Span
 from tests.common.weights.group_harness import CPU, NamedTensor, digest_of, some_weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float8_e4m3fn]

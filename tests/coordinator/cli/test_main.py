@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,13 @@ def test_without_a_command_it_lists_the_commands() -> None:
     shown = CliRunner().invoke(app, [])
     assert "Train language models" in shown.output
     assert all(command in shown.output for command in ("run", "sft", "eval", "replay", "doctor", "plan", "config"))
+
+
+def test_help_and_completion_import_nothing_heavy() -> None:
+    heavy = "{'cryptography', 'numpy', 'pyarrow', 'pydantic', 'torch', 'transformers'}"
+    code = f"import sys, services.coordinator.cli.main; sys.exit(' '.join({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert not done.stderr.strip()
 
 
 @pytest.mark.parametrize("command", [["status"], ["replicas", "list", "my-run"]])

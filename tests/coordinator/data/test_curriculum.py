@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.config.run import Config
 from services.common.config.selection import CurriculumConfig
-from services.coordinator.data.curriculum import by_success_rate, plain_order, prompts_to_try
+from services.coordinator.data.prompts import by_success_rate, plain_order, prompts_to_try
 from services.coordinator.runs.ledger import Ledger
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.coordinator.fake_steps import dataset, steps

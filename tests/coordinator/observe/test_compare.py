@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from services.common.errors import NotFound
-from services.coordinator.observe.report.compare import show_comparison
-from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.resume import LEDGER
+from services.coordinator.observe.report.summary import show_comparison
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from tests.coordinator.observe.test_report import files, run_dir
 
 __all__ = ["run_dir"]

@@ -14,8 +14,7 @@ from services.common.batches.batch import SAMPLE_SCHEMA
 from services.coordinator.daemon.following import _show
 from services.coordinator.daemon.history import from_message, to_message
 from services.coordinator.data.groups import Conversation, Part
-from services.coordinator.observe.episodes import LastSample
-from services.coordinator.observe.reporters import Terminal
+from services.coordinator.observe.terminal import LastSample, Terminal
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter
 from tests.coordinator.observe.test_reporters import STEP, make_console

@@ -18,8 +18,7 @@ from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.errors import NotFound
 from services.coordinator.observe.report import curves, samples
 from services.coordinator.observe.report.page import gather, render, write_report
-from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.resume import LEDGER
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from tests.coordinator.fake_services import make_config
 
 HOSTILE = [

@@ -12,8 +12,8 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console
 
 from services.coordinator.daemon.following import _runs_table
-from services.coordinator.observe.log_files import log_to
-from services.coordinator.observe.reporters import Terminal
+from services.coordinator.observe.frontend import log_to
+from services.coordinator.observe.terminal import Terminal
 from tests.coordinator.fake_services import make_config
 
 STEP = {
@@ -108,8 +108,8 @@ def test_the_live_table_says_how_long_the_rest_takes():
     terminal = Terminal(console, NUM_STEPS)
     captions = []
     for version, step_s in enumerate((10.0, 200.0, 12.0)):
-        with terminal.phase("generating", version):
-            captions.append(terminal._table(24).caption)
+        terminal.begin_phase("generating", version)
+        captions.append(terminal._table(24).caption)
         terminal.step(version + 1, STEP | {"time/step_s": step_s})
     terminal.close()
     assert captions == [

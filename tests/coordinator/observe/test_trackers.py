@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,11 +19,10 @@ import pytest
 from services.common.errors import InvalidInput, PreconditionFailed
 from services.coordinator.daemon.runs import HostedRun
 from services.coordinator.fleet.running import recorded_run
-from services.coordinator.observe.reporters import Terminal
-from services.coordinator.observe.trackers import mlflow as mlflow_tracker
-from services.coordinator.observe.trackers import threaded
-from services.coordinator.observe.trackers import wandb as wandb_tracker
-from services.coordinator.observe.watchers import Prometheus, watchers
+from services.coordinator.observe import trackers
+from services.coordinator.observe.reporters import Prometheus, watchers
+from services.coordinator.observe.terminal import Terminal
+from services.coordinator.observe.trackers import Mlflow, Wandb
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reporter import Reporter
@@ -183,7 +182,7 @@ def test_mlflow_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, mlf
 def test_the_loop_does_not_wait_for_mlflow(
     tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mlflow_tracker, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(Mlflow, "close_timeout_s", 0.1)
     with opened(tmp_path, {"kind": "mlflow"}) as run:
         mlflow.gate.clear()
         report(run, 1, 2)  # returns although the server hangs
@@ -235,7 +234,7 @@ ERRORS = [RuntimeError("broken"), KeyError("gone"), OSError(28, "No space left")
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(threaded, "_RETRIES_S", (0.0, 0.0))
+    monkeypatch.setattr(trackers, "_RETRIES_S", (0.0, 0.0))
     return fake
 
 
@@ -298,8 +297,8 @@ def test_a_tracker_that_hangs_does_not_stop_the_run(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ):
     gate = threading.Event()
-    monkeypatch.setattr(wandb_tracker, "_CLOSE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(threaded, "_MAX_WAITING", 5)
+    monkeypatch.setattr(Wandb, "close_timeout_s", 0.1)
+    monkeypatch.setattr(trackers, "_MAX_WAITING", 5)
     monkeypatch.setattr(wandb, method, lambda *_, **__: gate.wait(PATIENCE_S))
     with opened(tmp_path, {"kind": "wandb"}) as run:
         for version in range(1, 30):
@@ -313,7 +312,7 @@ def test_a_tracker_that_hangs_at_its_start_is_refused(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ):
     gate = threading.Event()
-    monkeypatch.setattr(threaded, "OPEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(trackers, "OPEN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(wandb, "init", lambda **_: gate.wait(PATIENCE_S))
     with (
         pytest.raises(PreconditionFailed, match=r"wandb does not start: TimeoutError: no answer for 0\.1 s"),
@@ -356,16 +355,8 @@ class Failing(Reporter):
     """A reporter whose every method raises."""
 
     def __init__(self, error: Exception):
-        for name in ("watch", "step", "evaluation", "note_ending", "close"):
+        for name in ("watch", "begin_phase", "end_phase", "step", "evaluation", "note_ending", "close"):
             setattr(self, name, raising(error))
-        self._error = error
-
-    @contextlib.contextmanager
-    def phase(self, name: str, version: int) -> Iterator[None]:
-        if version:
-            raise self._error
-        yield
-        raise self._error
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), ValueError("no"), KeyError("x"), PreconditionFailed("p")])
@@ -393,7 +384,7 @@ def test_every_reporter_takes_what_a_run_tells_it():
         found.append(kinds.pop(0))
     assert {HostedRun, Terminal, Prometheus} <= {*found}
     for kind in found:
-        for name in ("watch", "phase", "step", "evaluation", "note_ending", "close"):
+        for name in ("watch", "begin_phase", "end_phase", "step", "evaluation", "note_ending", "close"):
             arguments = inspect.signature(getattr(Reporter, name)).parameters
             assert len(inspect.signature(getattr(kind, name)).parameters) == len(arguments), (kind, name)
             assert not inspect.iscoroutinefunction(getattr(kind, name)), (kind, name)

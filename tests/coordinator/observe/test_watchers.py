@@ -13,13 +13,13 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
 from services.common.errors import InvalidInput, Unavailable
 from services.common.telemetry import trace as otel_module
-from services.common.telemetry.trace import Otel
+from services.common.telemetry.trace import Otel, Trace
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.groups import to_table
 from services.coordinator.fleet import launch
 from services.coordinator.fleet.launch import TARGETS, ServiceFlags
-from services.coordinator.observe.watchers import watchers
+from services.coordinator.observe.reporters import watchers
 from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.runs.clock import Phase
@@ -106,7 +106,8 @@ async def test_a_step_is_one_trace_over_all_processes(tmp_path: Path) -> None:
 def test_a_span_that_failed_says_so() -> None:
     with otlp_collector() as (collector, url):
         otel = Otel(url, "x", "1", field="--otel")
-        with pytest.raises(Unavailable), otel.span("outer"), otel.span("inner", number=3, other=[1]):
+        trace = Trace("", "x", otel)
+        with pytest.raises(Unavailable), trace.span("outer"), trace.span("inner", number=3, other=[1]):
             raise Unavailable("gone")
         otel.close()
     inner, outer = collector.spans
@@ -118,7 +119,7 @@ def test_a_collector_that_is_not_there_does_not_hold_up_the_end(monkeypatch: pyt
     assert otel_module._TIMEOUT_S < launch._GRACE_S - 1  # after which a service is killed that was asked to end
     monkeypatch.setattr(otel_module, "_TIMEOUT_S", 0.2)  # gRPC's exporter would take 7 s if it were not told
     otel = Otel(f"http://127.0.0.1:{free_port()}", "x", "1", field="--otel")
-    with otel.span("lost"):
+    with Trace("", "x", otel).span("lost"):
         pass
     begin = time.monotonic()
     otel.close()

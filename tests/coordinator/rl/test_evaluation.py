@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,11 @@ from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal
-from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config, with_own_config
 from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
@@ -155,7 +156,9 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
 
 def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tmp_path: Path, monkeypatch):
     seconds = itertools.count()
-    monkeypatch.setattr("services.coordinator.runs.clock.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    clock = SimpleNamespace(perf_counter=lambda: next(seconds), time_ns=time.time_ns)
+    for module in ("services.coordinator.runs.clock", "services.common.telemetry.trace"):
+        monkeypatch.setattr(f"{module}.time", clock)
     told: list[dict[str, float]] = []
     reporter = Reporter()
     reporter.evaluation = lambda version, metrics: told.append(metrics)
@@ -168,8 +171,8 @@ def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tm
         with run.phase(Phase.TRAINING):
             next(seconds)
         assert told == [{"eval/test/reward": 0.5, "time/evaluating_s": 2}]
-        # Of 0, 1, ... 8: the step began at 1, evaluating took 2 to 4, training 5 to 7.
-        assert run.clock.metrics() == {"time/training_s": 2, "time/step_s": 5, "time/outside_share": 3 / 5}
+        # Of 0, 1, ... 9: the step began at 1, its span at 2, evaluating took 3 to 5, training 6 to 8.
+        assert run.clock.metrics() == {"time/training_s": 2, "time/step_s": 6, "time/outside_share": 1 - 2 / 6}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from services.common.config.run import Config
 from services.common.errors import DataLoss
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.reader import LedgerReader
 from tests.coordinator.runs.killing import (
     Deadline,
     Killed,
@@ -40,7 +40,7 @@ def drawn(config: Config) -> list[int]:
     """Returns the version that the samples of each batch name, after comparing it with the ledger."""
     files = sorted((config.run_dir / "batches").glob("*.parquet"))
     versions = [{*pq.read_table(file)["policy_version"].to_pylist()} for file in files]
-    with contextlib.closing(RecordedLedger(config.run_dir)) as ledger:
+    with contextlib.closing(LedgerReader(config.run_dir)) as ledger:
         recorded = [(ledger.last(Kind.COLLECTED, number) or {})["drawn"] for number in range(len(files))]
     assert versions == [{version} for version in recorded]
     return recorded

@@ -13,9 +13,9 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from services.common.errors import InvalidInput
 from services.coordinator.daemon.history import read_run
 from services.coordinator.observe.frontend import Outcome
-from services.coordinator.observe.report.facts import head
+from services.coordinator.observe.report.summary import head
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
@@ -183,7 +183,7 @@ async def test_a_run_that_ended_early_is_shown_as_done(opened: Open, patience: i
     lines = [{"step": version, "time/step_s": 1.0, METRIC: 0.5} for version in (1, 2)]
     (run.config.run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     run.close()
-    with closing(RecordedLedger(run.config.run_dir)) as ledger:
+    with closing(LedgerReader(run.config.run_dir)) as ledger:
         shown = head(run.config.run_dir, ledger, lines)
     listed = read_run(run.config.run_dir)
     assert listed

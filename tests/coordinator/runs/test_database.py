@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import DataLoss, InternalError, LockstepError, Reason, Unavailable
-from services.coordinator.runs import database, ledger, recorded
+from services.coordinator.runs import database, ledger, reader
 from services.coordinator.runs.database import Database, is_shared
-from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.recorded import RecordedLedger
-from services.coordinator.runs.resume import LEDGER, open_run
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
+from services.coordinator.runs.reader import LedgerReader
+from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
 from tests.coordinator.runs.killing import make_run, surviving_services
@@ -108,7 +108,7 @@ async def test_a_run_whose_ledger_is_held_before_every_decision_goes_on(
         assert (outcome.version, services.rank.trained) == (2, [0, 1])
     # Begun, epoch, three publications, two batches, three evaluations, two saves, and the export.
     assert on_warning.num_warnings == num_waits >= 13
-    with closing(RecordedLedger(config.run_dir)) as recorded_ledger:
+    with closing(LedgerReader(config.run_dir)) as recorded_ledger:
         assert [row["version"] for row in recorded_ledger.all(Kind.FINISHED)] == [1, 2]
 
 
@@ -166,12 +166,12 @@ def test_a_ledger_that_is_being_written_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_shared_disk: bool
 ):
     monkeypatch.setattr(ledger, "is_shared", lambda path: on_shared_disk)
-    monkeypatch.setattr(recorded, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(reader, "_PATIENCE_S", 0.1)
     with closing(Ledger(tmp_path / LEDGER)) as opened:
         opened.record(Kind.EPOCH, num_replicas=3)
         assert (tmp_path / f"{LEDGER}-wal").exists() is not on_shared_disk
         before = sorted(tmp_path.iterdir())
-        with closing(RecordedLedger(tmp_path)) as reading:
+        with closing(LedgerReader(tmp_path)) as reading:
             assert reading.all(Kind.EPOCH) == [{"version": None, "num_replicas": 3}]
             assert sorted(tmp_path.iterdir()) == before
             with holding(tmp_path / LEDGER) as holder:
@@ -289,7 +289,7 @@ def test_a_flipped_bit_is_harmless_or_names_the_ledger(
     else:
         assert found == expected
     path.write_bytes(content)
-    with contextlib.suppress(LockstepError), closing(RecordedLedger(tmp_path)) as reading:
+    with contextlib.suppress(LockstepError), closing(LedgerReader(tmp_path)) as reading:
         read_all(reading)
         reading.rows()
         reading.times()
@@ -301,20 +301,6 @@ def test_a_changed_digest_blames_the_ledger_and_not_the_checkpoint(tmp_path: Pat
     path.write_bytes(content.replace(b"ab" * 32, b"ab" * 31 + b"aa", 1))
     with pytest.raises(DataLoss, match=r"ledger\.sqlite is damaged: row \d+ \(saved\) is not what was written"):
         Ledger(path)
-
-
-def test_a_ledger_of_an_older_release_goes_on(tmp_path: Path):
-    path = tmp_path / LEDGER
-    with closing(sqlite3.connect(path)) as old, old:
-        old.execute(
-            "CREATE TABLE decisions "
-            "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, version INTEGER, body TEXT NOT NULL)"
-        )
-        old.execute("INSERT INTO decisions VALUES (1, 0.5, 'epoch', NULL, '{}')")
-    for count in (2, 3):
-        with closing(Ledger(path)) as opened:
-            opened.record(Kind.EPOCH)
-            assert len(opened.all(Kind.EPOCH)) == count
 
 
 @pytest.mark.parametrize("name", [LEDGER, f"{LEDGER}-wal"])

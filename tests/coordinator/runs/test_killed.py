@@ -10,10 +10,9 @@ import pytest
 
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed, Reason
-from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
+from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.record import batch_path
-from services.coordinator.runs.recorded import RecordedLedger
-from services.coordinator.runs.resume import LEDGER
 from tests.coordinator.runs.killing import (
     Deadline,
     Killed,
@@ -121,7 +120,7 @@ def _record_another_batch(run_dir: Path) -> None:
 
 def _record(run_dir: Path) -> tuple[list[int], list[int], list[int]]:
     """Returns the finished steps, the evaluated and the saved versions."""
-    with closing(RecordedLedger(run_dir)) as ledger:
+    with closing(LedgerReader(run_dir)) as ledger:
         rows = ledger.all(Kind.FINISHED), ledger.all(Kind.EVALUATED), ledger.checkpoints(Kind.SAVED)
     finished, evaluated, saved = ([row["version"] for row in kind] for kind in rows)
     return finished, evaluated, saved

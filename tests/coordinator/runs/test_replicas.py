@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed
 from services.coordinator.cli.main import app
-from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from services.coordinator.runs.replicas import (
     REPLICAS,
     ListedReplica,
@@ -21,7 +21,6 @@ from services.coordinator.runs.replicas import (
     write_notes,
     write_replicas,
 )
-from services.coordinator.runs.resume import LEDGER
 from tests.coordinator.fake_services import make_config
 
 A, B, C = "10.0.0.1:50051", "10.0.0.2:50051", "10.0.0.3:50051"

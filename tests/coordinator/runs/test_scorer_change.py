@@ -12,13 +12,13 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.files.transfer import seal
 from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
-from services.coordinator.observe.report.facts import head
+from services.coordinator.observe.report.summary import head
 from services.coordinator.rl.evaluation import evaluate
+from services.coordinator.runs.evaluations import warn_of_other_versions
+from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.record import batch_path
-from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.runs.scorer_change import warn_of_other_versions
 from tests.coordinator.fake_services import FakeReward, collector, make_config, make_prompt, replicas
 from tests.coordinator.fake_steps import steps
 
@@ -86,7 +86,7 @@ async def test_an_outcome_says_that_its_numbers_were_scored_differently(tmp_path
             shown.append(output.getvalue())
     said = "These columns cannot be compared, they were scored differently: scorer fake 1 became fake 2."
     assert [said in text for text in shown] == [False, False, True]
-    with contextlib.closing(RecordedLedger(config.run_dir)) as ledger:
+    with contextlib.closing(LedgerReader(config.run_dir)) as ledger:
         facts = dict(head(config.run_dir, ledger, [])["facts"])
     assert facts["held-out"].endswith(", not to be compared: scorer fake 1 became fake 2")
 

@@ -14,7 +14,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from services.common.errors import DataLoss, PreconditionFailed, Reason
-from services.coordinator.observe.log_files import RunLog
+from services.coordinator.observe.frontend import RunLog
 from services.coordinator.observe.reporters import JsonLines, TensorBoard
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.record import CollectedBatch, RunRecord

@@ -1,7 +1,11 @@
 """Tests that the tokenizer gives the same results as transformers and reports problems of a model directory."""
 
+import contextlib
 import datetime
+import io
 import json
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -196,7 +200,7 @@ def test_added_token_with_two_ids_is_an_error(make_model):
     directory = make_model(
         tokenizer_config={"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
     )
-    with pytest.raises(InvalidInput, match=r"'<\|im_end\|>' the id 9, tokenizer.json gives it 2"):
+    with pytest.raises(InvalidInput, match=r"'<\|im_end\|>' the id 9, but it has 2"):
         Tokenizer.load(directory)
 
 
@@ -234,20 +238,71 @@ def test_eos_is_the_union(make_model, files, expected):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"tokenizer": None}, "tokenizer.json does not exist"),
-        ({"tokenizer": "{}"}, "tokenizer.json is not a tokenizer"),
+        ({"tokenizer": None}, "has no tokenizer: none of tokenizer.json"),
+        ({"tokenizer": "{}"}, "transformers cannot load the tokenizer: KeyError"),
         ({"tokenizer_config": "{"}, "tokenizer_config.json is not JSON"),
         ({"config": "[]"}, "config.json must hold an object, not a list"),
         ({"tokenizer_config": {"eos_token": "</s>"}}, "eos_token '</s>' is not in tokenizer.json"),
         ({"tokenizer_config": {}, "generation_config": None, "config": None}, "no eos token in"),
-        ({"chat_template": "{% if %}"}, "chat_template.jinja: .*not valid Jinja, line 1"),
         ({"special_tokens_map": "{"}, "special_tokens_map.json is not JSON"),
-        ({"special_tokens_map": {"bos_token": 3}}, "special_tokens_map.json: 3 is no token"),
+        ({"special_tokens_map": {"bos_token": 3}}, "bos_token has to be either str or AddedToken"),
     ],
 )
 def test_a_damaged_directory_is_named(make_model, files, message):
-    with pytest.raises((InvalidInput, NotFound), match=message):
-        Tokenizer.load(make_model(**files))
+    directory = make_model(**files)
+    with pytest.raises((InvalidInput, NotFound), match=message) as refused:
+        Tokenizer.load(directory)
+    assert str(directory) in refused.value.message
+    assert refused.value.metadata["field"] == "model"
+
+
+def test_a_damaged_template_is_named(make_model, tmp_path):
+    directory, own = make_model(chat_template="{% if %}"), tmp_path / "own.jinja"
+    own.write_text("{% else %}")
+    for template, source in ((None, directory), (own, own)):
+        with pytest.raises(InvalidInput, match=f"{source}: .*not valid Jinja, line 1") as refused:
+            Tokenizer.load(directory, chat_template=template)
+        assert refused.value.metadata["field"] == "data.chat_template"
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "unknown"])
+def test_code_of_a_model_is_never_run(make_model, model_type):
+    code = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}}
+    own = {"tokenizer_class": "Own", "eos_token": "<|im_end|>"} | code
+    directory = make_model(tokenizer_config=own, config={"model_type": model_type} | code)
+    (directory / "own.py").write_text("raise SystemExit('the code was run')")
+    with contextlib.suppress(InvalidInput):
+        Tokenizer.load(directory)
+
+
+def test_a_tokenizer_of_sentencepiece_is_converted(make_model, load_transformers):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    texts, written = [f"How many clips are {i} + {i * 7}?" for i in range(200)], io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=written, vocab_size=60, model_type="bpe", minloglevel=2
+    )
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    files = {"tokenizer_config": config, "config": {"model_type": "llama"}, "generation_config": None}
+    directory = make_model(tokenizer=None, **files)
+    (directory / "tokenizer.model").write_bytes(written.getvalue())
+    ours, theirs = Tokenizer.load(directory), load_transformers(directory)
+    tokens = ours.encode(texts[0])
+    assert tokens == theirs.encode(texts[0], add_special_tokens=False)
+    assert ours.decode(tokens) == texts[0] and ours.eos_token_ids == (2,)
+    (directory / "tokenizer.model").write_bytes(b"neither sentencepiece nor tiktoken")
+    with pytest.raises(InvalidInput, match="cannot load the tokenizer"):
+        Tokenizer.load(directory)
+
+
+def test_a_process_that_loads_a_tokenizer_imports_no_torch():
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from services.coordinator.text.tokenizer import Tokenizer\n"
+        "Tokenizer.load(Path('deploy/quickstart/model'))\n"
+        "print({'torch', 'vllm'} & sys.modules.keys())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("set()\n", "")
 
 
 def test_where_the_template_comes_from(make_model, tmp_path):

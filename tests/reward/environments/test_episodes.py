@@ -11,8 +11,8 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from services.common.errors import InvalidInput, LockstepError, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
 from services.reward.environments import servicer as servicer_module
-from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
-from services.reward.environments.clock import off_the_clock
+from services.reward.environments.base import Environment, Message, Reply, Turn, off_the_clock
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 LEASE_S = 0.2
 

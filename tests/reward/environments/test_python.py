@@ -8,7 +8,7 @@ import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import InvalidInput, Reason
-from services.reward.environments.base import EnvironmentFailure
+from services.reward.errors import EnvironmentFailure
 from tests.support import LIMITS_S, until
 
 BAD_REPLIES = (

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.environment import SearchToolConfig
-from services.reward.environments.base import EpisodeError
-from services.reward.environments.toolbox.search import Search
-from services.reward.environments.toolbox.search_words import words
+from services.reward.environments.tools.search import Search, words
+from services.reward.errors import EpisodeError
 from tests.reward.environments.test_tools import texts
 
 

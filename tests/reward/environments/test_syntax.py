@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from services.reward.environments.base import ToolCall, Turn
-from services.reward.environments.tool_calls.schema import read_texts
-from services.reward.environments.tool_calls.syntax import MAX_CALLS, THINK, BadCall, find_calls
+from services.reward.environments.tools.base import read_texts
+from services.reward.environments.tools.syntax import MAX_CALLS, THINK, BadCall, find_calls
 
 ARGUMENTS = {"search": "query", "python": "code"}
 

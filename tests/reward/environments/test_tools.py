@@ -7,9 +7,8 @@ import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import InvalidInput
-from services.reward.environments.tool_calls.schema import find_fault, function_schema
-from services.reward.environments.toolbox.base import BadArgumentsError
-from services.reward.environments.toolbox.calculator import compute
+from services.reward.environments.tools.base import BadArgumentsError, find_fault, function_schema
+from services.reward.environments.tools.compute import compute
 from tests.reward.environments import user_tools
 
 CALCULATOR = {"kind": "calculator"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.graders.code import find_program
-from services.reward.graders.completion import after_reasoning, unindent
+from services.reward.graders.texts import after_reasoning, unindent
 
 DOC = 'def f():\n    """Adds.\n\n    ```\n    f(1)\n    ```\n    """\n    return 1\n'
 FLAT = 'TEXT = """\n```python\nf(1)\n```\n"""\n'

@@ -20,9 +20,9 @@ import pytest
 import pytest_asyncio
 
 from services.common.errors import InvalidInput
+from services.reward.errors import FailureReason
 from services.reward.graders.code import find_program
 from services.reward.run import ScoringRun
-from services.reward.scorers.base import FailureReason
 from tests.reward.forged_verdicts import CHANGE, FORGE
 from tests.reward.honest_programs import ADD, CALL, HONEST, STATEMENTS, pairs
 from tests.reward.hostile_programs import BREAK, LEAVE, STEAL

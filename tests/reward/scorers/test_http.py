@@ -14,8 +14,8 @@ from lockstep.types.v1 import types_pb2
 from services.common.errors import InvalidInput
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
+from services.reward.errors import FailureReason
 from services.reward.remote import MAX_RESPONSE_BYTES
-from services.reward.scorers.base import FailureReason
 from services.reward.servicer import RewardServicer
 from tests.reward.remote_end import served
 from tests.support import LIMITS_S, PATIENCE_S

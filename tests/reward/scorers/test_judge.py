@@ -11,7 +11,7 @@ from aiohttp import web
 
 from services.common.errors import InvalidInput
 from services.reward import remote
-from services.reward.scorers.base import FailureReason
+from services.reward.errors import FailureReason
 from tests.reward.remote_end import chat, served
 from tests.support import LIMITS_S, PATIENCE_S
 

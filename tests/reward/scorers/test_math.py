@@ -6,7 +6,7 @@ import sys
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.base import FailureReason, ScoringError
+from services.reward.errors import FailureReason, ScoringError
 from tests.support import LIMITS_S, PATIENCE_S
 
 RIGHT = [

@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from services.common.config.scorers import ModelConfig
 from services.common.errors import InvalidInput
+from services.reward.errors import FailureReason
 from services.reward.graders.model import load
-from services.reward.scorers.base import FailureReason
 from services.reward.scorers.model import LOAD_FIELDS
 from tests.support import make_model
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from services.common.errors import InvalidInput
-from services.reward.scorers.base import FailureReason
+from services.reward.errors import FailureReason
 from tests.support import LIMITS_S, PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("functions")

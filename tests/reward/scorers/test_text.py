@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from services.reward.scorers.base import FailureReason
+from services.reward.errors import FailureReason
 
 
 async def score(open_run, item, **scorer):

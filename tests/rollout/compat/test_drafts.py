@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from services.rollout.compat.vllm import drafts, scheduler
+from services.rollout.compat.vllm import scheduler
 
 
 class PlayedScheduler:
@@ -21,30 +21,30 @@ class PlayedScheduler:
         return [SimpleNamespace(request_id=name) for name in request_ids]
 
 
-class Counting(drafts.CountsDrafts, PlayedScheduler):
+class Counting(scheduler.CountsDrafts, PlayedScheduler):
     def draft(self, sample: str, num_drafted: int, num_accepted: int, invalid: dict[str, int] | None = None) -> None:
         counts = {"num_draft_tokens": num_drafted, "num_accepted_tokens": num_accepted}
         self.make_spec_decoding_stats(None, **counts, num_invalid_spec_tokens=invalid, request_id=sample)
 
-    def end(self, sample: str) -> drafts.Drafts:
+    def end(self, sample: str) -> scheduler.Drafts:
         last = EngineCoreOutput(sample, [1], finish_reason=FinishReason.LENGTH)
         self.update_from_output({0: EngineCoreOutputs(outputs=[last])}, None)
         arrived: Any = SimpleNamespace(kv_transfer_params=last.kv_transfer_params)
-        return drafts.drafts_of(arrived)
+        return scheduler.drafts_of(arrived)
 
 
 def test_a_samples_last_output_has_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "_drafting", drafts._Stopwatch())
+    monkeypatch.setattr(scheduler, "_drafting", scheduler._Stopwatch())
     played = Counting()
     played.draft("a", 4, 4)
     played.draft("b", 2, 0)
     played.draft("a", 4, 1, {"a": 1})
-    drafts._drafting.timed(sorted)([2, 1])
+    scheduler._drafting.timed(sorted)([2, 1])
     ended = played.end("a")
     assert (ended.num_drafts, ended.num_drafted, ended.num_accepted) == (2, 7, 5) and ended.seconds > 0
     played.finish_requests(["b"], None)
-    assert played.end("b") == drafts.Drafts()
-    assert drafts.drafts_of(SimpleNamespace(kv_transfer_params=None)) == drafts.Drafts()
+    assert played.end("b") == scheduler.Drafts()
+    assert scheduler.drafts_of(SimpleNamespace(kv_transfer_params=None)) == scheduler.Drafts()
 
 
 def test_drafts_are_counted_only_with_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,4 +55,4 @@ def test_drafts_are_counted_only_with_speculation(monkeypatch: pytest.MonkeyPatc
         is_on: scheduler.scheduler(SimpleNamespace(**settings, speculative_config=is_on or None))
         for is_on in (False, True)
     }
-    assert not isinstance(made[False], drafts.CountsDrafts) and isinstance(made[True], drafts.CountsDrafts)
+    assert not isinstance(made[False], scheduler.CountsDrafts) and isinstance(made[True], scheduler.CountsDrafts)

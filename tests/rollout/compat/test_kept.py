@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelR
 
 from services.common.batches.batch import encode_kept
 from services.common.errors import InternalError, InvalidInput
-from services.rollout.compat.vllm import kept
+from services.rollout.compat.vllm import recorded
 
 
 class PlayedScheduler:
@@ -34,9 +34,9 @@ class PlayedScheduler:
         return [SimpleNamespace(request_id=name) for name in request_ids]
 
 
-class Returning(kept.ReturnsKept, PlayedScheduler):
+class Returning(recorded.ReturnsMasks, PlayedScheduler):
     def step(self, *outputs: EngineCoreOutput, **sets: list[int]) -> None:
-        said = SimpleNamespace(**{kept.KEY: {name: np.array(one) for name, one in sets.items()}} if sets else {})
+        said = SimpleNamespace(**{recorded.MASKS: {name: np.array(one) for name, one in sets.items()}} if sets else {})
         self.update_from_output({0: EngineCoreOutputs(outputs=list(outputs))}, said)
 
 
@@ -46,7 +46,7 @@ def last(name: str, **more: Any) -> EngineCoreOutput:
 
 def arrived(output: EngineCoreOutput, tokens: list[int]) -> bytes:
     completions = [SimpleNamespace(token_ids=tokens)]
-    return kept.kept_of(SimpleNamespace(kv_transfer_params=output.kv_transfer_params, outputs=completions))  # type: ignore[arg-type]
+    return recorded.masks_of(SimpleNamespace(kv_transfer_params=output.kv_transfer_params, outputs=completions))  # type: ignore[arg-type]
 
 
 def test_a_samples_last_output_has_its_kept_sets() -> None:
@@ -58,7 +58,7 @@ def test_a_samples_last_output_has_its_kept_sets() -> None:
     assert other.kv_transfer_params is None  # it has not asked for them
     played.step(EngineCoreOutput("c", [3]), c=[3])
     played.finish_requests(["c"], None)
-    assert not played._kept
+    assert not played._masks
 
 
 def test_masks_of_vllm_itself_are_used() -> None:
@@ -75,7 +75,7 @@ def test_the_hook_reads_the_sets_of_those_that_ask(asking: list[bool]) -> None:
     for row, tokens in enumerate(sets.values()):
         logprobs_BV[row, tokens] = -1.0
     ask = {
-        name: SimpleNamespace(extra_args=kept.ASKS if is_one else None)
+        name: SimpleNamespace(extra_args=recorded.ASKS if is_one else None)
         for name, is_one in zip(sets, asking, strict=True)
     }
     runner = SimpleNamespace(
@@ -84,9 +84,9 @@ def test_the_hook_reads_the_sets_of_those_that_ask(asking: list[bool]) -> None:
         input_batch=SimpleNamespace(req_ids=list(sets)),
         requests={name: SimpleNamespace(sampling_params=one) for name, one in ask.items()},
     )
-    kept._Recorder(runner)
+    recorded._MaskRecorder(runner)
     output = runner.sample_tokens()
-    found = {name: one.tolist() for name, one in getattr(output, kept.KEY).items()}
+    found = {name: one.tolist() for name, one in getattr(output, recorded.MASKS).items()}
     assert found == {name: sets[name] for name, is_one in zip(sets, asking, strict=True) if is_one}
 
 
@@ -114,17 +114,17 @@ def test_an_engine_that_cannot_is_refused(
     version: str, is_gpu: bool, arguments: dict[str, Any], answer: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests who returns kept sets: `answer` is True if vLLM does, False if our hook does, None if nobody does."""
-    monkeypatch.setattr(kept, "require_version", lambda _: Version(version))
+    monkeypatch.setattr(recorded, "require_version", lambda _: Version(version))
     given = {"logprobs_mode": "processed_logprobs", "additional_config": {"x": 1}} | arguments
     if answer is None:
         with pytest.raises(InvalidInput, match="set top_k to 0") as raised:
-            kept.returning_kept(given, is_gpu=is_gpu)
+            recorded.returning_masks(given, is_gpu=is_gpu)
         assert raised.value.metadata["field"] == "rollout.sampling.top_k"
         return
-    made = kept.returning_kept(given, is_gpu=is_gpu)
-    assert made["additional_config"] == {"x": 1, kept.KEY: True}
+    made = recorded.returning_masks(given, is_gpu=is_gpu)
+    assert made["additional_config"] == {"x": 1, recorded.MASKS: True}
     assert made.get("return_sampling_mask", False) is answer
-    assert kept.returns_kept(SimpleNamespace(additional_config=made["additional_config"]))  # type: ignore[arg-type]
+    assert recorded.returns_masks(SimpleNamespace(additional_config=made["additional_config"]))  # type: ignore[arg-type]
 
 
 def test_vllm_has_what_the_hook_uses() -> None:

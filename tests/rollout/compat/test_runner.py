@@ -7,10 +7,10 @@ import pytest
 import vllm.envs
 from packaging.version import Version
 
-from services.rollout.compat.vllm import runner
-from services.rollout.compat.vllm.kept import returning_kept
+from services.rollout.compat.vllm import client
+from services.rollout.compat.vllm.recorded import returning_masks
 
-KEPT = returning_kept({"logprobs_mode": "processed_logprobs"}, is_gpu=False)
+MASKS = returning_masks({"logprobs_mode": "processed_logprobs"}, is_gpu=False)
 HEAD = {"speculative_config": {"method": "eagle3"}}
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -18,12 +18,12 @@ VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 @pytest.mark.parametrize(
     ("arguments", "version", "is_gpu", "chosen"),
     [
-        (KEPT, "0.26.0", True, "0"),
+        (MASKS, "0.26.0", True, "0"),
         (HEAD, "0.26.0", True, "0"),
         ({"speculative_config": {"method": "ngram"}}, "0.26.0", True, None),
         ({"speculative_config": None, "additional_config": {"other": 1}}, "0.26.0", True, None),
-        (KEPT | HEAD, "0.32.0", True, None),
-        (KEPT | HEAD, "0.26.0", False, None),
+        (MASKS | HEAD, "0.32.0", True, None),
+        (MASKS | HEAD, "0.26.0", False, None),
     ],
 )
 @pytest.mark.parametrize("before", [None, "1"])
@@ -35,11 +35,11 @@ def test_the_v1_model_runner_is_chosen_where_v2_cannot(
     before: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "require_version", lambda _: Version(version))
+    monkeypatch.setattr(client, "require_version", lambda _: Version(version))
     monkeypatch.delenv(VARIABLE, raising=False)
     if before:
         monkeypatch.setenv(VARIABLE, before)
-    with pytest.raises(RuntimeError), runner.suitable_model_runner(arguments, is_gpu=is_gpu):
+    with pytest.raises(RuntimeError), client.suitable_model_runner(arguments, is_gpu=is_gpu):
         assert os.environ.get(VARIABLE) == (chosen or before)
         raise RuntimeError("the engine could not be started")
     assert os.environ.get(VARIABLE) == before

@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from services.common.config.rollout import RolloutConfig
 from services.rollout.arguments import engine_arguments
-from services.rollout.compat.vllm.routes import ReturnsRoutes, returning_routes
+from services.rollout.compat.vllm.recorded import ReturnsExperts, returning_experts
 from services.rollout.compat.vllm.scheduler import InChunks, fewest_of
 
 QUEUED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED
@@ -192,7 +192,7 @@ def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler.__init__", lambda self, **arguments: None)
     monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **arguments: None)
     named = engine_arguments(RolloutConfig(max_model_len=8), "model", seed=0)["scheduler_cls"]
-    arguments = returning_routes({"enforce_eager": True}, is_gpu=False) if returns_routes else {}
+    arguments = returning_experts({"enforce_eager": True}, is_gpu=False) if returns_routes else {}
     given = (arguments or {}).get("additional_config", {})
     made = resolve_obj_by_qualname(named)(
         vllm_config=SimpleNamespace(
@@ -202,4 +202,4 @@ def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(
         )
     )
     assert isinstance(made, InChunks) and isinstance(made, AsyncScheduler) == is_async
-    assert isinstance(made, ReturnsRoutes) == returns_routes
+    assert isinstance(made, ReturnsExperts) == returns_routes

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from services.common.weights.digest import WeightDigest
-from services.rollout.compat.vllm.reload import reload_weights
-from services.rollout.weights import loading
-from services.rollout.weights.direct import Copy, DirectMap, Piece, Place, Recorder
+from services.rollout import loading
+from services.rollout.compat.vllm.worker import reload_weights
+from services.rollout.loading import Copy, DirectMap, Piece, Place, Recorder
 from tests.rollout.toy_engine import CPU, Layer, Loader, Toy, Worker, adapter, checkpoint, method
 
 # One bucket for each tensor, buckets of several tensors, and one bucket for all.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
+from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
 from tests.rollout.toy_engine import Toy, Worker, adapter
 
 BUCKET_BYTES = 600

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import services.trainer.megatron  # noqa: F401  (before megatron itself)
 from services.common.errors import InvalidInput
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, least_sizes, zigzag
-from services.trainer.megatron.passthrough import make
+from services.trainer.megatron.settings import make
 from services.trainer.offload import Offloader
 from services.trainer.updates.packing import Pack
 

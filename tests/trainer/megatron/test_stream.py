@@ -20,9 +20,9 @@ from hypothesis import example, given, settings
 
 from services.common.weights.buckets import pack, unpack
 from services.common.weights.plan import Plan
-from services.trainer.megatron.weights import stream as module
-from services.trainer.megatron.weights.stream import LocalTensor, WeightStream
-from services.trainer.megatron.weights.weight_map import Part
+from services.trainer.megatron import stream as module
+from services.trainer.megatron.stream import WeightStream
+from services.trainer.megatron.weights import LocalTensor, Part
 from services.trainer.ranks.publish import send
 from tests.support import PATIENCE_S
 
@@ -140,12 +140,11 @@ class Rank:
         shards = {index: part for (index, _), part in zip(own, parts, strict=True)}
         held = [LocalTensor(f"w{index}", tensor) for index, tensor in shards.items()]
         places = {id(tensor): layout[index][0].index(rank) for index, tensor in shards.items()}
-        names = SimpleNamespace(part=lambda name: part(layout, int(name[1:])), is_published=lambda name: True)
         parallelism = SimpleNamespace(
             is_holder=lambda tensor, is_expert: True,
             shard_index=lambda tensor, is_expert: (places[id(tensor)], 0),
         )
-        self.stream = WeightStream(held, names, parallelism, CPU)
+        self.stream = WeightStream(held, lambda name: part(layout, int(name[1:])), parallelism, CPU)
 
     def plan(self, bucket_bytes: int) -> tuple[Plan, list[int]]:
         """Returns the plan, and the ranks that send."""
@@ -249,11 +248,10 @@ def test_later_publications_have_the_numbers_of_then() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "dist", exchanges)
         patch.setattr(module, "gather_json", exchanges.gather_json)
-        map_ = SimpleNamespace(part=lambda name: made, is_published=lambda name: True)
         parallelism = SimpleNamespace(
             is_holder=lambda tensor, is_expert: True, shard_index=lambda tensor, is_expert: (0, 0)
         )
-        stream = WeightStream([LocalTensor("qkv", parameter)], map_, parallelism, CPU)
+        stream = WeightStream([LocalTensor("qkv", parameter)], lambda name: made, parallelism, CPU)
         plan = Plan.of(stream.specs(), bucket_bytes=1000)
 
         def published() -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture
 from services.common.families.registry import FAMILIES
-from services.trainer.megatron.weights.weight_map import WeightMap
+from services.trainer.megatron.weights import WeightMap
 
 
 def shape_of(model_type: str = "qwen3", **changes: Any) -> Architecture:
@@ -72,7 +72,7 @@ def test_views_of_a_parameter_have_the_numbers_of_its_tensors(
     part = WeightMap(shape_of(family)).part(full_name(name))
     tensors = [torch.randn(shape) for shape in shapes]
     whole = part.cut(tensors, 0, 1).clone()
-    if part.is_fused:
+    if part.views is None:
         assert part.views is None
         return
     views = part.views(whole)
@@ -115,7 +115,7 @@ def test_a_fused_checkpoint_tensor_has_its_parts_one_below_the_other() -> None:
     name, rows = "decoder.layers.1.self_attention.linear_qkv.weight", (24, 12, 12)
     fused, apart = (WeightMap(shape_of(family)).part(name) for family in ("phi3", "qwen3"))
     parts = [torch.randn(height, 24) for height in rows]
-    assert fused.names == ("model.layers.1.self_attn.qkv_proj.weight",) and fused.is_fused
+    assert fused.names == ("model.layers.1.self_attn.qkv_proj.weight",) and fused.views is None
     for size in (1, 2, 4, 8):
         for rank in range(size):
             assert torch.equal(fused.cut([torch.cat(parts)], rank, size), apart.cut(parts, rank, size))

@@ -26,23 +26,19 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class OwnedBuffers(Protocol):
-    """Holds the buffers on the trainer rank's end."""
+    """The buffers on the trainer rank's end."""
 
     message: pb.PairBuffers
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Returns each buffer as uint8 [buffer_bytes]."""
+        """Each buffer as uint8 [buffer_bytes]."""
         ...
 
     @property
-    def fds(self) -> Sequence[int]:
-        """Returns the file descriptors that go along with `message`."""
-        ...
+    def fds(self) -> Sequence[int]: ...
 
-    def mapped(self, answer: pb.PairMapped) -> None:
-        """Takes the other end's answer to `message`."""
-        ...
+    def mapped(self, answer: pb.PairMapped) -> None: ...
 
     def wait_until_read(self, buffer: int) -> None:
         """Makes the device wait until the other end has read the buffer."""
@@ -58,7 +54,7 @@ class OwnedBuffers(Protocol):
 
 
 class MappedBuffers(Protocol):
-    """Holds the buffers on the engine worker's end."""
+    """The buffers on the engine worker's end."""
 
     answer: pb.PairMapped
     is_kept: bool
@@ -66,7 +62,7 @@ class MappedBuffers(Protocol):
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Returns each buffer as uint8 [buffer_bytes]."""
+        """Each buffer as uint8 [buffer_bytes]."""
         ...
 
     def wait_until_written(self, buffer: int) -> None:
@@ -83,18 +79,13 @@ class MappedBuffers(Protocol):
 
 
 def make_buffers(buffer_bytes: int, device: torch.device) -> OwnedBuffers:
-    """Allocates the buffers of a pair."""
     return _OwnedCudaBuffers(buffer_bytes, device) if device.type == "cuda" else _OwnedCpuBuffers(buffer_bytes)
 
 
 def map_buffers(
     message: pb.PairBuffers, fds: Sequence[int], device: torch.device, *, least_bytes: int
 ) -> MappedBuffers:
-    """Maps the buffers of the other end. Takes over the file descriptors.
-
-    Raises:
-        InvalidInput: The message does not describe buffers for buckets of `least_bytes` on this device.
-    """
+    """Maps the buffers of the other end. Takes over the file descriptors."""
     try:
         if message.buffer_bytes < least_bytes:
             raise InvalidInput(f"buffers of {message.buffer_bytes} bytes are too small for buckets of {least_bytes}")

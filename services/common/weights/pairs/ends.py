@@ -24,18 +24,14 @@ from services.common.weights.plan import Bucket
 
 
 class PairEnd(Epoch):
-    """Implements one member of a weight group in which engine workers share devices with trainer ranks."""
+    """A member of a weight group in which engine workers share devices with trainer ranks."""
 
     _link: Link | None = None
     _partner = -1  # rank of the other end in the weight group
     _num_agreed = 0
 
     def agrees(self, values: Sequence[int]) -> bool:
-        """Returns whether the first trainer rank and all engine workers, the only callers, pass the same integers.
-
-        Raises:
-            Aborted: A member failed, left or timed out.
-        """
+        """Returns whether the first trainer rank and all engine workers, the only callers, pass the same integers."""
         name, self._num_agreed = f"agree/{self._num_agreed}", self._num_agreed + 1
         keys = [f"{name}/{rank}" for rank in (0, *range(self.num_trainer_ranks, self.world_size))]
         with self._store_at_hand():
@@ -90,7 +86,7 @@ class PairEnd(Epoch):
 
 
 class PairReceiver(PairEnd):
-    """Implements the engine worker's end of a pair."""
+    """The engine worker's end of a pair."""
 
     _buffers: MappedBuffers | None = None
 
@@ -99,9 +95,6 @@ class PairReceiver(PairEnd):
 
         With `in_place`, they may be overwritten as soon as the next bucket is asked for. They are then read from the
         memory that the trainer rank packs them into.
-
-        Raises:
-            Aborted: The trainer rank failed, left or was too slow, or another member gave up.
         """
         most = max(bucket.num_bytes for bucket in buckets)
         for bucket in buckets:
@@ -180,7 +173,7 @@ _graveyard: list[OwnedBuffers] = []
 
 
 class PairSender(PairEnd):
-    """Implements the trainer rank's end of a pair; all trainer ranks send at the same time."""
+    """The trainer rank's end of a pair; all trainer ranks send at the same time."""
 
     def __init__(
         self, group: types_pb2.WeightGroup, *, rank: int, device: torch.device, senders: Sequence[int], spread: Spread
@@ -200,7 +193,6 @@ class PairSender(PairEnd):
         super().__init__(group, rank=rank, device=device)
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Prepares for sending these buckets."""
         self._buckets, self._num_sent = buckets, 0
         self._unless_broken(self._open_buffers)
 
@@ -299,11 +291,7 @@ class PairSender(PairEnd):
             self._give_up(f"member {self._partner} has read buffer {buffer} out of order")
 
     def _finish(self) -> None:
-        """Waits until the other end has read all buffers.
-
-        Raises:
-            Aborted: The pair broke, now or before.
-        """
+        """Waits until the other end has read all buffers."""
         self._scratch = None
         self._unless_broken(self._finish_pair)
         if self._broken is not None:

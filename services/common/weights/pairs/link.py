@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group, as in SO_PEERCRED
 
 
 class Link:
-    """Holds one end of a connection. All methods raise OSError if the other end is gone."""
+    """One end of a connection. All methods raise OSError if the other end is gone."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -64,7 +64,6 @@ class Link:
             raise ConnectionAbortedError("the other end sent something else than a message") from error
 
     def close(self) -> None:
-        """Closes the connection."""
         self._socket.close()
 
 
@@ -93,7 +92,6 @@ class Listener:
         return Link(connection)
 
     def close(self) -> None:
-        """Stops listening."""
         self._socket.close()
 
 
@@ -122,11 +120,7 @@ def device_name(device: torch.device, index: int) -> str:
 
 
 def partners(members: Sequence[pb.PairMember], num_trainer_ranks: int) -> Mapping[int, int]:
-    """Returns the trainer rank of every engine worker, both as ranks in the weight group.
-
-    Raises:
-        InvalidInput: A worker's device has no trainer rank, or a device has two ranks or two workers.
-    """
+    """Returns the trainer rank of every engine worker, both as ranks in the weight group."""
     ranks, workers = members[:num_trainer_ranks], members[num_trainer_ranks:]
     for what, these in (("trainer ranks", ranks), ("engine workers", workers)):
         most = Counter(member.device for member in these).most_common(1)

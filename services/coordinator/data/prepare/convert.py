@@ -118,7 +118,7 @@ class _Row(TypedDict):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Reports the result of a conversion."""
+    """The result of a conversion."""
 
     dataset: str
     source: str

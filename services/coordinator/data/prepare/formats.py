@@ -1,4 +1,4 @@
-"""Describes the formats of public datasets, and how their answers are read."""
+"""The formats of public datasets, and how their answers are read; without imports that are slow for a command line."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Holds one problem. `solution` is the worked solution, or empty."""
+    """A problem. `solution` is the worked solution, or empty."""
 
     problem: str
     answer: str
@@ -20,7 +20,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Format:
-    """Describes a dataset: its id on the Hub, its files and the function that reads a row."""
+    """A dataset: its id on the Hub, its files and the function that reads a row."""
 
     name: str
     hub_id: str
@@ -92,7 +92,7 @@ FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPS
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Holds the options of a conversion."""
+    """The options of a conversion."""
 
     bad_rows: Literal["fail", "drop"] = "fail"
     test_size: int = 500

@@ -49,7 +49,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def require(value: Any, name: str, kind: type | tuple[type, ...] = str) -> Any:
+def require(value: object, name: str, kind: type | tuple[type, ...] = str) -> Any:
     """Returns `value`. Raises BadRow if it is null, empty or blank text, or not of `kind`: text, a list, or either."""
     if value is None or value in ("", []) or (isinstance(value, str) and not value.strip()):
         raise BadRow(f"the {name} is {'null' if value is None else 'empty'}")
@@ -58,16 +58,16 @@ def require(value: Any, name: str, kind: type | tuple[type, ...] = str) -> Any:
     return value
 
 
-def as_messages(prompt: Any, *, may_continue: bool = False) -> list[Message]:
+def as_messages(prompt: object, *, may_continue: bool = False) -> list[Message]:
     """Converts a prompt to messages, the last of which is the assistant's only if it `may_continue` that.
 
     Raises:
         BadRow: It cannot be used.
     """
-    prompt = require(prompt, "prompt", (str, list))
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    messages = _checked(prompt, " of the prompt")
+    value = require(prompt, "prompt", (str, list))
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    messages = _checked(value, " of the prompt")
     if not messages[-1]["content"].strip():
         raise BadRow("the last message of the prompt is empty")
     if messages[-1]["role"] == "assistant" and not may_continue:
@@ -78,7 +78,7 @@ def as_messages(prompt: Any, *, may_continue: bool = False) -> list[Message]:
     return messages
 
 
-def as_conversation(value: Any) -> list[Message]:
+def as_conversation(value: object) -> list[Message]:
     """Returns the messages up to the last one of the assistant. Raises BadRow if they cannot be used."""
     messages = _checked(require(value, "conversation", list))
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -92,7 +92,7 @@ def as_conversation(value: Any) -> list[Message]:
     return messages[: turns[-1] + 1]
 
 
-def _checked(messages: Sequence[Any], whose: str = "") -> list[Message]:
+def _checked(messages: Sequence[object], whose: str = "") -> list[Message]:
     """Returns messages whose content is text, also of those that have it as OpenAI's API does: in parts, or not at all
     beside calls of tools.
     """
@@ -113,7 +113,7 @@ def _checked(messages: Sequence[Any], whose: str = "") -> list[Message]:
     return checked
 
 
-def _joined(parts: Sequence[Any], whose: str) -> str:
+def _joined(parts: Sequence[object], whose: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(parts):
         kind = part.get("type", "text") if isinstance(part, dict) else in_words(part)

@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Holds a row that can be used. `content_hash` covers the row as stored, before the chat template.
+    """A row that can be used. `content_hash` covers the row as stored, before the chat template.
 
     `pieces` are either the prompt alone, or prompt, answer, text in between, answer, and so on. Each is tokenized
     separately, like the prompt is at generation.
@@ -44,17 +44,15 @@ class Row:
 
 
 class HasLength(Protocol):
-    """Describes a tokenized row."""
+    """A tokenized row; the config limits its number of tokens."""
 
     @property
-    def num_tokens(self) -> int:
-        """Returns the number of tokens, which the config limits."""
-        ...
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds the sizes that a config sets, with their keys below `data`."""
+    """The sizes that a config sets, with their keys below `data`."""
 
     per_step: tuple[str, int]
     """Rows of one batch."""
@@ -70,7 +68,7 @@ Tokenized = TypeVar("Tokenized", bound=HasLength)
 
 
 class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
-    """Reads one file with checked columns."""
+    """A file with checked columns."""
 
     noun: ClassVar[str]
     """Name of the rows in messages."""
@@ -189,10 +187,6 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         if messages[0]["role"] == "system":
             raise BadRow("it has a system message, but data.system_prompt is set too")
         return [{"role": "system", "content": system}, *messages]
-
-    def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
-        variables = self.config.chat_template_kwargs
-        return self.tokenizer.render(messages, add_generation_prompt=is_prompt, **variables)
 
     def _type(self, column: str, key: str) -> pa.DataType:
         names = self._file.types

@@ -4,10 +4,13 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from services.common.config.load import AnyConfig
 from services.common.errors import InvalidInput, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import DatasetInfo
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
@@ -17,7 +20,7 @@ _DATASET_FILE = re.compile(r"hf:/{1,2}datasets/(?P<id>[\w.-]+/[\w.-]+?)(@(?P<rev
 # How files of the training split are named on the Hub: train.parquet, data/train-00000-of-00002.parquet, train/1.jsonl.
 _OF_TRAINING = re.compile(r"(^|[/._-])train([/._-])")
 # The files of a model card, and weights. Other files of a repository are often the same weights in another format.
-_CARD = ("*.json", "*.jinja", "*.txt")
+_CARD = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model")
 _WEIGHTS = ("model*.safetensors",)
 _ROLES = ("reference", "critic")
 
@@ -107,7 +110,7 @@ def dataset_files(url: str, field: str, *, endings: tuple[str, ...]) -> list[str
     return [f"hf://datasets/{dataset}@{found.sha}/{name}" for name in chosen]
 
 
-def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> Any:
+def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> "DatasetInfo":
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +34,7 @@ def read_table(path: Path, *, field: str) -> pa.Table:
 
 
 class ParquetRows:
-    """Holds the rows of a table. A column is converted when it is first read."""
+    """The rows of a table. A column is converted when it is first read."""
 
     def __init__(self, path: Path, table: pa.Table):
         self._path, self._table = path, table
@@ -57,27 +56,27 @@ class ParquetRows:
                 index += 1
 
 
-class _Columns(dict[str, list[Any]]):
-    """Holds the values of the columns of a batch that were read."""
+class _Columns(dict[str, list[object]]):
+    """The values of those columns of a batch that were read."""
 
     def __init__(self, batch: pa.RecordBatch):
         super().__init__()
         self.batch = batch
 
-    def __missing__(self, name: str) -> list[Any]:
+    def __missing__(self, name: str) -> list[object]:
         if self.batch.schema.names.count(name) > 1:
-            values: list[Any] = [Unusable("the values of several columns of this name")] * self.batch.num_rows
+            values: list[object] = [Unusable("the values of several columns of this name")] * self.batch.num_rows
         else:
             values = [_without_nulls(value) for value in self.batch.column(name).to_pylist()]
         self[name] = values
         return values
 
 
-class _Row(Mapping[str, Any]):
+class _Row(Record):
     def __init__(self, columns: _Columns, number: int):
         self._columns, self._number = columns, number
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self._columns[name][self._number]
 
     def __iter__(self) -> Iterator[str]:
@@ -87,7 +86,7 @@ class _Row(Mapping[str, Any]):
         return len(self._columns.batch.schema)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Defines the types of rows, apart from the code that reads rows, which imports pyarrow and is slow to load."""
+"""What a row is, and which rows are bad; apart from the code that reads rows, because pyarrow is slow to import."""
 
 import logging
 import re
@@ -21,7 +21,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for a value that JSON or Python cannot hold. It matters only to those who read its column."""
+    """A value that JSON or Python cannot hold. It matters only to those who read its column."""
 
     why: str
     """What it is, such as "NaN, which is not JSON"."""
@@ -52,12 +52,12 @@ _log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
-    """Says why a row cannot be used. Callers that know the row's place catch it."""
+    """Why a row cannot be used. Callers that know the row's place catch it."""
 
 
 @dataclass
 class BadRows:
-    """Collects the bad rows of one input."""
+    """The bad rows of one input."""
 
     what: str
     """Name of the input in messages."""
@@ -69,7 +69,6 @@ class BadRows:
     """`<place>: <reason>` of each bad row."""
 
     def add(self, where: str, why: object) -> None:
-        """Adds one row."""
         self.rows.append(f"{where}: {why}")
 
     def settle(self, policy: Literal["fail", "drop"], *, total: int, field: str) -> None:

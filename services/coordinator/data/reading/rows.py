@@ -1,4 +1,4 @@
-"""Reads files of prompts."""
+"""Files of prompts: their columns are checked, and each row becomes a prompt with answer and extra columns."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ RowPrompt = str | Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class PromptRow(Row):
-    """Holds a row with its answer, further columns (`extra`) and, once tokenized, its tokens.
+    """A row with its answer, further columns (`extra`) and, once tokenized, its tokens.
 
     Tokens are an array because a list of ints takes nine times the memory; further columns are text because objects
     take several times the memory. Rows with a chat template keep their messages, and `text` renders them again, because
@@ -39,7 +39,6 @@ class PromptRow(Row):
 
     @property
     def extra(self) -> dict[str, object]:
-        """Returns the further columns that the row has, in its order."""
         return json.loads(self.extra_json)
 
     @property
@@ -60,12 +59,11 @@ class PromptRow(Row):
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens of the prompt."""
         return len(self.tokens)
 
 
 class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
-    """Reads a file with a prompt column, an answer column and extra columns for the scorers."""
+    """A file with a prompt column, an answer column and extra columns for the scorers."""
 
     noun = "prompts"
     needs_answer: ClassVar[bool] = True
@@ -142,6 +140,6 @@ def _hash(stored: object, columns: Record) -> bytes:
 
 
 class AnswerlessFile(PromptFile):
-    """Reads a file whose rows need no answer, because no scorer reads it."""
+    """A file whose rows need no answer, because no scorer reads it."""
 
     needs_answer = False

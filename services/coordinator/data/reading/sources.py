@@ -31,7 +31,7 @@ _Row = dict[str, Any]
 
 
 class TextRows:
-    """Holds the rows of a file as they were written: each has its own keys, in its own order.
+    """The rows of a file as they were written: each has its own keys, in its own order.
 
     JSON Lines are kept as text until they are read, because objects take several times the memory.
     """
@@ -167,7 +167,7 @@ def _object(line: bytes, where: str) -> _Row:
     return cast(_Row, value)
 
 
-def _members(pairs: list[tuple[str, Any]]) -> _Row:
+def _members(pairs: list[tuple[str, object]]) -> _Row:
     """Returns an object. Which value was meant by a key that it has twice is unknown."""
     members = dict(pairs)
     if len(members) < len(pairs):
@@ -218,7 +218,7 @@ _ENDINGS = (".parquet", *FORMS, *(f"{ending}.gz" for ending in FORMS))
 
 
 class Rows(Protocol):
-    """Describes the rows of a file."""
+    """The rows of a file."""
 
     types: Mapping[str, pa.DataType]
     """Column -> its type; in a file of text, the type of its first value that is not empty."""

@@ -1,6 +1,5 @@
-"""Turns metrics.jsonl into the curves and phase times of the page."""
+"""Reads the metrics of a run, and makes the curves and phase times of the report's page from them."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.reader import metrics_lines
 
 Row = Mapping[str, float]
 Item = TypeVar("Item")
@@ -20,7 +20,7 @@ _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
 
 
 class Series(TypedDict):
-    """Holds a curve: its name, and a value `y` for each step `x`."""
+    """A curve: its name, and a value `y` for each step `x`."""
 
     name: str
     x: list[float]
@@ -28,7 +28,7 @@ class Series(TypedDict):
 
 
 class Plot(TypedDict):
-    """Holds curves that share their axes; `log` makes the y axis logarithmic."""
+    """Curves that share their axes; `log` makes the y axis logarithmic."""
 
     title: str
     log: bool
@@ -37,8 +37,7 @@ class Plot(TypedDict):
 
 @dataclass(frozen=True)
 class _Panel:
-    """Describes a plot: title and series (name -> metric). `held_out` adds a series eval/<set>/<held_out> for every
-    set."""
+    """A plot: title and series (name -> metric). `held_out` adds a series eval/<set>/<held_out> for every set."""
 
     title: str
     series: Mapping[str, str]
@@ -71,18 +70,14 @@ def read_metrics(path: Path, ledger: Ledger) -> tuple[list[Row], list[str]]:
     """Reads the steps and evaluations of metrics.jsonl, and takes what it lacks from the ledger.
 
     Returns:
-        The rows in order, and a note about each damaged line, as a full disk may leave it. A line that is still being
-        written is no such line.
+        The rows in order, and a note about each damaged line.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    rows: dict[tuple[int, bool], Row] = {}  # by step, and whether it is an evaluation, which comes after the step
-    notes = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = {name: value for name, value in json.loads(line).items() if isinstance(value, int | float)}
-            rows[int(row["step"]), "time/step_s" not in row] = row
-        except (ValueError, KeyError, AttributeError):
-            notes.append(f"Line {number} of {path.name} is damaged; the ledger has its numbers.")
+    damaged: list[int] = []
+    rows: dict[tuple[int, bool], Row] = {}
+    for line in metrics_lines(path, damaged):
+        numbers = {name: value for name, value in line.metrics.items() if isinstance(value, int | float)}
+        rows[line.place] = {"step": line.step, **numbers}
+    notes = [f"Line {number} of {path.name} is damaged; the ledger has its numbers." for number in damaged]
     finished = ledger.last_finished() or 0
     for kind in (Kind.FINISHED, Kind.EVALUATED):
         for version, metrics in ((row.pop("version"), row) for row in ledger.all(kind)):

@@ -15,11 +15,11 @@ from string import Template
 
 from services.common.errors import LockstepError, NotFound
 from services.coordinator.observe import report
-from services.coordinator.observe.report import curves, facts, samples
+from services.coordinator.observe.report import curves, samples, summary
 from services.coordinator.observe.report.curves import Row, number, steps_of, thin
 from services.coordinator.runs.clock import LANES
 from services.coordinator.runs.database import reading
-from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.reader import METRICS, LedgerReader
 from services.coordinator.text.tokenizer import Tokenizer
 
 # Match log lines of common.rpc.server and of the coordinator's reward and rollout clients, written as text or JSON.
@@ -169,10 +169,10 @@ def gather(run_dir: Path) -> dict[str, object]:
     Raises:
         LockstepError: See `write_report`.
     """
-    with closing(RecordedLedger(run_dir)) as ledger:
-        rows, notes = curves.read_metrics(run_dir / "metrics.jsonl", ledger)
+    with closing(LedgerReader(run_dir)) as ledger:
+        rows, notes = curves.read_metrics(run_dir / METRICS, ledger)
         with reading(f"{run_dir}: the config or a number in the ledger"):
-            data = facts.head(run_dir, ledger, rows)
+            data = summary.head(run_dir, ledger, rows)
     decode, note = _decoder(run_dir, data["facts"])
     found = samples.sources(run_dir)
     if damaged := samples.unreadable(found):

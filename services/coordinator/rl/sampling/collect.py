@@ -90,8 +90,7 @@ class Collector:
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=request.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, request.stamp)
             self._count_drafts(group, request)
-            with self._rewards.least_loaded() as reward:
-                return await reward.score(group, self._tokenizer, keep_failed=request.keep_failed)
+            return await self._rewards.score(group, self._tokenizer, keep_failed=request.keep_failed)
 
     async def with_baseline(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
         """Does the same as `one`, and keeps the reward of one greedy completion too."""

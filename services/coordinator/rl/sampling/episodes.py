@@ -23,9 +23,8 @@ from services.coordinator.clients.environment import (
     EpisodeClient,
     EpisodeFailed,
 )
-from services.coordinator.clients.replica import Affinity
 from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
-from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.rollout import Affinity, Rollout
 from services.coordinator.data.dialog import Dialog, OverlongPrompt
 from services.coordinator.data.groups import Episode, SampledGroup, ScoredGroup, Stream
 from services.coordinator.data.order import environment_seed, seed_of

@@ -1,17 +1,14 @@
-"""Holds the rollout service's uses of vLLM internals, seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
+"""The rollout service's uses of vLLM internals, seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
 
-It has several modules, so that no process imports more of vLLM than it uses:
+No process imports more of vLLM than it uses:
 
-    engine_fork   in the service, on CPU: forks engines from a process that has imported vLLM
-    client        in the service: calls what AsyncLLM has no public method for, and forbids tokens
-    scheduler     in the engine: sends tokens 32 at a time
-    drafts        in the engine: counts what speculative decoding drafts for each sample
-    temperatures  in the engine's workers, on CPU: verifies drafted tokens at the temperature of their sample
-    routes        in the engine and its workers: returns the experts that the layers chose
-    kept          in the engine and its workers: returns the tokens that truncated sampling has kept
-    worker        in the engine's workers: reads what a worker extension needs from its worker
-    memory        in the engine's workers: reads how much memory sleep mode has given back
-    reload        in the engine's workers: reloads a live model's weights layer by layer
+    engine_fork  in the service, on CPU: forks engines from a process that has imported vLLM
+    client       in the service: does what AsyncLLM has no public method, parameter or setting for
+    patches      in all processes of an engine: shares compiled models, and mends speculative decoding on CPU
+    scheduler    in the engine: sends tokens 32 at a time, and counts drafts
+    outputs      in the engine and the service: sends values with a sample's last output
+    recorded     in the engine, its workers and the service: returns sampling masks and routed experts
+    worker       in the engine's workers: what a worker extension reads of its worker, frees and reloads
 """
 
 from services.common.compat.versions import require_version

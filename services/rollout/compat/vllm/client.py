@@ -1,11 +1,22 @@
-"""Calls functions of the engine that AsyncLLM has no public method for, and sets parameters without a public name."""
+"""What the service does with vLLM's AsyncLLM for which that has no public method, parameter or setting."""
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common.compat.versions import require_version
+from services.rollout.compat.vllm.recorded import MASKS, EngineArguments
+
+_LIMITED = SpecifierSet(">=0.26,<0.32")
+_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 async def abort_samples(llm: AsyncLLM) -> None:
@@ -48,3 +59,41 @@ async def stop_reading(llm: AsyncLLM) -> None:
         llm.output_handler.cancel()
         await asyncio.wait({llm.output_handler})
     llm.output_processor.propagate_error(EngineDeadError())
+
+
+def set_tokenizer(llm: AsyncLLM, directory: Path) -> None:
+    """Loads the tokenizer of `directory`, which later requests with `detokenize` use.
+
+    Reason: vLLM loads a tokenizer only at its start, in several processes, and then also checks every prompt with it.
+    A run without stop strings needs none, and whether there are any is known only from the requests. Without a
+    tokenizer vLLM ignores stop strings, without an error. Seen with vLLM 0.32.0.
+
+    Raises:
+        OSError, ValueError: The directory has no tokenizer, or a damaged one.
+    """
+    llm.output_processor.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+
+@contextmanager
+def suitable_model_runner(arguments: EngineArguments, *, is_gpu: bool) -> Iterator[None]:
+    """Makes an engine that is started with `arguments` inside the `with` block use the model runner V1 if V2 cannot do
+    what the run needs.
+
+    Reason: vLLM 0.26 runs dense models on GPU with Model Runner V2. Its sampler is not the one that recorded.py hooks,
+    and it gives an EAGLE-3 head random weights, because it ignores the load format of drafts. Only an environment
+    variable, which engines inherit, chooses the runner. Read in the source of vLLM 0.26.0, and not run; 0.32 loads
+    heads with both runners.
+    """
+    is_hooked = MASKS in (arguments.get("additional_config") or {})
+    has_head = (arguments.get("speculative_config") or {}).get("method") == "eagle3"
+    if not (is_gpu and (is_hooked or has_head) and require_version("vllm") in _LIMITED):
+        yield
+        return
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+        if before is not None:
+            os.environ[_VARIABLE] = before

@@ -1,14 +1,15 @@
-"""Changes vLLM's scheduler to send the tokens of a sample 32 at a time.
+"""Makes vLLM's scheduler send the tokens of a sample 32 at a time, and count what was drafted for each sample.
 
-Reason: by default vLLM sends each token at once, for clients that display text as it is generated. Every message is
-serialized on the CPU core that also schedules and launches, and is decoded by the service, which has no such clients.
 Schedulers can be set (`scheduler_cls`), but vLLM says that their interface is not public. Seen with vLLM 0.26.0 and
 0.32.0.
 """
 
 import copy
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+import functools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -18,17 +19,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
 
-from services.rollout.compat.vllm.drafts import CountsDrafts, time_drafts
-from services.rollout.compat.vllm.kept import ReturnsKept, returns_kept
-from services.rollout.compat.vllm.last_output import attach, attached
-from services.rollout.compat.vllm.routes import ReturnsRoutes, are_hooked
+from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached
+from services.rollout.compat.vllm.recorded import ReturnsExperts, ReturnsMasks, hooks_routers, returns_masks
+
+Parameters = ParamSpec("Parameters")
+Answer = TypeVar("Answer")
 
 # The last step of a chunk may add several tokens. A chunk must stay below 64, because vLLM sends an array of 64 numbers
 # as a frame of its own, and vLLM 0.26 then overwrites the memory of a long message that ZeroMQ has not sent yet.
 _CHUNK_TOKENS = 32
-_FEWEST = "lockstep_fewest"
+_FEWEST, _DRAFTS = "lockstep_fewest", "lockstep_drafts"
 
 
 class _StepLogprobs:
@@ -56,13 +57,13 @@ class _StepLogprobs:
 
 
 class _Unsent:
-    """Collects the tokens of a sample that were not sent yet, with their log-probabilities, ranks and routes."""
+    """The tokens of a sample that were not sent yet, with their log-probabilities, ranks and routed experts."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._ranks: list[int] = []
-        self._routes: list[np.ndarray] = []
+        self._experts: list[np.ndarray] = []
 
     def add(self, output: EngineCoreOutput, step: _StepLogprobs | None) -> None:
         self.tokens.extend(output.new_token_ids)
@@ -72,7 +73,7 @@ class _Unsent:
             self._logprobs.extend(step.logprobs[begin:end])
             self._ranks.extend(step.ranks[begin:end])
         if output.routed_experts is not None:  # vLLM 0.26 returns those of each step; its client joins them
-            self._routes.append(output.routed_experts)
+            self._experts.append(output.routed_experts)
 
     def move_into(self, output: EngineCoreOutput) -> None:
         """Puts all that was added into `output`. Add nothing afterwards."""
@@ -80,24 +81,25 @@ class _Unsent:
         if self._logprobs:
             tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
             output.new_logprobs = LogprobsLists(tokens[:, None], logprobs[:, None], np.array(self._ranks, np.int32))
-        if self._routes:
-            output.routed_experts = np.concatenate(self._routes)
+        if self._experts:
+            output.routed_experts = np.concatenate(self._experts)
 
 
-_Base = Scheduler if TYPE_CHECKING else object
+class InChunks(SchedulerMixin):
+    """Sends a sample's first token (for vLLM's statistics), chunks, and the rest.
 
+    Reason: by default vLLM sends each token at once, for clients that display text as it is generated. Every message is
+    serialized on the CPU core that also schedules and launches, and is decoded by the service, which has no such
+    clients.
+    """
 
-class InChunks(_Base):
-    """Mixin for vLLM's schedulers; it must come before the scheduler among the base classes."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._unsent: dict[str, _Unsent] = {}
+    @functools.cached_property
+    def _unsent(self) -> dict[str, _Unsent]:
+        return self.new_table()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Returns what to send to each client: a sample's first token (for vLLM's statistics), chunks, and the rest."""
         step = None
         if lists := model_runner_output.logprobs:
             step = _StepLogprobs(lists)
@@ -112,13 +114,6 @@ class InChunks(_Base):
             for client, answer in answers.items()
             if answer.outputs or answer.scheduler_stats or answer.finished_requests
         }
-
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """Aborts requests and drops their unsent tokens."""
-        aborted = super().finish_requests(request_ids, finished_status)
-        for request in aborted:
-            self._unsent.pop(request.request_id, None)
-        return aborted
 
     def _report_fewest(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Adds to each last output how many tokens the sample with the fewest has by now. The service knows only of
@@ -153,6 +148,101 @@ def fewest_of(output: RequestOutput) -> int:
     return attached(output, _FEWEST, 0)
 
 
+@dataclass(slots=True)
+class Drafts:
+    """Counts of the tokens that were drafted for one sample."""
+
+    num_drafts: int = 0
+    """Number of times that tokens were drafted and verified."""
+    num_drafted: int = 0
+    """Number of drafted tokens."""
+    num_accepted: int = 0
+    """Number of drafted tokens that became tokens of the sample, or would have if it had not ended before them."""
+    seconds: float = 0.0
+    """Time that the engine spent looking for drafts since another sample had ended. Only ngram and suffix are measured,
+    and only in engines with one worker."""
+
+
+class _Stopwatch:
+    """Measures calls in this process."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def timed(self, function: Callable[Parameters, Answer]) -> Callable[Parameters, Answer]:
+        """Returns `function`, measured."""
+
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Answer:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._seconds += time.perf_counter() - begin
+
+        return call
+
+    def take(self) -> float:
+        """Returns the seconds since the last call of this method."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+_drafting = _Stopwatch()
+
+
+def time_drafts() -> None:
+    """Measures from here on how long this process looks for tokens that occurred before. With one worker, the worker is
+    in this process."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer  # late: it imports numba
+    from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+    proposers: tuple[Any, ...] = (NgramProposer, SuffixDecodingProposer)
+    for proposer in proposers:
+        if not hasattr(proposer.propose, "__wrapped__"):
+            proposer.propose = _drafting.timed(proposer.propose)
+
+
+class CountsDrafts(SchedulerMixin):
+    """Adds the drafts of a sample to its last output.
+
+    Reason: vLLM counts drafted and accepted tokens for the whole engine, only together with all its other statistics,
+    which cost work in every step, and does not say for which samples. (0.32 can count for each request, 0.26 cannot.)
+    It does not measure how long drafting takes. Seen with vLLM 0.32.0; 0.26.0 was not run.
+    """
+
+    @functools.cached_property
+    def _drafts(self) -> dict[str, Drafts]:
+        return self.new_table()
+
+    def make_spec_decoding_stats(self, *args: Any, **counts: Any) -> Any:
+        """Counts one draft of one sample. vLLM calls this for each, whether it keeps statistics or not."""
+        if num_drafted := counts["num_draft_tokens"]:
+            invalid = (counts["num_invalid_spec_tokens"] or {}).get(counts["request_id"], 0)
+            drafts = self._drafts.setdefault(counts["request_id"], Drafts())
+            drafts.num_drafts += 1
+            drafts.num_drafted += num_drafted - invalid
+            drafts.num_accepted += counts["num_accepted_tokens"]
+        return super().make_spec_decoding_stats(*args, **counts)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        answers = super().update_from_output(scheduler_output, model_runner_output)
+        for answer in answers.values():
+            for output in answer.outputs:
+                if output.finish_reason is not None:
+                    drafts = self._drafts.pop(output.request_id, None) or Drafts()
+                    drafts.seconds = _drafting.take()
+                    attach(output, _DRAFTS, asdict(drafts))
+        return answers
+
+
+def drafts_of(output: RequestOutput) -> Drafts:
+    """Returns the counts of the sample that `output` has finished; zeros without speculative decoding."""
+    return Drafts(**attached(output, _DRAFTS, {}))
+
+
 def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
     """Returns the scheduler class that vLLM would use."""
     return AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
@@ -161,12 +251,12 @@ def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Returns vLLM's scheduler with our mixins; this is the engine argument `scheduler_cls`."""
     mixins: list[type] = [InChunks]
-    if are_hooked(vllm_config):
-        mixins.insert(0, ReturnsRoutes)
+    if hooks_routers(vllm_config):
+        mixins.insert(0, ReturnsExperts)
     if vllm_config.speculative_config:
         mixins.insert(0, CountsDrafts)
         time_drafts()
-    if returns_kept(vllm_config):
-        mixins.append(ReturnsKept)
+    if returns_masks(vllm_config):
+        mixins.append(ReturnsMasks)
     made: Scheduler = type("Scheduler", (*mixins, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

@@ -28,11 +28,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
 
 
 def install() -> None:
-    """Makes Megatron-Core run on CPU if there is no GPU. Later calls do nothing.
-
-    Raises:
-        RuntimeError: megatron.core is already imported, with the real torch.
-    """
+    """Makes Megatron-Core run on CPU if there is no GPU. Later calls do nothing."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
@@ -43,7 +39,9 @@ def install() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _PACKAGE and not fullname.startswith(_PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -60,46 +58,48 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _adapt(module: types.ModuleType) -> None:
     if vars(module).get("torch") is torch:
-        module.torch = _torch_on_cpu  # type: ignore[attr-defined]
+        vars(module)["torch"] = _torch_on_cpu
     adapt = _MODULES.get(module.__name__.removeprefix(_PACKAGE + "."))
     if adapt is not None:
         adapt(module)
 
 
-def _no_jit(module: Any) -> None:
+def _no_jit(module: types.ModuleType) -> None:
     module.disable_jit_fuser()  # torch.compile would run a C++ compiler per function and shape
 
 
-def _cpu_generator(module: Any) -> None:
+def _cpu_generator(module: types.ModuleType) -> None:
     """Replaces the two functions that use torch._C's CUDA generator.
 
     CPU and "CUDA" are one generator then, so the module's warning that the CPU state changed would always appear.
     """
     logging.getLogger(module.__name__).setLevel(logging.ERROR)
-    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    vars(module).update(
+        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+    )
 
 
-def _experts_without_te(module: Any) -> None:
+def _experts_without_te(module: types.ModuleType) -> None:
     vars(module).setdefault("te_general_gemm", None)  # Megatron reads it, but defines it only with TransformerEngine
     # The all-to-all needs split sizes in numpy; Megatron's function converts them only if they are on a GPU.
-    module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+    vars(module)["maybe_move_tensor_to_cpu"] = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
 
 
-_MODULES: dict[str, Callable[[Any], None]] = {
+_MODULES: dict[str, Callable[[types.ModuleType], None]] = {
     "jit": _no_jit,
     "tensor_parallel.random": _cpu_generator,
     "transformer.moe.moe_utils": _experts_without_te,
 }
 
 
-def _type_like_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+def _type_like_cuda(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps `Tensor.type` to return names such as `torch.cuda.FloatTensor`, by which Megatron's optimizers sort."""
 
     @functools.wraps(original)
-    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def tensor_type(self: torch.Tensor, *args: object, **kwargs: object) -> object:
         result = original(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
@@ -121,10 +121,10 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 class _Stream:
     """Replaces stream and event. Work on CPU is synchronous, so the methods wait for nothing."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         pass
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+    def _nothing(self, *args: object, **kwargs: object) -> None:
         return None
 
     wait_stream = wait_event = wait = record = synchronize = _nothing
@@ -146,7 +146,7 @@ def _pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _all_gather(
-    outputs: Sequence[torch.Tensor], x: torch.Tensor, group: Any = None, async_op: bool = False
+    outputs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Gathers tensors of different lengths, as NCCL does and gloo does not; expert tensor parallelism needs it."""
     rows = max(output.size(0) for output in outputs)
@@ -162,8 +162,8 @@ def _all_gather(
 def _reduce_scatter(
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
     rows = max(part.size(0) for part in inputs)
@@ -175,7 +175,7 @@ def _reduce_scatter(
     return None
 
 
-def _copy_module(module: types.ModuleType, **overrides: Any) -> types.ModuleType:
+def _copy_module(module: types.ModuleType, **overrides: object) -> types.ModuleType:
     copy = types.ModuleType(module.__name__)
     copy.__dict__.update(vars(module))
     copy.__dict__.update(overrides, __getattr__=lambda name: getattr(module, name))

@@ -117,13 +117,13 @@ def harmful(rows: list[str], how: str, where: str = "step", **settings: Any) -> 
 @pytest.mark.parametrize(
     ("how", "where", "name"),
     [
-        ("queries", "step", "Harmful"),
-        ("exits", "step", "Harmful"),
-        ("stalls", "step", "Harmful"),
+        pytest.param("queries", "step", "Harmful", marks=pytest.mark.long),
+        pytest.param("exits", "step", "Harmful", marks=pytest.mark.long),
+        pytest.param("stalls", "step", "Harmful", marks=pytest.mark.long),
         ("sleeps", "reset", "Harmful"),
-        ("stalls", "step", "AsyncHarmful"),
+        pytest.param("stalls", "step", "AsyncHarmful", marks=pytest.mark.long),
         ("segfaults", "step", "Harmful"),
-        ("is_killed", "reset", "Harmful"),
+        pytest.param("is_killed", "reset", "Harmful", marks=pytest.mark.long),
     ],
 )
 async def test_one_bad_row_costs_its_own_group_and_no_other(
@@ -148,7 +148,7 @@ async def test_an_environment_that_hangs_in_close_costs_no_group(monkeypatch: py
         assert all(groups)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_policy_that_always_hangs_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch):
     rows = [f"text {index}" for index in range(3)]
     async with real(harmful(rows, "queries"), monkeypatch) as collector:

@@ -1,0 +1,116 @@
+"""GRPO by hand: a training loop that calls the four services directly. Copy it to write an algorithm of your own.
+
+    lockstep data arithmetic
+    python deploy/by_hand.py deploy/runs/quickstart.yaml name=by-hand num_steps=3
+
+It reads the same config as `lockstep run`, and makes the same samples and weights to the last bit. It leaves out what
+surrounds the algorithm there: evaluation, checkpoints and resuming, selection of prompts, streaming of a batch to the
+trainer while it is still sampled, critic and reference, environments, lag.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
+
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.config.streaming import orders_by_length
+from services.common.tasks import gather
+from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.data.order import seed_of
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.opening import Services, open_services
+from services.coordinator.fleet.running import recorded_run, running_services
+from services.coordinator.rl.blocks import in_order_of_length
+from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.session import load_data
+from services.coordinator.text.tokenizer import Tokenizer, stop_tokens
+
+OnStep = Callable[[PolicyStamp, pa.Table, Mapping[str, float]], None]
+"""Gets, after each update, the stamp of the weights that sampled the batch, the batch, and the trainer's metrics."""
+
+
+async def train(config: Config, on_step: OnStep, given: Addresses | None = None) -> PolicyStamp:
+    """Trains for `config.num_steps` steps, and returns the stamp of the trained weights, which the replicas serve.
+
+    Services of `given` are used where they run; the others are started on this host, and end with this function.
+    """
+    given = given or Addresses()
+    data = load_data(config, given)
+    assert data is not None, "this host has the model"
+    with recorded_run(config, None) as run:  # makes the run's directory, with ledger.sqlite and the services' logs
+        async with running_services(run, given) as addresses, open_services(run, addresses) as services:
+            publisher = Publisher(services.trainer, services.rollout, run)
+            stamp = await publisher.publish(version=0)  # the engines start with random weights
+            for step in range(config.num_steps):
+                groups = await gather(
+                    sample_and_score(config, services, data.tokenizer, (index, prompt), stamp)
+                    for index, prompt in enumerate(data.train.batch(step))
+                )
+                batch = with_advantages(to_batch(config, groups), config)
+                # The id makes the call safe to repeat: the trainer applies a batch once, however often it arrives.
+                version, metrics = await services.trainer.train(batch, run.batch_id(stamp), stamp)
+                on_step(stamp, batch, metrics)
+                # From here on no replica serves the old weights, so every sample is from the policy that it updates.
+                stamp = await publisher.publish(version)
+    return stamp
+
+
+async def sample_and_score(
+    config: Config, services: Services, tokenizer: Tokenizer, numbered: tuple[int, Prompt], stamp: PolicyStamp
+) -> ScoredGroup | None:
+    """Samples one prompt from the weights of `stamp` and scores its completions, while others are still sampled.
+
+    Returns None if a sample could not be scored and `reward.on_failure` drops its group.
+    """
+    index, prompt = numbered
+    settings = config.rollout.sampling
+    sampling = SamplingParams(
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        stop_token_ids=stop_tokens(tokenizer, settings),
+        return_routes=True,  # of a model with experts, whose choices the trainer replays
+    )
+    # Seeds that depend on nothing but these make a run repeatable, on any number of replicas.
+    numbers = range(config.rollout.completions_per_prompt)
+    seeds = [seed_of(config.seed, stamp.version, prompt.prompt_id, number) for number in numbers]
+    group = await services.rollout.generate(index, prompt, seeds, sampling, stamp)
+    return await services.reward.score(group, tokenizer)
+
+
+def to_batch(config: Config, groups: Sequence[ScoredGroup | None]) -> pa.Table:
+    """Returns a table with a row for each sample (SAMPLE_SCHEMA in services/common/batches/batch.py)."""
+    scored = [group for group in groups if group is not None]
+    # The order changes nothing but rounding. This is the one in which a streamed batch is complete earliest.
+    return to_table(in_order_of_length(scored) if orders_by_length(config) else scored)
+
+
+def with_advantages(batch: pa.Table, config: Config) -> pa.Table:
+    """Returns the batch with an advantage for every token: this is the algorithm, and the place for yours.
+
+    GRPO compares the samples of a prompt with each other: (r - mean) / (std + eps), for all tokens of a sample.
+    """
+    rewards = batch["reward"].to_numpy().reshape(-1, config.rollout.completions_per_prompt)
+    centered = rewards - rewards.mean(axis=1, keepdims=True)
+    advantages = centered / (rewards.std(axis=1, ddof=1, keepdims=True) + config.advantage.eps)
+    lengths = [len(tokens) for tokens in batch["tokens"]]
+    per_token = [np.full(length, one, np.float32) for length, one in zip(lengths, advantages.flat, strict=True)]
+    column = batch.schema.get_field_index("advantages")
+    field = batch.schema.field(column)
+    return batch.set_column(column, field, pa.array(per_token, field.type))
+
+
+def show(stamp: PolicyStamp, batch: pa.Table, metrics: Mapping[str, float]) -> None:
+    reward, norm = np.mean(batch["reward"].to_numpy()), metrics["grad_norm"]
+    step = stamp.version + 1
+    sys.stdout.write(f"step {step}: reward {reward:.3f}, gradient norm {norm:.3f}, sampled from {stamp.digest}\n")
+
+
+if __name__ == "__main__":
+    trained = asyncio.run(train(load(Config, sys.argv[1:]), show))
+    sys.stdout.write(f"trained weights: version {trained.version}, digest {trained.digest}\n")

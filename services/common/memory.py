@@ -1,0 +1,88 @@
+"""Reads the memory of this host and of a process's device, and explains why a process may have been killed for it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from lockstep.types.v1.types_pb2 import DeviceMemory
+
+if TYPE_CHECKING:
+    import torch
+
+MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_GIB = 2**30
+
+
+def host_memory(meminfo: Path = MEMINFO) -> tuple[float, float] | None:
+    """Returns how many GiB this host has, and how many of them are available now; None if that is not known."""
+    known = {name: int(value.split()[0]) * 1024 / _GIB for name, _, value in map(_parts, _lines(meminfo)) if value}
+    return (known["MemTotal"], known["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= known.keys() else None
+
+
+def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = _CGROUP) -> str:
+    """Returns why a process may have got SIGKILL (exit code -9), with this host's memory and the config key to lower.
+
+    The kernel kills a process when the host, or the container's limit (cgroup v2), has no memory left.
+    """
+    parts: list[str] = []
+    if memory := host_memory(meminfo):
+        parts.append("this host has {:.1f} GiB, of which {:.1f} are available now".format(*memory))
+    limit = "".join(_lines(cgroup / "memory.max"))
+    if limit.isdecimal():
+        parts.append(f"this container may use {int(limit) / _GIB:.1f} GiB")
+    events = dict(line.split() for line in _lines(cgroup / "memory.events") if len(line.split()) == 2)
+    if int(events.get("oom_kill", "0")):
+        parts.append(f"the kernel has killed {events['oom_kill']} processes of this container for memory")
+    numbers = f" ({'; '.join(parts)})" if parts else ""
+    return f"something killed it; usually that is the kernel when memory runs out{numbers}: lower {key}"
+
+
+def _parts(line: str) -> tuple[str, str, str]:
+    return line.partition(":")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # not this kind of host; the other numbers are still known
+        return []
+
+
+class DeviceState(TypedDict):
+    """The fields of types.v1.DeviceMemory that do not depend on a call."""
+
+    device_uuid: str
+    resident_bytes: int
+    device_total_bytes: int
+    device_free_bytes: int
+    host_bytes: int
+
+
+def device_state(device: "torch.device", *, resident_bytes: int, host_bytes: int = 0) -> DeviceState:
+    """Returns the state of `device`; `resident_bytes` and `host_bytes` are the process's own.
+
+    On CPU the UUID is empty, and size and free memory are 0.
+    """
+    uuid, free, total = "", 0, 0
+    if device.type == "cuda":
+        import torch  # late: the coordinator, which reads the host's memory, has no torch
+
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # pyright: ignore[reportUnknownMemberType]
+        free, total = torch.cuda.mem_get_info(device)
+    return DeviceState(
+        device_uuid=uuid,
+        resident_bytes=resident_bytes,
+        device_total_bytes=total,
+        device_free_bytes=free,
+        host_bytes=host_bytes,
+    )
+
+
+def changed(before: DeviceState, after: DeviceState, duration_s: float) -> DeviceMemory:
+    """Returns the message about a call that changed the process's memory."""
+    taken = after["resident_bytes"] - before["resident_bytes"]
+    return DeviceMemory(**after, freed_bytes=max(0, -taken), taken_bytes=max(0, taken), duration_s=duration_s)
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

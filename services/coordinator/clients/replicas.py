@@ -1,0 +1,293 @@
+"""Manages the rollout replicas of a run: which there are, why some do not serve, and how lost ones come back."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from lockstep.types.v1.types_pb2 import ModelCard
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError, Reason, Unavailable
+from services.common.rpc.tls import LOCAL, Transport
+from services.common.tasks import backoff_s, gather
+from services.coordinator.clients.gpus import OwnGpus
+from services.coordinator.clients.replica import (
+    PERMANENT_ERRORS,
+    Replica,
+    ReplicaState,
+    open_named,
+    why_not_open,
+)
+from services.coordinator.runs.replicas import Note
+from services.coordinator.runs.run import Restarts
+
+log = logging.getLogger(__name__)
+
+
+class Notes:
+    """A note for each address whose replica does not serve."""
+
+    def __init__(self) -> None:
+        self.all: Mapping[str, Note] = {}
+        """The notes by address."""
+        self.changed: Callable[[], None] = lambda: None
+        """Is called after every change."""
+
+    def is_unused(self, address: str) -> bool:
+        """Returns whether the run does without the service at `address`."""
+        return address in self.all and self.all[address].is_unused
+
+    def used_names(self, addresses: Collection[str]) -> set[str]:
+        """Returns the addresses by which the run knows the services at `addresses`."""
+        return {(self.all[at].same_as if at in self.all else "") or at for at in addresses}
+
+    def put(self, address: str, note: Note | None) -> bool:
+        """Replaces the note of an address, or removes it. Returns whether that changes it."""
+        if self.all.get(address) == note:
+            return False
+        others = {at: other for at, other in self.all.items() if at != address}
+        self.all = {**others, address: note} if note else others
+        self.changed()
+        return True
+
+    def keep_only(self, addresses: Collection[str]) -> None:
+        """Forgets the notes of addresses that are not listed any more, so that they can be tried again."""
+        for address in set(self.all).difference(addresses):
+            self.put(address, None)
+
+
+class ReplicaSet:
+    """The replicas of a run. One that is lost is reopened in the background, and serves from the next publication."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        config: Config,
+        transport: Transport = LOCAL,
+        gpus: OwnGpus | None = None,
+        started: Collection[str] = (),
+    ):
+        """An engine is opened while the engines hold `gpus`. The run restarts what listens at `started` itself."""
+        self._gpus = gpus or OwnGpus()
+        self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
+        self.notes = Notes()
+        """Why replicas that the run should have do not serve."""
+        # No run waits for an engine that hangs again and again: those at `_given_up` used up config.restart.
+        self._started, self._replacements, self._given_up = started, Restarts(config.restart), set[str]()
+        self._config, self._transport = config, transport
+        self._reviving: dict[str, asyncio.Task[None]] = {}
+        self._closing: dict[str, asyncio.Task[None]] = {}
+        self._last_failure = "nothing was published yet"
+        self._replaced: LockstepError | None = None
+        self._run_id, self._card = "", ModelCard()
+
+    @property
+    def num_dead(self) -> int:
+        """Returns the number of replicas that were lost and have not come back."""
+        return sum(replica.state is ReplicaState.DEAD and replica.num_opens > 0 for replica in self.replicas)
+
+    @property
+    def members(self) -> list[Replica]:
+        """Returns the replicas that can take part in a publication; those that leave only if there are no others."""
+        same = same_services(self.replicas)
+        living = [one for one in self.replicas if one.state is not ReplicaState.DEAD and one not in same]
+        return [replica for replica in living if not replica.is_leaving] or living
+
+    async def open(self, run_id: str, card: ModelCard) -> None:
+        """Starts the engines of all replicas. Uses only one of several addresses of a service.
+
+        Raises:
+            LockstepError: The first failure. If a replica refuses its config, the message names the replica.
+        """
+        self._run_id, self._card = run_id, card
+        await gather(open_named(replica, run_id, self._config, card) for replica in self.replicas)
+        self._drop_same()
+
+    def set_replicas(self, addresses: Sequence[str]) -> None:
+        """Makes the run's replicas those at `addresses`.
+
+        A new one is opened in the background and takes part in publications from then on. One that is not in
+        `addresses` gets no new groups while another one serves, and is dropped once its last group is finished. One
+        that cannot be used (see `notes`) is not tried again while it stays in `addresses`.
+
+        Raises:
+            InvalidInput: An address is malformed, or the connection would be plaintext over a network.
+        """
+        known = {replica.address: replica for replica in self.replicas}
+        fresh = [at for at in addresses if at not in known and not self.notes.is_unused(at)]
+        new = [Replica(address, self._config.timeouts, self._transport) for address in fresh]
+        self.notes.keep_only(addresses)
+        wanted = self.notes.used_names(addresses) | set(addresses)
+        for address, replica in known.items():
+            leaves = address not in wanted
+            if replica.is_leaving != leaves:
+                log.info("replica %s %s", address, "leaves the run" if leaves else "stays after all")
+            replica.is_leaving = leaves
+        for replica in new:
+            log.info(
+                "replica %s is new: it joins the run with the first publication after it was opened", replica.address
+            )
+            self.replicas.append(replica)
+            self._reviving[replica.address] = asyncio.create_task(self._revive(replica, restart=False))
+        self.drop_leavers()
+
+    def drop_leavers(self) -> None:
+        """Drops replicas that leave: a dead one at once, others when they have no group left and another one serves."""
+        stay = any(one.state is ReplicaState.SERVING and not one.is_leaving for one in self.replicas)
+        for replica in [replica for replica in self.replicas if replica.is_leaving]:
+            is_dead = replica.state is ReplicaState.DEAD
+            if is_dead or (stay and not replica.samples_in_flight):
+                self.replicas.remove(replica)
+                opening = self._reviving.pop(replica.address, None)
+                self._closing[replica.address] = asyncio.create_task(self._close_run_on(replica, opening))
+
+    def mark_dead(self, replica: Replica, why: LockstepError, *, restart: bool = False) -> None:
+        """Stops sending groups to the replica, and reopens it when it comes back; with `restart`, on a new engine."""
+        if replica.state is ReplicaState.DEAD:
+            return
+        self._last_failure = f"lost replica {replica.address}: {why.message}"
+        log.warning("%s", self._last_failure)
+        self.notes.put(replica.address, Note(f"lost: {why_not_open(why)}"))
+        replica.state = ReplicaState.DEAD
+        if restart and not self._replacements.take(replica.address):
+            self._given_up.add(replica.address)
+        if replica.is_leaving:
+            self.drop_leavers()
+            return
+        self._reviving[replica.address] = asyncio.create_task(self._revive(replica, restart))
+
+    async def drop_unreachable(self) -> int:
+        """Checks every replica that is not DEAD. Returns how many did not answer."""
+        living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
+        alive = await gather(replica.is_alive() for replica in living)
+        lost = [replica for replica, is_alive in zip(living, alive, strict=True) if not is_alive]
+        for replica in lost:
+            self.mark_dead(replica, Unavailable("it does not answer"))
+        return len(lost)
+
+    def refuse_newcomers(self, why: LockstepError) -> int:
+        """Does without the members that have never served, if another one has; `why` failed every time with them.
+        Returns how many.
+        """
+        newcomers = [replica for replica in self.members if not replica.has_served]
+        if len(newcomers) == len(self.members):
+            return 0
+        for replica in newcomers:
+            self._refuse(replica, Note(f"publications fail with it: {why.message}", is_unused=True))
+        return len(newcomers)
+
+    def check(self) -> None:
+        """Raises RUN_REPLACED if another run has opened a replica that was to be reopened: this run must end."""
+        if self._replaced:
+            raise self._replaced
+
+    async def await_restart(self) -> bool:
+        """Returns whether a replica can take part in a publication. If none can, waits up to `timeouts.open_s` for one
+        that the run itself is restarting.
+
+        Raises:
+            PreconditionFailed: RUN_REPLACED, as in `check`.
+        """
+        until = time.monotonic() + self._config.timeouts.open_s
+        while not self.members and (opening := self._restarting()) and self._config.placement != "colocated":
+            log.warning("no replica is left; waiting for %s to be restarted", ", ".join(opening))
+            limit_s = max(0.0, until - time.monotonic())
+            if not (await asyncio.wait(opening.values(), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                break
+            self.check()
+        return bool(self.members)
+
+    def no_replica(self, what: str) -> Unavailable:
+        """Returns the error NO_REPLICA. If the run restarts one, its metadata has `service`: a new session has it."""
+        service = {"service": "rollout"} if self._restarting() else {}
+        return Unavailable(f"{what}; {self._last_failure}", reason=Reason.NO_REPLICA, **service)
+
+    async def close(self) -> None:
+        for task in self._reviving.values():
+            task.cancel()
+        await asyncio.gather(*self._reviving.values(), *self._closing.values(), return_exceptions=True)
+        await gather(replica.close() for replica in self.replicas)
+
+    def _restarting(self) -> dict[str, asyncio.Task[None]]:
+        """Returns the tasks that open the replicas that the run has started and lost, by address."""
+        lost = {one.address for one in self.replicas if one.state is ReplicaState.DEAD}
+        awaited = lost.intersection(self._started, self._reviving) - self._given_up
+        return {address: self._reviving[address] for address in sorted(awaited) if not self._reviving[address].done()}
+
+    async def _revive(self, replica: Replica, restart: bool) -> None:
+        # Retries without limit, until the service listens again and opens the run.
+        what = "is back" if replica.num_opens else "has come"
+        if closing := self._closing.get(replica.address):  # it left a moment ago, and its run is still being closed
+            await asyncio.wait({closing})
+        for num_retries in itertools.count():
+            try:
+                if restart:
+                    await replica.end_engine(self._run_id)
+                if not replica.num_opens:
+                    await replica.identify()  # says at once what is wrong with the address
+                async with self._gpus.opening_engine():
+                    await replica.open(self._run_id, self._config, self._card)
+                break
+            except LockstepError as error:
+                if not self._may_retry(replica, error):
+                    return
+            await asyncio.sleep(backoff_s(num_retries))
+        self.notes.put(replica.address, None)
+        self._drop_same()
+        if replica not in self.replicas:
+            return
+        log.info("replica %s %s and waits for the next publication of weights", replica.address, what)
+
+    def _may_retry(self, replica: Replica, error: LockstepError) -> bool:
+        """Notes why a replica could not be opened. Returns whether that can change."""
+        if error.reason is Reason.RUN_REPLACED and replica.num_opens:
+            self._replaced = error
+        is_permanent = isinstance(error, PERMANENT_ERRORS)
+        if is_permanent and not replica.num_opens:
+            self._refuse(replica, Note(error.message, is_unused=True))
+            return False
+        is_news = self.notes.put(replica.address, Note(why_not_open(error)))
+        if self._replaced or is_permanent:
+            log.error("cannot reopen replica %s: %s", replica.address, error.message)
+            return False
+        if is_news:
+            log.warning("replica %s is not there yet: %s", replica.address, error.message)
+        return True
+
+    def _drop_same(self) -> None:
+        """Does without replicas that are other names of services that the run uses; their run stays open."""
+        for replica, used in same_services(self.replicas).items():
+            why = f"the same service as {used.address}, which the run has already"
+            self._refuse(replica, Note(why, is_unused=True, same_as=used.address))
+
+    def _refuse(self, replica: Replica, note: Note) -> None:
+        log.warning("replica %s is not used: %s", replica.address, note.why)
+        self.notes.put(replica.address, note)
+        self.replicas.remove(replica)
+        self._closing[replica.address] = asyncio.create_task(replica.close())
+
+    async def _close_run_on(self, replica: Replica, reviving: asyncio.Task[None] | None) -> None:
+        if reviving:
+            reviving.cancel()
+            await asyncio.gather(reviving, return_exceptions=True)
+        try:
+            if replica.num_opens:
+                await replica.leave(self._run_id)
+        except LockstepError as error:  # its host may be gone
+            log.info("run %s may still be open at %s: %s", self._run_id, replica.address, error.message)
+        finally:
+            await replica.close()
+        log.info("replica %s has left the run", replica.address)
+
+
+def same_services(replicas: Sequence[Replica]) -> dict[Replica, Replica]:
+    """Returns every replica that is another name of one that the run uses, with that one."""
+    living = [replica for replica in replicas if replica.state is not ReplicaState.DEAD and replica.incarnation]
+    used, found = dict[str, Replica](), dict[Replica, Replica]()
+    for replica in sorted(living, key=lambda one: one.state is not ReplicaState.SERVING):
+        first = used.setdefault(replica.incarnation, replica)
+        if first is not replica:
+            found[replica] = first
+    return found

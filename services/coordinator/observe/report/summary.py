@@ -1,0 +1,274 @@
+"""Sums up runs: the facts at the top of a report's page, and a table in the terminal that compares several runs.
+
+The table has what their configs differ in, their curves, held-out results and step times.
+"""
+
+import datetime
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TypedDict
+
+from rich.console import Console
+from rich.table import Table
+
+from services.common.errors import DataLoss
+from services.coordinator.observe.report import curves
+from services.coordinator.observe.report.curves import Row
+from services.coordinator.runs.evaluations import change_between
+from services.coordinator.runs.ledger import Decision, Kind
+from services.coordinator.runs.reader import METRICS, LedgerReader, is_running
+from services.coordinator.runs.resume import differences
+
+
+class Head(TypedDict):
+    """A run as a whole."""
+
+    name: str
+    state: str
+    facts: list[tuple[str, str]]
+    """Label and value."""
+    config: str
+
+
+def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
+    """Returns the facts of a run from its ledger, and its last step from `rows`.
+
+    Raises:
+        DataLoss: The ledger has no record that the run was opened.
+    """
+    opened = ledger.last(Kind.OPENED)
+    if opened is None:
+        raise DataLoss(f"{run_dir}: the ledger has no row that opened the run")
+    config = json.loads(opened["config"])
+    version = int(max((row["step"] for row in rows), default=0))
+    num_steps = config["num_steps"]  # None if the length is set in epochs
+    sessions = _sessions(ledger)
+    began, duration_s = sessions[0][0], sum(end - begin for begin, end in sessions)
+    facts = {
+        "run": opened["run_id"],
+        "model": config["model"],
+        "steps": f"{version:,} of {num_steps:,}" if num_steps else f"{version:,}",
+        "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
+        "held-out": _held_out(ledger),
+        "early stopping": _early(ledger, version),
+        "error": _error(ledger),
+        "seed": str(config.get("seed", "")),
+        "config digest": hashlib.sha256(opened["config"].encode()).hexdigest(),
+        "data digest": (ledger.last(Kind.COLLECTED) or {}).get("dataset", ""),
+        "versions": _versions(opened),
+    }
+    return {
+        "name": config["name"],
+        "state": _state(run_dir, ledger, version, num_steps),
+        "facts": [(label, value) for label, value in facts.items() if value],
+        "config": json.dumps(config, indent=1, ensure_ascii=False),
+    }
+
+
+def _state(run_dir: Path, ledger: LedgerReader, version: int, num_steps: int | None) -> str:
+    if is_running(run_dir):
+        return "running"
+    if ledger.failure():
+        return "failed"
+    if num_steps is None:
+        return "ended"
+    return "done" if version >= num_steps or ledger.last(Kind.STOPPED, version) else "stopped"
+
+
+def _early(ledger: LedgerReader, version: int) -> str:
+    """Returns why early stopping ended the run after `version`; an empty string if it did not."""
+    stopped = ledger.last(Kind.STOPPED, version)
+    if stopped is None:
+        return ""
+    return f"{stopped['metric']} was best after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
+
+
+def _error(ledger: LedgerReader) -> str:
+    """Returns the error that ended the last session; an empty string if none did."""
+    failed = ledger.failure()
+    return f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else ""
+
+
+def _sessions(ledger: LedgerReader) -> list[tuple[float, float]]:
+    """Returns the times of the first and last decision of each session, in seconds since 1970.
+
+    A session is one opening of the run by a coordinator.
+    """
+    sessions: list[tuple[float, float]] = []
+    for time_s, kind in ledger.times():
+        is_first = kind == Kind.OPENED or not sessions
+        begin = time_s if is_first else sessions.pop()[0]
+        sessions.append((begin, time_s))
+    return sessions
+
+
+def _held_out(ledger: LedgerReader) -> str:
+    """Returns the first and last reward, or loss, of the first held-out set as text."""
+    evaluations = ledger.all(Kind.EVALUATED)
+    names = [name for name in (evaluations[0] if evaluations else {}) if name.endswith(("/reward", "/nll"))]
+    if not names:
+        return ""
+    first, last = (evaluation.get(names[0], float("nan")) for evaluation in (evaluations[0], evaluations[-1]))
+    what = names[0].removeprefix("eval/")
+    change = change_between(ledger, evaluations[0]["version"], evaluations[-1]["version"])
+    return (
+        f"{what} {first:.3f}"
+        + (f" → {last:.3f}" if len(evaluations) > 1 else "")
+        + (f", not to be compared: {change}" if change else "")
+    )
+
+
+def _versions(opened: Decision) -> str:
+    versions = opened.get("versions")
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else "not recorded"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest_s:02d} s"
+
+
+_NOT_COMPARED = {"name", "runs_dir", "resume"}
+_FACTS = ("steps", "duration", "early stopping", "error")
+_CURVES = {
+    "reward": "reward/mean",
+    "loss": "train/loss",
+    "entropy": "train/entropy",
+    "length": "completion/tokens_mean",
+}
+_TIMES = {
+    "step s": "time/step_s",
+    "generate s": "time/generate_busy_s",
+    "score s": "time/score_busy_s",
+    "train s": "time/training_s",
+    "publish s": "time/publishing_s",
+    "tokens/s": "time/tokens_per_s",
+}
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_CHARS = 16
+_MAX_VALUE = 40
+_Series = list[tuple[float, float]]
+"""Steps and values."""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    directory: Path
+    head: Head
+    config: Mapping[str, object]
+    rows: Sequence[Row]
+
+    def series(self, metric: str) -> _Series:
+        return [(row["step"], row[metric]) for row in self.rows if metric in row]
+
+
+def show_comparison(run_dirs: Sequence[Path], console: Console) -> None:
+    """Prints a table with a column for each run, which may still be running.
+
+    Raises:
+        NotFound: A directory holds no run.
+        DataLoss: A file of a run is damaged.
+    """
+    runs = [_read(directory) for directory in run_dirs]
+    names = [run.head["name"] for run in runs]
+    table = Table("", *(names if len({*names}) == len(names) else map(str, run_dirs)), expand=False)
+    sections = (_progress(runs), _config(runs), _curves(runs), _last_held_out(runs), _times(runs))
+    for rows in filter(None, sections):
+        for name, cells in rows.items():
+            table.add_row(name, *cells)
+        table.add_section()
+    console.print(table)
+    console.print(
+        "curves: over the steps of the longest run, from the lowest to the highest value of all", soft_wrap=True
+    )
+
+
+def _read(directory: Path) -> _Compared:
+    with closing(LedgerReader(directory)) as ledger:
+        rows, _ = curves.read_metrics(directory / METRICS, ledger)
+        about = head(directory, ledger, rows)
+    return _Compared(directory, about, json.loads(about["config"]), rows)
+
+
+_Rows = dict[str, list[str]]
+"""Cells of each run by the row's name."""
+
+
+def _progress(runs: Sequence[_Compared]) -> _Rows:
+    known = [dict(run.head["facts"]) for run in runs]
+    rows = {"state": [run.head["state"] for run in runs]}
+    return rows | {name: [one.get(name, "") for one in known] for name in _FACTS if any(name in one for one in known)}
+
+
+def _config(runs: Sequence[_Compared]) -> _Rows:
+    """Returns the keys in which the runs differ."""
+    changed = dict.fromkeys(key for run in runs[1:] for key in differences(run.config, runs[0].config))
+    return {key: [_value(run.config, key) for run in runs] for key in changed if key not in _NOT_COMPARED}
+
+
+def _value(config: Mapping[str, object], key: str) -> str:
+    found: object = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    text = json.dumps(found, ensure_ascii=False)
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
+
+
+def _curves(runs: Sequence[_Compared]) -> _Rows:
+    held_out = _metrics(runs, ("reward", "nll"))
+    metrics = _CURVES | {f"held-out {_of(metric)}": metric for metric in held_out}
+    return {name: drawn for name, metric in metrics.items() if (drawn := _drawn([run.series(metric) for run in runs]))}
+
+
+def _drawn(series: Sequence[_Series]) -> list[str]:
+    """Returns each series as bars, with its first and last value; all have the same axes. Empty if none has values."""
+    finite = [point for one in series for point in one if math.isfinite(point[1])]
+    if not finite:
+        return []
+    low, high = min(value for _, value in finite), max(value for _, value in finite)
+    last = max(step for step, _ in finite)
+    drawn = []
+    for one in series:
+        bars = [" "] * _CURVE_CHARS
+        for step, value in one:
+            place = min(int(step / (last or 1) * _CURVE_CHARS), _CURVE_CHARS - 1)
+            height = (value - low) / (high - low) if high > low else 0.0
+            bars[place] = _BARS[round(height * (len(_BARS) - 1))] if math.isfinite(value) else "×"
+        drawn.append(f"{''.join(bars)} {one[0][1]:.3g} → {one[-1][1]:.3g}" if one else "")
+    return drawn
+
+
+def _last_held_out(runs: Sequence[_Compared]) -> _Rows:
+    """Returns the last value of every held-out metric, with its step."""
+    found = {metric: [run.series(metric)[-1:] for run in runs] for metric in _metrics(runs)}
+    return {
+        f"last {_of(metric)}": [f"{one[0][1]:.4g} (step {one[0][0]})" if one else "" for one in last]
+        for metric, last in found.items()
+    }
+
+
+def _times(runs: Sequence[_Compared]) -> _Rows:
+    """Returns the median over the steps of each time."""
+    columns = {name: [[value for _, value in run.series(metric)] for run in runs] for name, metric in _TIMES.items()}
+    return {
+        f"median {name}": [f"{median(values):.4g}" if values else "" for values in found]
+        for name, found in columns.items()
+        if any(found)
+    }
+
+
+def _metrics(runs: Sequence[_Compared], last_parts: Sequence[str] = ()) -> list[str]:
+    names = {name for run in runs for row in run.rows for name in row if name.startswith("eval/")}
+    return sorted(name for name in names if not last_parts or name.rpartition("/")[2] in last_parts)
+
+
+def _of(metric: str) -> str:
+    return metric.removeprefix("eval/")

@@ -1,0 +1,198 @@
+"""Shows a run in the terminal: a live table of the last steps, and below it one of their samples as a conversation."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from services.coordinator.data.groups import Conversation, Part
+from services.coordinator.observe.console import fitting
+from services.coordinator.runs.record import batch_path
+from services.coordinator.runs.reporter import Reporter, in_order
+
+_MAX_CHARS = 2000
+"""Number of characters of a text that are kept; a terminal shows fewer."""
+_LINES_PER_TEXT = 2
+"""Lines that one text takes at most."""
+
+
+class LastSample(Reporter):
+    """Reads the first sample of the batch of every `freq`-th finished step, and gives it to `shown`."""
+
+    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str], shown: Reporter, freq: int = 1):
+        self._run_dir, self._decode, self._shown, self._freq = run_dir, decode, shown, freq
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        if version % self._freq or not self._shown.shows_samples:
+            return
+        path = batch_path(self._run_dir, version - 1)
+        try:
+            with pq.ParquetFile(path) as file:
+                (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
+        except pa.ArrowInvalid as error:  # it is a ValueError, but it means that the disk has lost data
+            raise OSError(f"{path} is damaged: {error}") from error
+        self._shown.conversation(version, Conversation.of_any(row, self._text))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text = self._decode(tokens)
+        return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} …"
+
+
+def show_conversation(conversation: Conversation, title: str, width: int, height: int) -> RenderableType:
+    """Returns the conversation in at most `height` lines of `width`, with the middle cut out if it is longer."""
+    room = max(1, (height - 2) // _LINES_PER_TEXT)
+    head = Text(f"{title}, prompt {conversation.prompt_id}, sample {conversation.sample}: ", overflow="ellipsis")
+    head.append(f"reward {conversation.reward:.3f}, {conversation.finish_reason}", style="bold")
+    head.no_wrap = True
+    grid = Table.grid(padding=(0, 1))
+    for justify in ("right", "left", "right"):
+        grid.add_column(justify=justify, vertical="top")
+    lines = [("prompt", conversation.prompt, "", "dim"), *_lines(conversation.parts)]
+    left_out = len(lines) - room
+    if left_out > 0:
+        first = room // 2
+        lines[first : first + left_out + 1] = [("", f"… {left_out + 1} more …", "", "dim")]
+    most = _LINES_PER_TEXT * max(10, width - 24)
+    for who, text, reward, style in lines:
+        grid.add_row(Text(who, style=style), Text(_on_one_line(text, most), style=style), Text(reward, style="bold"))
+    return Group(head, grid)
+
+
+def _lines(parts: Sequence[Part]) -> list[tuple[str, str, str, str]]:
+    lines, turn = [], 0
+    for part in parts:
+        if part.reward is None:
+            lines.append(("reply", part.text, "", "dim"))
+        else:
+            turn += 1
+            lines.append((f"turn {turn}" if len(parts) > 1 else "completion", part.text, f"{part.reward:+.3f}", "cyan"))
+    return lines
+
+
+def _on_one_line(text: str, most: int) -> str:
+    """Returns the text on one line, with its middle cut out if it has more than `most` characters.
+
+    A character that is not printable, and could therefore control the terminal, becomes U+FFFD.
+    """
+    text = "".join(character if character.isprintable() else "\ufffd" for character in " ".join(text.split()))
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]} … {text[len(text) - half :]}"
+
+
+_ROWS = 12
+_EPISODE_LINES = 14
+_MAX_NAME = 12
+_FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
+
+
+class Terminal(Reporter):
+    """Shows a live table of the last steps, or prints a line per step if the output is not a terminal."""
+
+    def __init__(self, console: Console, num_steps: int):
+        self._console, self._num_steps = console, num_steps
+        self.shows_samples = console.is_terminal
+        self._rows: list[list[str]] = []
+        self._step_s: deque[float] = deque(maxlen=_ROWS)
+        self._phase, self._sets = "", _NAMES[1]
+        self._episode: tuple[int, Conversation] | None = None
+        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
+        if console.is_terminal:
+            self._live.start()
+        else:
+            console.print(_line(_NAMES), style="bold", soft_wrap=True)
+
+    def begin_phase(self, name: str, version: int) -> None:
+        self._phase = name
+        if version < self._num_steps:
+            self._phase = f"step {version + 1} of {self._num_steps}: {name}{self._time_left(version)}"
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
+        self._rows = [*self._rows[1 - _ROWS :], row]
+        self._step_s.append(metrics["time/step_s"])
+        if not self._console.is_terminal:
+            self._console.print(_line([f"{version}/{self._num_steps}", *row[1:]]), soft_wrap=True)
+
+    def conversation(self, version: int, conversation: Conversation) -> None:
+        self._episode = version, conversation
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        ordered = {name: value for name, value in in_order(metrics).items() if name.endswith("/reward")}
+        rewards = {name.removeprefix("eval/").removesuffix("/reward"): value for name, value in ordered.items()}
+        if self._rows:
+            short = {_short(name): f"{value:.3f}" for name, value in rewards.items()}
+            self._sets = " ".join(f"{name:>{len(value)}}" for name, value in short.items()) or self._sets
+            self._rows[-1][1] = " ".join(f"{value:>{len(name)}}" for name, value in short.items())
+        shown = ", ".join(f"{name} {value:.3f}".removeprefix(f"{_NAMES[1]} ") for name, value in rewards.items())
+        self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
+
+    def close(self) -> None:
+        self._phase = ""
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def _time_left(self, version: int) -> str:
+        """Returns how long the steps after `version` will take, from the last steps' times without saving."""
+        if not self._step_s:
+            return ""
+        left_s = (self._num_steps - version) * median(self._step_s)
+        return f", about {timedelta(seconds=round(left_s))} left"
+
+    def _shown(self) -> RenderableType:
+        """Builds the table and below it the last sample that was given to `conversation`."""
+        if self._episode is None:
+            return self._table(self._console.height)
+        version, conversation = self._episode
+        height = min(_EPISODE_LINES, self._console.height // 2)
+        below = show_conversation(conversation, f"step {version}", self._console.width, height)
+        return Group(self._table(self._console.height - height), below)
+
+    def _table(self, height: int) -> Table:
+        """Builds a table of the last rows and the most important columns, as many as fit."""
+        num_rows = max(1, min(_ROWS, height - _FRAME))
+        lines = [(_NAMES[0], self._sets, *_NAMES[2:]), *self._rows[-num_rows:]]
+        table = Table(caption=self._phase, caption_justify="left", expand=False)
+        wanted = [index for index in _BY_IMPORTANCE if index != _SCORE or any(line[index] for line in lines[1:])]
+        columns = [[line[index] for line in lines] for index in fitting(lines, wanted, self._console.width)]
+        for name, *_ in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for cells in zip(*(rest for _, *rest in columns), strict=True):
+            table.add_row(*cells)
+        return table
+
+
+_COLUMNS = {
+    "reward": lambda m: f"{m['reward/mean']:.3f}",
+    "mixed": lambda m: f"{m['reward/mixed_groups']:.2f}",
+    "tokens": lambda m: f"{m['batch/tokens']:.0f}",
+    "entropy": lambda m: f"{m['train/entropy']:.3f}",
+    "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
+    "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
+    # Generating and scoring overlap: each has the time in which it had work. Rewards of a lagged step, for example, may
+    # come in another step's time, which then has none.
+    "score s": lambda m: f"{m['time/score_busy_s']:.2f}" if "time/score_busy_s" in m else "",
+    "generate s": lambda m: f"{m.get('time/generate_busy_s', m['time/generating_s']):.2f}",
+    "train s": lambda m: f"{m['time/training_s']:.2f}",
+    "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
+}
+_NAMES = ("step", "held-out", *_COLUMNS)
+_SCORE = _NAMES.index("score s")
+_FIRST = ("step", "reward", "held-out", "grad norm", "generate s", "score s", "train s", "entropy", "gap max")
+_BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
+
+
+def _short(name: str) -> str:
+    """Returns the name of a held-out set, cut to the width that a column has for it."""
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(f"{cell:>10}" for cell in cells)

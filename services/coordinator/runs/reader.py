@@ -1,0 +1,161 @@
+"""Reads a run's ledger and metrics.jsonl, also while the run goes on, without creating or changing files."""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from services.common.errors import DataLoss, LockstepError, NotFound
+from services.coordinator.runs.database import Database, damaged, reading
+from services.coordinator.runs.ledger import LEDGER, Decision, Ledger, checked_row
+
+METRICS = "metrics.jsonl"
+# How long a command waits for a process that keeps others from reading.
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """A decision as it is in the ledger."""
+
+    seq: int
+    """Counts rows from 1."""
+    time_s: float
+    """Seconds since 1970."""
+    kind: str
+    """A `Kind`, or one of a newer release."""
+    version: int | None
+    body: Decision
+
+    @property
+    def required_version(self) -> int:
+        """Returns the version of a kind that always has one.
+
+        Raises:
+            DataLoss: It has none.
+        """
+        if self.version is None:
+            raise damaged(f"row {self.seq} of the ledger, {self.kind},", "it has no version")
+        return self.version
+
+
+class LedgerReader(Ledger):
+    """Reads the ledger of a run, which another process may still be writing.
+
+    While another process writes it, SQLite stores read marks in its shared-memory file; nothing else changes.
+
+    Raises:
+        NotFound: `run_dir` holds no run.
+        Unavailable: STORAGE_FAILED: another process keeps the file from being read.
+        DataLoss: The ledger is empty or damaged.
+    """
+
+    def __init__(self, run_dir: Path):
+        path = run_dir / LEDGER
+        if not path.is_file():
+            raise NotFound(
+                f"{run_dir} holds no run: there is no {LEDGER}; give the directory of a run", field="run_dir"
+            )
+        self._path = path
+        self._db = Database(path, f"file:{quote(str(path.absolute()))}?mode={_mode(path)}", patience_s=_PATIENCE_S)
+        try:
+            has_table = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'")
+            if not has_table or not self.num_rows():  # its coordinator was killed before it had opened the run
+                raise DataLoss(f"{path}: the ledger is empty; the run was never opened")
+        except LockstepError:
+            self.close()
+            raise
+
+    def rows(self) -> list[LedgerRow]:
+        """Returns all decisions, oldest first.
+
+        Raises:
+            DataLoss: A row is damaged.
+        """
+        return [
+            LedgerRow(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
+            for seq, time_s, kind, version, body in self._db.execute(
+                "SELECT seq, time, kind, version, body FROM decisions ORDER BY seq"
+            )
+        ]
+
+    def times(self) -> list[tuple[float, str]]:
+        """Returns (seconds since 1970, kind) of each decision, oldest first. A kind may be one of a newer release."""
+        rows = self._db.execute("SELECT seq, time, kind FROM decisions ORDER BY seq")
+        return [(self._seconds(seq, time_s), kind) for seq, time_s, kind in rows]
+
+    def _seconds(self, seq: int, time_s: object) -> float:
+        if not isinstance(time_s, float):
+            raise damaged(f"{self._path}: row {seq} of the ledger", f"its time is {time_s!r}")
+        return time_s
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _mode(path: Path) -> str:
+    """Returns how to open the ledger at `path`, so that reading it creates no file."""
+    with path.open("rb") as file:
+        uses_wal = file.read(20)[18:19] == b"\2"  # of SQLite's header
+    journal, wal = (path.with_name(f"{path.name}-{kind}") for kind in ("journal", "wal"))
+    if uses_wal and not wal.exists():
+        return "ro&immutable=1"  # without a write-ahead log, SQLite would create one; an existing one has to be read
+    is_cut = not uses_wal and journal.exists() and journal.stat().st_size
+    return "rw" if is_cut else "ro"  # what a killed process left half written has to be taken back first
+
+
+def is_running(run_dir: Path) -> bool:
+    """Returns whether a coordinator has the run open."""
+    path = (run_dir / LEDGER).with_suffix(".lock")
+    if not path.is_file():
+        return False
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class MetricsLine:
+    """A whole line of metrics.jsonl: the numbers of a step, or of an evaluation after it."""
+
+    number: int
+    """Counts lines from 1."""
+    text: str
+    step: int
+    metrics: dict[str, float]
+
+    @property
+    def is_step(self) -> bool:
+        return "time/step_s" in self.metrics
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """Returns what orders the lines of a run: an evaluation comes after the step."""
+        return self.step, not self.is_step
+
+
+def metrics_lines(path: Path, damaged_lines: list[int] | None = None) -> Iterator[MetricsLine]:
+    """Yields the lines of the metrics.jsonl at `path`; none if there is no file.
+
+    A last line without an end is left out: it is still being written, or its writer was killed. The numbers of damaged
+    lines, as a full disk may leave them, are added to `damaged_lines`.
+
+    Raises:
+        DataLoss: A line is damaged, and `damaged_lines` is None.
+    """
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
+        try:
+            with reading(f"line {number} of {path}", "resuming the run takes it from the ledger"):
+                metrics: dict[str, float] = json.loads(line.decode())
+                found = MetricsLine(number, line.decode(), int(metrics.pop("step")), metrics)
+        except DataLoss:
+            if damaged_lines is None:
+                raise
+            damaged_lines.append(number)
+        else:
+            yield found

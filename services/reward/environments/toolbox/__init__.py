@@ -1,1 +1,0 @@
-"""Implements the tools that a policy can call."""

@@ -1,0 +1,1 @@
+"""The environment in which a policy calls tools, and its tools."""

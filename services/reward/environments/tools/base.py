@@ -1,0 +1,258 @@
+"""Defines the interface of tools."""
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from services.reward.environments.tools.syntax import is_deep, read_json
+
+Schema = Mapping[str, Any]
+_TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+_CLASSES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,),
+    "array": (list,), "null": (type(None),),
+}  # fmt: skip
+# Chat templates that show values as Python does write these for true, false and null.
+_WORDS: Mapping[str, object] = {"True": True, "False": False, "None": None}
+
+
+def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
+    """Returns a tool's schema as chat templates take it."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def text_tool_schema(name: str, description: str, argument: str, meaning: str) -> Schema:
+    """Returns the schema of a tool with one argument, a text."""
+    properties = {argument: {"type": "string", "description": meaning}}
+    return tool_schema(name, description, {"type": "object", "properties": properties, "required": [argument]})
+
+
+def function_schema(function: Callable[..., Any]) -> Schema:
+    """Returns the schema of a function, from its signature and docstring (Google style).
+
+    Raises:
+        TypeError: It takes arguments that have no name, or of a type that JSON cannot hold.
+    """
+    hints = typing.get_type_hints(function)
+    summary, meanings = _read_docstring(inspect.getdoc(function) or "")
+    properties: dict[str, Any] = {}
+    required = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"{parameter} of {function.__name__}: a tool's arguments must be given by name")
+        schema = _type_schema(hints.get(parameter.name, Any))
+        if parameter.default is None and schema and not _fits(None, schema):
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        meaning = meanings.get(parameter.name)
+        properties[parameter.name] = {**schema, "description": meaning} if meaning else schema
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return tool_schema(function.__name__, summary, parameters)
+
+
+def only_text_argument(schema: Schema) -> str | None:
+    """Returns the name of the argument that a text can be given to: the only one, or the only required one."""
+    parameters = schema["function"]["parameters"]
+    properties = parameters.get("properties", {})
+    names = list(properties) if len(properties) == 1 else parameters.get("required", [])
+    if len(names) != 1 or properties[names[0]].get("type", "string") != "string":
+        return None
+    return names[0]
+
+
+def find_fault(arguments: Mapping[str, object], parameters: Schema) -> str:
+    """Returns the error in arguments, or an empty text. Knows the parts of JSON schema that are made here."""
+    properties = parameters["properties"]
+    if missing := [name for name in parameters["required"] if name not in arguments]:
+        return f"missing argument {missing[0]}"
+    if unknown := [name for name in arguments if name not in properties]:
+        return f"unknown argument {unknown[0][:100]!r}: there are {', '.join(properties) or 'none'}"
+    for name, value in arguments.items():
+        if not _fits(value, properties[name]) and not _is_left_out(name, value, parameters):
+            return f"argument {name} must be {_describe(properties[name])}"
+    return ""
+
+
+def fitted(arguments: Mapping[str, object], parameters: Schema) -> Mapping[str, object]:
+    """Returns arguments without a fault as the function takes them: 3.0 is 3 where the schema wants an integer, and a
+    null for a parameter that has a default and takes no null leaves it out.
+    """
+    return {
+        name: _fit(value, parameters["properties"][name])
+        for name, value in arguments.items()
+        if not _is_left_out(name, value, parameters)
+    }
+
+
+def read_texts(texts: Mapping[str, object], parameters: Schema) -> Mapping[str, object]:
+    """Returns arguments that were written as texts, of the types of the schema, which may be that of another server.
+
+    A text stays as it is if its parameter takes texts and the text is no value of another type that it takes too, or if
+    it is no value of any type that it takes.
+    """
+    properties = parameters.get("properties") or {}
+    return {name: _read_text(str(text), properties.get(name, {})) for name, text in texts.items()}
+
+
+def _read_text(text: str, schema: Schema) -> object:
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    try:
+        word = text.strip()
+        value = _WORDS[word] if word in _WORDS else read_json(word)
+    except (ValueError, RecursionError):
+        return text
+    fits = not isinstance(value, str) and any(_fits(value, {"type": kind}) for kind in kinds)
+    return value if fits and not is_deep(value) else text
+
+
+def _kinds(schema: Schema) -> set[str]:
+    """Returns the names of the types that a schema allows; all if it does not say."""
+    if not isinstance(schema, Mapping):  # `true` allows everything
+        return set(_CLASSES)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return set().union(*map(_kinds, options))
+    if "enum" in schema:
+        return {kind for value in schema["enum"] for kind in _CLASSES if _fits(value, {"type": kind})}
+    kind = schema.get("type", list(_CLASSES))
+    return {kind} if isinstance(kind, str) else set(kind)
+
+
+def _is_left_out(name: str, value: object, parameters: Schema) -> bool:
+    is_optional = name not in parameters["required"]
+    return value is None and is_optional and not _fits(None, parameters["properties"][name])
+
+
+def _fit(value: object, schema: Schema) -> object:
+    """Returns a value that fits the schema, with integers where it wants them."""
+    if "anyOf" in schema:
+        fits = [_fit(value, option) for option in schema["anyOf"] if _fits(value, option)]
+        return next((fit for fit in fits if type(fit) is type(value)), fits[0])
+    if "enum" in schema:
+        return next(option for option in schema["enum"] if _is_option(value, option))
+    if isinstance(value, list):
+        return [_fit(entry, schema.get("items", {})) for entry in value]
+    if isinstance(value, dict):
+        return {key: _fit(entry, schema.get("additionalProperties", {})) for key, entry in value.items()}
+    return int(value) if isinstance(value, float) and schema.get("type") == "integer" else value
+
+
+def _is_option(value: object, option: object) -> bool:
+    return value == option and (type(value) is type(option) or (type(value) is float and type(option) is int))
+
+
+def _fits(value: object, schema: Schema) -> bool:
+    if "anyOf" in schema:
+        return any(_fits(value, option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return any(_is_option(value, option) for option in schema["enum"])
+    kind = schema.get("type")
+    if kind is None:
+        return True
+    if isinstance(value, float) and kind == "integer":
+        return value.is_integer()
+    if (isinstance(value, bool) and kind != "boolean") or not isinstance(value, _CLASSES.get(kind, ())):
+        return False
+    if isinstance(value, list):
+        return all(_fits(entry, schema.get("items", {})) for entry in value)
+    if isinstance(value, dict) and "additionalProperties" in schema:
+        return all(_fits(entry, schema["additionalProperties"]) for entry in value.values())
+    return True
+
+
+def _describe(schema: Schema) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(_describe, schema["anyOf"]))
+    if "enum" in schema:
+        return "one of " + ", ".join(map(str, schema["enum"]))
+    items = f" of {_describe(schema['items'])}" if schema.get("items") else ""
+    return schema["type"] + items
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    if hint is Any:
+        return {}
+    if hint is type(None):
+        return {"type": "null"}
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    if hint is list:
+        return {"type": "array"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _type_schema(arguments[0])
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_type_schema(argument) for argument in arguments]}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(arguments[0])}
+    if origin is dict and arguments[0] is str:
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
+    raise TypeError(f"{hint}: a tool's argument must be of a type of JSON")
+
+
+def _read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """Returns the text before the sections, and the meaning of each argument."""
+    head, _, arguments = docstring.partition("\nArgs:\n")
+    summary = re.split(r"\n(?:Returns|Raises|Yields|Examples?):\n", head)[0].strip()
+    meanings: dict[str, str] = {}
+    name, indent = "", 0
+    for line in arguments.splitlines():
+        if line.strip() and not line.startswith(" "):
+            break  # the next section
+        depth = len(line) - len(line.lstrip())
+        entry = re.match(r"\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
+        if entry and (not meanings or depth <= indent):
+            name, indent = entry[1], depth
+            meanings[name] = entry[2]
+        elif name:
+            meanings[name] = f"{meanings[name]} {line.strip()}".strip()
+    return summary, meanings
+
+
+class BadArgumentsError(Exception):
+    """The policy called a tool wrongly. The text is its observation, and `outcome` is what metrics call it."""
+
+    def __init__(self, text: str, outcome: str = "refused"):
+        super().__init__(text)
+        self.outcome = outcome
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """Returns `text`; the first and last characters and a mark between them, if there are more than `max_chars`."""
+    half = max_chars // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n[... cut ...]\n{text[len(text) - half :]}"
+
+
+class Tool:
+    """Answers calls, many at the same time."""
+
+    schema: Schema
+    version: str
+    """Text that changes whenever the same call could get another result."""
+
+    async def open(self) -> None:
+        """Starts what the tool needs.
+
+        Raises:
+            EpisodeError: It cannot start.
+        """
+
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
+        """Returns the result of a call, whose arguments fit the schema. It may compute for `limit_s` seconds.
+
+        Raises:
+            BadArgumentsError: The arguments have no result.
+            EpisodeError: The tool failed.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Ends the tool's processes and connections."""

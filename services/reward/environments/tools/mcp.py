@@ -1,0 +1,221 @@
+"""Calls the tools of an MCP server (Model Context Protocol), over stdio or streamable HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from services.common.config.environment import McpToolConfig
+from services.reward.environments.base import ToolCall
+from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, tool_schema
+from services.reward.errors import EnvironmentFailure, EpisodeError
+
+if TYPE_CHECKING:
+    from mcp import ClientSession
+
+Answer = TypeVar("Answer")
+START_TIMEOUT_S = 60.0
+"""Time limit for a session to begin; its server may import much."""
+_CLOSE_S = 10.0
+"""How long the end of a session may take; a process is killed by then."""
+_MAX_DETAIL_CHARS = 500
+
+
+class Connection:
+    """Opens a session at once and keeps it until `close`."""
+
+    def __init__(self, config: McpToolConfig):
+        self._config = config
+        self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        self._closing = asyncio.Event()
+        self._asked: set[asyncio.Future[Any]] = set()
+        self._holding = asyncio.create_task(self._hold())
+
+    async def ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
+        """Returns the answer to a request.
+
+        Raises:
+            EpisodeError: TIMEOUT if there is none within `timeout_s`, CRASHED if the session did not begin or ended.
+            Exception: Whatever else the request raises, such as MCPError.
+        """
+        session = await self._limited(asyncio.shield(self._session), START_TIMEOUT_S)
+        asked = asyncio.ensure_future(request(session))
+        self._asked.add(asked)
+        try:
+            return await self._limited(asked, self._config.timeout_s)
+        finally:
+            asked.cancel()
+            self._asked.discard(asked)
+
+    async def close(self) -> None:
+        """Ends the session after the requests in progress, which have time limits."""
+        if self._asked:
+            await asyncio.wait(self._asked, timeout=self._config.timeout_s)
+        self._closing.set()
+        await asyncio.wait({self._holding}, timeout=_CLOSE_S)
+        self._holding.cancel()
+        await asyncio.wait({self._holding}, timeout=_CLOSE_S)
+
+    async def _limited(self, answer: asyncio.Future[Answer], timeout_s: float) -> Answer:
+        await asyncio.wait({answer, self._holding}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        if self._holding.done():
+            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(self._holding.exception())}")
+        raise failed(EnvironmentFailure.TIMEOUT, f"{self._config.place}: no answer within {timeout_s:g} s")
+
+    async def _hold(self) -> None:
+        from mcp import ClientSession
+
+        async with self._streams() as (read, write), ClientSession(read, write) as session:
+            await session.initialize()
+            self._session.set_result(session)
+            await self._closing.wait()
+
+    def _streams(self) -> AbstractAsyncContextManager[tuple[Any, Any]]:
+        if self._config.url:
+            from mcp.client.streamable_http import streamable_http_client
+
+            return streamable_http_client(self._config.url)
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        command, *arguments = self._config.command
+        return stdio_client(StdioServerParameters(command=command, args=arguments))
+
+
+def failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
+    """Returns the failure of a server."""
+    return EpisodeError(reason, f"mcp {detail[:_MAX_DETAIL_CHARS]}")
+
+
+def explain(error: BaseException | None) -> str:
+    """Returns what happened, which anyio wraps in groups of one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if error else "the session ended"
+
+
+_MAX_TOOLS = 1000
+
+
+class McpTools:
+    """Offers the tools that a server lists. All episodes share one session, so the tools must keep no state.
+
+    A session that broke or did not answer in time is replaced by a new one with the next call.
+    """
+
+    def __init__(self, config: McpToolConfig):
+        self._config = config
+        self._connection: Connection | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self.schemas: Sequence[Schema] = ()
+        self.version = ""
+
+    async def open(self) -> None:
+        """Opens a session and asks for the tools.
+
+        Raises:
+            EpisodeError: The package is missing, the server does not answer, or it lacks a wanted tool.
+        """
+        _require_package()
+        try:
+            tools, server = await self._connected().ask(_list_tools)
+        except EpisodeError:
+            raise
+        except Exception as error:
+            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(error)}") from error
+        names = [tool.name for tool in tools]
+        if missing := [name for name in self._config.names if name not in names]:
+            detail = f"{self._config.place} has no tool {missing[0]}, but {', '.join(names) or 'none'}"
+            raise failed(EnvironmentFailure.REFUSED, detail)
+        wanted = [tool for tool in tools if not self._config.names or tool.name in self._config.names]
+        if not wanted:
+            raise failed(EnvironmentFailure.REFUSED, f"{self._config.place} has no tools")
+        self.schemas = [tool_schema(tool.name, tool.description or "", tool.input_schema) for tool in wanted]
+        digest = hashlib.sha256(json.dumps(self.schemas, sort_keys=True).encode()).hexdigest()[:12]
+        self.version = f"mcp-{server.name} {server.version}-{digest}"
+
+    async def call(self, call: ToolCall) -> str:
+        """Returns the text of a tool's result.
+
+        Raises:
+            BadArgumentsError: The server says that the call was wrong, or had no result, or raised an exception.
+            EpisodeError: The server failed.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
+
+        connection = self._connected()
+        try:
+            result = await connection.ask(lambda session: session.call_tool(call.name, dict(call.arguments)))
+        except MCPError as error:
+            if error.code not in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT):
+                raise BadArgumentsError(self._cut(error.message)) from error  # the server lives, and says no
+            self._replace(connection)
+            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {error.message}") from error
+        except EpisodeError:
+            self._replace(connection)
+            raise
+        except RuntimeError as error:  # the result is not of the schema that the server gave, or asks for an input
+            raise failed(EnvironmentFailure.INVALID_REPLY, f"{self._config.place}: {explain(error)}") from error
+        except Exception as error:
+            self._replace(connection)
+            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(error)}") from error
+        text = self._cut("\n".join(map(_text, result.content)))
+        if result.is_error:
+            raise BadArgumentsError(text)
+        return text
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        if self._connection:
+            self._replace(self._connection)
+        await asyncio.gather(*self._closing)
+
+    def _connected(self) -> Connection:
+        self._connection = self._connection or Connection(self._config)
+        return self._connection
+
+    def _replace(self, connection: Connection) -> None:
+        """Lets the next call open another session. This one ends after its other calls."""
+        if self._connection is connection:
+            self._connection = None
+            closing = asyncio.create_task(connection.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _cut(self, text: str) -> str:
+        return cut_middle(text, self._config.max_output_chars)
+
+
+async def _list_tools(session: Any) -> tuple[list[Any], Any]:
+    """Returns the tools and the server's name and version."""
+    tools, cursor = [], None
+    while len(tools) < _MAX_TOOLS:
+        page = await session.list_tools(params=_page(cursor))
+        tools += page.tools
+        if not (cursor := page.next_cursor):
+            break
+    return tools, session.server_info
+
+
+def _page(cursor: str | None) -> Any:
+    from mcp.types import PaginatedRequestParams
+
+    return PaginatedRequestParams(cursor=cursor) if cursor else None
+
+
+def _text(content: Any) -> str:
+    return content.text if content.type == "text" else f"[{content.type} left out]"
+
+
+def _require_package() -> None:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        detail = f"tools of kind mcp need the package mcp ({error}): pip install 'lockstep-rl[mcp]'"
+        raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error

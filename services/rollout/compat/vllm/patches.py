@@ -1,0 +1,65 @@
+"""Changes that every process of an engine makes to vLLM itself, when vLLM loads the plugin (plugin.py)."""
+
+import copy
+import functools
+
+import torch
+from packaging.specifiers import SpecifierSet
+from vllm.config import ModelConfig
+from vllm.platforms import current_platform
+
+from services.common.compat.versions import require_version
+
+_COPIES_INTEGERS_ONLY = SpecifierSet(">=0.32,<0.33")
+
+
+def ignore_model_path() -> None:
+    """Lets all engines of a model use what vLLM compiled for one, in this process.
+
+    Reason: vLLM looks compiled models up by a hash of its config, which includes the model's path. Every engine has its
+    model card in a folder of its own, so each start would compile again, for a minute or more. What the card contains
+    is in the hash as well. Seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
+    """
+    with_path = ModelConfig.compute_hash
+    if hasattr(with_path, "__wrapped__"):
+        return
+
+    @functools.wraps(with_path)
+    def compute_hash(self: ModelConfig) -> str:
+        anonymous = copy.copy(self)
+        anonymous.model = ""
+        return with_path(anonymous)
+
+    ModelConfig.compute_hash = compute_hash
+
+
+def copy_temperatures() -> None:
+    """Gives every drafted token the temperature of its sample, which vLLM on CPU does not do.
+
+    It replaces vLLM's function in this process. vLLM must not have registered its functions yet.
+
+    Reason: to verify the drafted tokens of speculative decoding, vLLM divides their logits by the temperatures of their
+    samples, which it first copies to all of their tokens. On GPU a Triton kernel copies them. vLLM 0.32's function for
+    CPU copies integers only: it converts the float32 output to a new int64 tensor, fills that one and drops it. The
+    logits are then divided by whatever the memory had held. Their log-probabilities are NaN or wrong, and tokens are
+    accepted with wrong probabilities. top_p is lost in the same way. Seen with vLLM 0.32.0 on CPU.
+    """
+    if not current_platform.is_cpu() or require_version("vllm") not in _COPIES_INTEGERS_ONLY:
+        return
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
+def expand(  # the arguments of vLLM's kernel
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Copies each sample's value [samples] to `output` [tokens]; `cu_num_tokens` [samples] are sums of their tokens."""
+    values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    output.copy_(values.repeat_interleave(counts))

@@ -1,0 +1,284 @@
+"""Returns what an engine has chosen for each token of a sample: sampling masks and routed experts.
+
+A sampling mask is the set of tokens that top-k, top-p and min-p have kept. vLLM 0.32 returns them with
+`return_sampling_mask` and Model Runner V2, which runs on GPU only and was not run yet; such an engine refuses greedy
+requests. On CPU, and with vLLM 0.26 to 0.30 on GPU, the sampler of the V1 model runner is hooked instead (client.py
+chooses that runner). The hook reads the log-probabilities that the sampler returns, which are -inf where a token was
+not kept. Masks reach the scheduler with the tokens of their step, and the service with the sample's last output.
+
+Routed experts are those that the layers chose for each token but the last. vLLM 0.26 to 0.30 return them with
+`enable_return_routed_experts` and the V1 model runner. That is what runs on GPU; it was not run yet. Later versions
+need Model Runner V2 for it, which runs on GPU only. On CPU the routers are hooked instead, as vLLM's own recorder does
+it. The hook writes experts by slot: the place of a token in the KV cache. A token in the prefix cache thus keeps the
+experts that it was computed with. The slots are in a file that the engine's first worker and its scheduler map into
+their memory, since the two may be different processes.
+
+Seen with vLLM 0.32.0 on CPU; GPUs were not run yet.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from packaging.specifiers import SpecifierSet
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.outputs import RequestOutput
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from services.common.batches.batch import decode_kept, encode_kept, keeps_sampled
+from services.common.batches.routes import RouteShape, route_shape
+from services.common.compat.versions import require_version
+from services.common.errors import InternalError, InvalidInput
+from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached
+from services.rollout.compat.vllm.worker import WorkerExtension, model_of
+
+EngineArguments = dict[str, Any]
+"""vLLM's engine arguments: AsyncEngineArgs by name, of which `rollout.engine` may set any."""
+
+_V1_RUNNER_ON_GPU, _SEEN = SpecifierSet(">=0.26,<0.31"), SpecifierSet(">=0.32,<0.33")
+# The keys of `additional_config` with which an engine returns something, and of masks in vLLM's answers.
+MASKS, _EXPERTS = "lockstep_masks", "lockstep_experts"
+ASKS = {MASKS: True}
+"""The `extra_args` of a request whose sampling masks are returned."""
+
+
+def returning_masks(arguments: EngineArguments, *, is_gpu: bool) -> EngineArguments:
+    """Returns `arguments` of an engine that returns the sampling masks of requests that ask.
+
+    Raises:
+        InvalidInput: This vLLM cannot with these arguments.
+    """
+    version = require_version("vllm")
+    is_native = is_gpu and version in _SEEN
+    if _is_split(arguments) or not (is_native or version in (_V1_RUNNER_ON_GPU if is_gpu else _SEEN)):
+        why = "with pipeline_parallel_size or data_parallel_size above 1" if _is_split(arguments) else "on this device"
+        raise refusal(f"vLLM {version} cannot return {why} which tokens it has kept")
+    if arguments["logprobs_mode"] != "processed_logprobs":
+        raise refusal(f"rollout.engine.logprobs_mode {arguments['logprobs_mode']} does not tell what vLLM has kept")
+    marked = _marked(arguments, MASKS)
+    return marked | {"return_sampling_mask": True} if is_native else marked
+
+
+def refusal(why: str) -> InvalidInput:
+    """Returns the error of an engine that cannot return sampling masks."""
+    return InvalidInput(
+        f"rollout.sampling.top_k: {why}, which training on truncated samples needs; set top_k to 0, top_p to 1 and "
+        "min_p to 0",
+        field="rollout.sampling.top_k",
+    )
+
+
+def returning_experts(arguments: EngineArguments, *, is_gpu: bool) -> EngineArguments | None:
+    """Returns `arguments` of an engine that returns routed experts; None if this vLLM cannot with these arguments."""
+    version = require_version("vllm")
+    if _is_split(arguments):
+        return None
+    if is_gpu:
+        return {**arguments, "enable_return_routed_experts": True} if version in _V1_RUNNER_ON_GPU else None
+    can_hook = version in _SEEN and arguments.get("enforce_eager")  # a compiled router would not call the hook
+    return _marked(arguments, _EXPERTS) if can_hook else None
+
+
+def keep_in_one_frame() -> None:
+    """Makes engines that start from here on send experts inside of their messages, and not as frames of their own.
+
+    Reason: vLLM 0.26 overwrites the memory of a message of several frames that ZeroMQ has not sent yet.
+    """
+    os.environ["VLLM_MSGPACK_ZERO_COPY_THRESHOLD"] = str(1 << 40)
+
+
+def _is_split(arguments: EngineArguments) -> bool:
+    return arguments.get("pipeline_parallel_size", 1) > 1 or arguments.get("data_parallel_size", 1) > 1
+
+
+def _marked(arguments: EngineArguments, key: str) -> EngineArguments:
+    return {**arguments, "additional_config": {**arguments.get("additional_config", {}), key: True}}
+
+
+def _is_marked(vllm_config: VllmConfig, key: str) -> bool:
+    return isinstance(vllm_config.additional_config, dict) and key in vllm_config.additional_config
+
+
+def returns_masks(vllm_config: VllmConfig) -> bool:
+    """Returns whether the engine was started with the arguments of `returning_masks`."""
+    return _is_marked(vllm_config, MASKS)
+
+
+def hooks_routers(vllm_config: VllmConfig) -> bool:
+    """Returns whether the engine was started with the arguments of `returning_experts` on CPU."""
+    return _is_marked(vllm_config, _EXPERTS)
+
+
+class _MaskRecorder:
+    """Adds the sampling masks of a step to what the model runner returns for it."""
+
+    def __init__(self, runner: Any):
+        self._runner, self._sample, self._sample_tokens = runner, runner.sampler.sample, runner.sample_tokens
+        self._masks: dict[str, np.ndarray] = {}
+        runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
+
+    def sample(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Samples as vLLM does; takes note of the tokens that could be sampled."""
+        sampled_B, logprobs_BV = self._sample(*args, **kwargs)
+        requests = self._runner.input_batch.req_ids
+        states = [self._runner.requests[request] for request in requests]
+        asking = [row for row, state in enumerate(states) if _asks(state.sampling_params)]
+        if asking:
+            assert logprobs_BV is not None, "requests ask for log-probabilities, and returning_masks requires the mode"
+            if len(asking) < len(requests):
+                is_kept = logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)] > -torch.inf
+            else:  # all ask, so there is nothing to copy
+                is_kept = logprobs_BV[: len(asking)] > -torch.inf
+            kept, ends = is_kept.nonzero()[:, 1].cpu().numpy(), is_kept.sum(1).cumsum(0).tolist()
+            spans = zip(asking, [0, *ends[:-1]], ends, strict=True)
+            self._masks = {requests[row]: kept[begin:end] for row, begin, end in spans}
+        return sampled_B, logprobs_BV
+
+    def sample_tokens(self, *args: object, **kwargs: object) -> object:
+        """Does what vLLM does, and adds the masks to its answer, or to the answer that is completed later."""
+        self._masks = {}
+        output = self._sample_tokens(*args, **kwargs)
+        if self._masks:
+            setattr(getattr(output, "_model_runner_output", output), MASKS, self._masks)
+        return output
+
+
+def _asks(sampling: SamplingParams) -> bool:
+    return MASKS in (sampling.extra_args or {})
+
+
+def record_masks(worker: WorkerExtension) -> bool:
+    """Hooks the worker's sampler, unless vLLM returns masks itself. Returns whether they will be returned."""
+    from vllm.v1.sample.sampler import Sampler  # late: only a worker needs it
+
+    if getattr(worker.model_config, "return_sampling_mask", False):
+        return True
+    if not isinstance(getattr(worker.model_runner, "sampler", None), Sampler):
+        return False  # another model runner than V1
+    _MaskRecorder(worker.model_runner)
+    return True
+
+
+class ReturnsMasks(SchedulerMixin):
+    """Adds the sampling masks of a sample to its last output. It comes last among the mixins, because it reads every
+    output."""
+
+    @functools.cached_property
+    def _masks(self) -> dict[str, list[np.ndarray | Sequence[int]]]:
+        return self.new_table()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        answers = super().update_from_output(scheduler_output, model_runner_output)
+        masks: Mapping[str, np.ndarray] = getattr(model_runner_output, MASKS, {})
+        for answer in answers.values():
+            for output in answer.outputs:
+                self._add(output, masks)
+        return answers
+
+    def _add(self, output: EngineCoreOutput, masks: Mapping[str, np.ndarray]) -> None:
+        native = getattr(output, "new_sampling_mask", None)
+        if native is not None:
+            self._masks.setdefault(output.request_id, []).extend(native.to_nested_list())
+            output.new_sampling_mask = None
+        elif output.new_token_ids and output.request_id in masks:
+            self._masks.setdefault(output.request_id, []).append(masks[output.request_id])
+        if output.finish_reason is not None and (collected := self._masks.pop(output.request_id, None)):
+            attach(output, MASKS, encode_kept(collected))
+
+
+def masks_of(output: RequestOutput) -> bytes:
+    """Returns the sampling masks of the sample that `output` has finished.
+
+    Raises:
+        InternalError: vLLM returned none, those of another number of tokens, or masks without the sampled tokens.
+    """
+    tokens = np.array(output.outputs[0].token_ids)
+    data = attached(output, MASKS, b"")
+    try:
+        counts, kept = decode_kept(data, len(tokens))
+    except ValueError as error:
+        raise InternalError(f"vLLM returned no kept sets of a sample: {error}") from error
+    if num_missing := np.count_nonzero(~keeps_sampled(tokens, counts, kept)):
+        raise InternalError(f"vLLM returned kept sets without {num_missing} of {len(tokens)} sampled tokens")
+    return data
+
+
+class _ExpertRecorder:
+    """Writes the experts that each layer chooses into the slots of the tokens. vLLM's binding calls `capture` only."""
+
+    def __init__(self, slots_SLK: np.ndarray):
+        self._slots_SLK = slots_SLK
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Takes the experts [rows, top_k] of the step that runs."""
+        mapping = get_forward_context().slot_mapping
+        if not isinstance(mapping, dict) or not mapping:
+            return  # a run without requests
+        slots = next(iter(mapping.values()))[: len(topk_ids)].numpy()
+        is_token = slots >= 0  # the others are padding
+        self._slots_SLK[slots[is_token], layer_id] = topk_ids.numpy()[is_token]
+
+
+def record_experts(worker: WorkerExtension) -> None:
+    """Hooks the routers of a worker's model, if the engine was started for it."""
+    if not hooks_routers(worker.vllm_config) or worker.rank:
+        return
+    # With vLLM 0.26 this module has another recorder and no such function.
+    capturer = import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
+    bind: Callable[..., None] = capturer.bind_routed_experts_capturer
+    cache = worker.vllm_config.cache_config
+    assert cache.num_gpu_blocks, "the engine has allocated its KV cache"
+    path, shape = _slots_of(worker.vllm_config)
+    size = (cache.num_gpu_blocks * cache.block_size, shape.num_layers, shape.top_k)
+    bind(model_of(worker), _ExpertRecorder(np.memmap(path, shape.dtype, "w+", shape=size)))
+
+
+class ReturnsExperts(SchedulerMixin):
+    """Adds the routed experts of a sample to its last output."""
+
+    @functools.cached_property
+    def _ended(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        answers = super().update_from_output(scheduler_output, model_runner_output)
+        for answer in answers.values():
+            for output in answer.outputs:
+                if output.finish_reason is not None:
+                    output.routed_experts = self._ended.get(output.request_id)
+        self._ended.clear()
+        return answers
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Reads the experts of a request that has ended, before its slots can be given to another."""
+        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        slots = np.add.outer(np.array(blocks) * self.block_size, np.arange(self.block_size)).reshape(-1)
+        self._ended[request.request_id] = self._slots_SLK[slots[: request.num_tokens - 1]]
+        return super()._free_request(request, *args, **kwargs)
+
+    @functools.cached_property  # the first worker has made the file by the time that a request ends
+    def _slots_SLK(self) -> np.ndarray:
+        path, shape = _slots_of(self.vllm_config)
+        return np.asarray(np.memmap(path, shape.dtype, "r")).reshape(-1, shape.num_layers, shape.top_k)
+
+
+def _slots_of(vllm_config: VllmConfig) -> tuple[Path, RouteShape]:
+    """Returns the file with the experts of all slots, and their shape."""
+    model = Path(vllm_config.model_config.model)
+    shape = route_shape((model / "config.json").read_bytes())
+    assert shape is not None, "experts are asked for only of such a model"
+    return model / "routes.slots", shape

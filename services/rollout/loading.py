@@ -1,0 +1,322 @@
+"""Loads received buckets into the engine: first by a recorded reload, then by a checked one, then by direct copies.
+
+vLLM's layerwise reload takes about 0.1 s of Python, regardless of the model's size. During the first reload, every copy
+from received bytes to a tensor of the engine is recorded (`Recorder`). If the reload did nothing but copy, the next one
+is compared with the recorded copies byte by byte. From the third publication on, only these copies are made
+(`DirectMap`). If an engine processes weights after loading (quantization, packing, absorbed projections), it keeps
+using the reload.
+"""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.config import ModelConfig
+
+from services.common.compat.torch import Copies, OperatorWatch, OpOverload, writes_input
+from services.common.weights.buckets import unpack
+from services.common.weights.digest import WeightDigest
+from services.common.weights.plan import ALIGN_BYTES, Bucket, Plan, contiguous_stride
+from services.rollout.compat.vllm.worker import abort_reload, not_plain, reload_weights
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """A strided part of a storage, in elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of bucket number `bucket`, in elements of `dtype` from the bucket's start."""
+
+    bucket: int
+    dtype: torch.dtype
+    place: Place
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of `piece` to the tensor that starts at element `offset` of `storage`."""
+
+    piece: Piece
+    storage: torch.UntypedStorage
+    offset: int
+    stride: tuple[int, ...]
+
+    def target(self) -> torch.Tensor:
+        """Returns the engine's tensor to copy to."""
+        empty = torch.empty(0, dtype=self.piece.dtype, device=self.storage.device)
+        return empty.set_(self.storage, self.offset, self.piece.place.size, self.stride)
+
+
+class Recorder(OperatorWatch):
+    """Records a reload. Afterwards `copies` is what a `DirectMap` needs, or None if the reload did more than copy.
+
+    Storages are identified by their addresses, so an operator that returns new memory invalidates what was recorded for
+    that address. `engine` has the tensors that the engine reads.
+    """
+
+    def __init__(self, engine: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._engine = set(map(_address, engine))
+        self._buckets: dict[int, int] = {}  # address of received bytes -> index of the bucket
+        # Address of a tensor being loaded -> its parts and where they came from; None is a constant, such as padding.
+        self._between: dict[int, dict[Place, Copy | None]] = defaultdict(dict)
+        self._done: set[int] = set()  # addresses of loaded tensors, including the engine's
+        self._copies: list[Copy] = []
+        self.problem = ""
+
+    def add_bucket(self, index: int, flat: torch.Tensor) -> None:
+        """Registers `flat` as the received bytes of bucket `index`."""
+        self._buckets[_address(flat)] = index
+
+    @property
+    def copies(self) -> list[Copy] | None:
+        if any(map(self._is_loading, self._between)):
+            self._refuse("a weight was loaded but not into the engine")
+        return None if self.problem else self._copies
+
+    def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Takes note of what an operator copied or computed."""
+        if outputs and all(output.is_meta for output in outputs):  # vLLM counts elements on meta tensors
+            return
+        inputs = [tensor for tensor in inputs if not tensor.is_meta]
+        known = {_address(tensor) for tensor in inputs}
+        new = {_address(tensor) for tensor in outputs} - known
+        is_view = outputs and not new and not writes_input(func)
+        if func is torch.ops.aten.copy_.default:
+            self._see_copy(*inputs)
+        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            self._between[_address(inputs[0])][_place(inputs[0])] = None
+        elif not is_view and any(map(self._is_weight, known)):
+            self._refuse(f"{func} computes with a weight")
+        for address in new:
+            self._forget(address)
+
+    def _see_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        address, source_address = _address(target), _address(source)
+        if address == source_address and _place(target) == _place(source) and address not in self._engine:
+            return  # a copy onto itself before the weight reaches the engine, which vLLM makes for experts
+        if source_address in self._buckets:
+            if target.dtype != source.dtype or target.shape != source.shape:
+                self._refuse(f"{tuple(source.shape)} {source.dtype} is converted when loaded")
+            piece = Piece(self._buckets[source_address], source.dtype, _place(source))
+            copy = Copy(piece, target.untyped_storage(), _offset(target), target.stride())
+            # A second copy to the same place replaces the first, because vLLM loads a bias twice.
+            self._between[address][_place(target)] = copy
+        elif self._is_loading(source_address):
+            self._move(target, source)
+        elif self._is_weight(address) or self._is_weight(source_address):
+            self._refuse("a loaded weight is written or read again")
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Records that a whole loaded weight is copied to the tensor that kernels read."""
+        parts = self._between.pop(_address(source))
+        num_known = sum(math.prod(place.size) for place in parts)
+        if target.stride() != source.stride() or target.dtype != source.dtype or num_known != source.numel():
+            self._refuse("a weight is rearranged or completed after it was loaded")
+        shift, storage = _offset(target) - _offset(source), target.untyped_storage()
+        moved = (copy for copy in parts.values() if copy)
+        self._copies += [Copy(copy.piece, storage, copy.offset + shift, copy.stride) for copy in moved]
+        self._done |= {_address(target), _address(source)}
+
+    def _is_loading(self, address: int) -> bool:
+        return any(self._between.get(address, {}).values())
+
+    def _is_weight(self, address: int) -> bool:
+        return address in self._buckets or address in self._done or self._is_loading(address)
+
+    def _forget(self, address: int) -> None:
+        """Drops the record of an address with memory that was freed and is now used for something else."""
+        self._buckets.pop(address, None)
+        self._done.discard(address)
+        self._between.pop(address, None)  # can only have constants, because a Copy keeps its storage alive
+
+    def _refuse(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return Place(_offset(tensor), tuple(tensor.shape), tensor.stride())
+
+
+class DirectMap:
+    """All copies of a publication, ready to run."""
+
+    def __init__(self, copies: Sequence[Copy], num_buckets: int):
+        self._pieces: list[list[Piece]] = [[] for _ in range(num_buckets)]
+        self._targets: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
+        # Of each bucket: the address of its bytes when it was loaded last, and the copies from views of them. Both are
+        # kept because a large mixture of experts has 20,000 copies, and buckets arrive in the same few buffers.
+        self._copies: dict[int, tuple[int, Copies]] = {}
+        for copy in _joined(copies):
+            self._pieces[copy.piece.bucket].append(copy.piece)
+            self._targets[copy.piece.bucket].append(copy.target())
+
+    def load(self, index: int, flat: torch.Tensor) -> None:
+        """Copies bucket `index` from its bytes (uint8 [num_bytes]) into the engine."""
+        if not self._targets[index]:
+            return
+        held = self._copies.get(index)
+        if held is None or held[0] != flat.data_ptr():
+            held = self._copies[index] = flat.data_ptr(), Copies(self._targets[index], self._views(index, flat))
+        held[1].run(non_blocking=True)
+
+    def forget_buffers(self) -> None:
+        """Drops the views of the memory that buckets arrived in."""
+        self._copies.clear()
+
+    def digest_received(self, digest: WeightDigest, index: int, flat: torch.Tensor, start: int) -> None:
+        """Adds the parts of a received bucket that the map would copy."""
+        _add(digest, self._views(index, flat), start)
+
+    def _views(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        begin, views = int(flat.storage_offset()), []
+        for piece in self._pieces[index]:
+            offset = begin // piece.dtype.itemsize + piece.place.offset
+            views.append(flat.view(piece.dtype).as_strided(piece.place.size, piece.place.stride, offset))
+        return views
+
+    def digest_loaded(self, digest: WeightDigest, index: int, start: int) -> None:
+        """Adds the contents of the engine's memory that the map would copy a bucket to."""
+        _add(digest, self._targets[index], start)
+
+
+def _joined(copies: Sequence[Copy]) -> list[Copy]:
+    """Joins copies of whole neighbors to whole neighbors, such as the experts of a layer."""
+    joined: list[Copy] = []
+    for copy in copies:
+        if joined and (both := _as_one(joined[-1], copy)):
+            joined[-1] = both
+        else:
+            joined.append(copy)
+    return joined
+
+
+def _as_one(first: Copy, second: Copy) -> Copy | None:
+    """Returns the copy that does both; None if they are not neighbors in the bucket and in the engine's memory."""
+    pieces = first.piece, second.piece
+    sizes = [math.prod(piece.place.size) for piece in pieces]
+    if (
+        (pieces[0].bucket, pieces[0].dtype, first.storage.data_ptr())
+        != (pieces[1].bucket, pieces[1].dtype, second.storage.data_ptr())
+        or not all(_is_whole(copy) for copy in (first, second))
+        or pieces[0].place.offset + sizes[0] != pieces[1].place.offset
+        or first.offset + sizes[0] != second.offset
+    ):
+        return None
+    place = Place(pieces[0].place.offset, (sum(sizes),), (1,))
+    return Copy(Piece(pieces[0].bucket, pieces[0].dtype, place), first.storage, first.offset, (1,))
+
+
+def _is_whole(copy: Copy) -> bool:
+    """Returns whether the numbers of a copy follow one another in the bucket and in the engine's memory."""
+    return copy.piece.place.stride == copy.stride == contiguous_stride(copy.piece.place.size)
+
+
+def _add(digest: WeightDigest, tensors: Sequence[torch.Tensor], start: int) -> None:
+    if tensors:
+        flats = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        digest.update(torch.cat([F.pad(flat, (0, -flat.numel() % ALIGN_BYTES)) for flat in flats]), start=start)
+
+
+# (index of the bucket, bucket, its bytes), in the order of arrival.
+Arrivals = Iterator[tuple[int, Bucket, torch.Tensor]]
+
+
+class Loading:
+    """Loads publications of one plan into one engine worker. Call `load` once for every publication."""
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig, plan: Plan, device: torch.device):
+        self._model, self._model_config, self._device = model, model_config, device
+        self._plan = plan
+        self._map: DirectMap | None = None
+        self._is_checked = False
+        self._problem = not_plain(model)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Returns whether a bucket is read at once. Otherwise each needs new memory, because vLLM keeps parts of it."""
+        return self._map is not None and self._is_checked
+
+    def forget_buffers(self) -> None:
+        """Keeps nothing of the memory that buckets arrived in."""
+        if self._map:
+            self._map.forget_buffers()
+
+    def load(self, arrivals: Arrivals) -> None:
+        """Loads one publication and waits for the device."""
+        if self._map and self._is_checked:
+            for index, _, flat in arrivals:
+                self._map.load(index, flat)
+        elif self._map:
+            self._reload_and_check(self._map, arrivals)
+        elif self._problem:
+            self._reload(arrivals)
+        else:
+            self._reload_and_watch(arrivals)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def abort(self) -> None:
+        """Makes the engine reloadable again after an incomplete publication."""
+        if not self._is_checked:
+            abort_reload(self._model)
+            self._map = None
+
+    def _reload(self, arrivals: Arrivals, recorder: Recorder | None = None) -> None:
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for index, bucket, flat in arrivals:
+                if recorder is not None:
+                    recorder.add_bucket(index, flat)
+                yield from unpack(bucket, flat)
+
+        reload_weights(self._model, self._model_config, weights())
+
+    def _reload_and_watch(self, arrivals: Arrivals) -> None:
+        recorder = Recorder([*self._model.parameters(), *self._model.buffers()])
+        with recorder:
+            self._reload(arrivals, recorder)
+        if recorder.copies is None:
+            self._give_up(recorder.problem)
+            return
+        self._map = DirectMap(recorder.copies, len(self._plan.buckets))
+
+    def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
+        received = WeightDigest("", self._device)
+
+        def digested() -> Arrivals:
+            for index, bucket, flat in arrivals:
+                direct.digest_received(received, index, flat, bucket.start)
+                yield index, bucket, flat
+
+        self._reload(digested())
+        loaded = WeightDigest("", self._device)
+        for index, bucket in enumerate(self._plan.buckets):
+            direct.digest_loaded(loaded, index, bucket.start)
+        self._is_checked = loaded.hexdigest() == received.hexdigest()
+        if not self._is_checked:
+            self._give_up("the reload wrote other bytes than the recorded copies would")
+
+    def _give_up(self, problem: str) -> None:
+        self._problem, self._map = problem, None
+        log.info("publications use vLLM's slower reload: %s", problem)

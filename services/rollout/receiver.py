@@ -1,0 +1,265 @@
+"""Receives publications and sleeps in an engine worker: a mixin that vLLM adds to its Worker (worker_extension_cls).
+
+All attributes have the prefix `lockstep`, because vLLM refuses a mixin whose attributes collide with the Worker's. The
+code runs inside the engine's processes; calls arrive through `collective_rpc`, with plain values only.
+"""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from lockstep.types.v1 import types_pb2
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from services.common.errors import InternalError, LockstepError
+from services.common.memory import DeviceState, device_state
+from services.common.weights.buckets import Cost, unpack
+from services.common.weights.digest import WeightDigest
+from services.common.weights.group import WeightGroup
+from services.common.weights.pairs.ends import PairReceiver
+from services.common.weights.pairs.link import BACKEND as PAIRS
+from services.common.weights.plan import Plan
+from services.rollout.compat.vllm.recorded import record_experts, record_masks
+from services.rollout.compat.vllm.worker import (
+    KV_CACHE,
+    WEIGHTS,
+    WorkerExtension,
+    asleep_bytes,
+    model_of,
+    rank_of,
+    reload_weights,
+    wake_bytes,
+    weight_loading,
+)
+from services.rollout.loading import Arrivals, Loading
+
+ReceivingMember = WeightGroup | PairReceiver
+
+
+class Fit(TypedDict):
+    """The bytes that a part needs, and those that are free on the device."""
+
+    device_uuid: str
+    needed_bytes: int
+    free_bytes: int
+
+
+class SleepingWorker(WorkerExtension):
+    """Frees and takes the memory of weights and KV cache. The engine calls vLLM's own sleep and wake_up in between.
+
+    vLLM does it on GPU. On CPU it ignores the calls; there the weights are overwritten with zeros, so that an engine
+    that served them would be noticed, and the KV cache stays.
+    """
+
+    _lockstep_asleep: frozenset[str] = frozenset()
+    _lockstep_group: ReceivingMember | None = None
+    _lockstep_plan_message = b""  # empty until a weight group was joined; the other attributes are set with it
+    _lockstep_plan: Plan
+    _lockstep_loading: Loading
+    _lockstep_base_sums: tuple[int, int]
+
+    def lockstep_memory(self) -> DeviceState:
+        """Returns the device's memory, and this worker's share of it."""
+        if self.device.type == "cuda":
+            resident = torch.cuda.memory_reserved(self.device) - asleep_bytes(self._lockstep_asleep)
+        else:
+            resident = 0 if WEIGHTS in self._lockstep_asleep else self._lockstep_weight_bytes()
+        return device_state(self.device, resident_bytes=resident)
+
+    def lockstep_fit(self, part: str) -> Fit:
+        """Returns what waking `part` needs; on CPU nothing."""
+        needed = wake_bytes(part, self._lockstep_asleep) if self.device.type == "cuda" else 0
+        state = self.lockstep_memory()
+        return {
+            "device_uuid": state["device_uuid"],
+            "needed_bytes": needed,
+            "free_bytes": state["device_free_bytes"],
+        }
+
+    def lockstep_before_sleep(self) -> None:
+        """Forgets the weights, and frees memory that vLLM does not know of."""
+        self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
+        if not self._lockstep_plan_message:
+            return
+        if self._lockstep_group is not None and self._lockstep_group.free_buffers():
+            self._lockstep_loading.forget_buffers()
+        if self.device.type == "cpu":
+            with weight_loading(self):
+                reload_weights(model_of(self), self.model_config, _zeros(self._lockstep_plan))
+
+    def lockstep_after_sleep(self) -> None:
+        self._lockstep_asleep = frozenset((WEIGHTS, KV_CACHE))
+
+    def lockstep_after_wake(self, part: str) -> None:
+        self._lockstep_asleep -= {part}
+
+    def _lockstep_weight_bytes(self) -> int:
+        if self._lockstep_plan_message:
+            return self._lockstep_plan.num_bytes
+        return sum(parameter.nbytes for parameter in model_of(self).parameters())
+
+
+def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields zeros instead of all weights of the plan but adapters."""
+    specs = plan.message.tensors[: plan.message.num_base_tensors if plan.has_adapter else None]
+    for spec in specs:
+        yield spec.name, torch.zeros(tuple(spec.shape), dtype=getattr(torch, spec.dtype))
+
+
+# vLLM reads adapters from directories only.
+def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
+    """Returns vLLM's request for the policy's only adapter. `path` matters only for loading it."""
+    return LoRARequest("policy", 1, path, load_inplace=load_inplace)
+
+
+def load_adapter(
+    add_lora: Callable[[LoRARequest], bool], config_json: str, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Replaces the adapter with `tensors`, by their PEFT names, through the worker's `add_lora`."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
+        save_file(dict(tensors), Path(directory) / "adapter_model.safetensors")
+        (Path(directory) / "adapter_config.json").write_text(config_json)
+        add_lora(adapter_request(directory, load_inplace=True))
+
+
+class Failed(TypedDict):
+    """The answer of a worker that failed. `absent` is as in WeightGroup's errors, empty if nobody is known to be."""
+
+    error: str
+    absent: str
+
+
+class Joined(TypedDict):
+    """The answer of a worker that has joined the epoch."""
+
+    plan_digest: str
+
+
+class Received(TypedDict):
+    """The answer of a worker that has received a publication. Fields are as in rollout.v1.ReceiveWeightsResponse."""
+
+    digest: str
+    num_bytes: int
+    duration_s: float
+    wait_s: float
+    digest_s: float
+    extra_bytes: int
+
+
+class WeightReceiver(SleepingWorker):
+    """Joins an epoch, and receives, loads and hashes weights."""
+
+    def lockstep_record_experts(self) -> None:
+        """Begins to record routed experts, if the engine was started to return them."""
+        record_experts(self)
+
+    def lockstep_record_masks(self) -> bool:
+        """Begins to record sampling masks. Returns whether this worker can."""
+        return record_masks(self)
+
+    def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
+        """Joins the epoch; returns the plan's digest as computed here, or the error."""
+        self.lockstep_leave()
+        try:
+            self._lockstep_set_plan(plan)
+            message = types_pb2.WeightGroup.FromString(group)
+            member = PairReceiver if message.backend == PAIRS else WeightGroup
+            self._lockstep_group = member(message, rank=base_rank + rank_of(self), device=self.device)
+        except LockstepError as error:
+            return {"error": error.message, "absent": error.metadata.get("absent", "")}
+        return {"plan_digest": self._lockstep_plan.digest}
+
+    def lockstep_receive(self, version: int) -> Received | Failed:
+        """Receives one publication into the live model; returns its digest, or the error.
+
+        Errors are returned, not raised, because vLLM would report the first failing worker only.
+        """
+        loading, group, begin = self._lockstep_loading, self._lockstep_joined_group(), time.perf_counter()
+        plan, timing, cost = self._lockstep_plan, {"wait_s": 0.0}, Cost(self.device)
+        try:
+            skips_base = self._lockstep_skips_base()
+            digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
+            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing, cost)
+            if not skips_base:
+                self._lockstep_base_sums = (0, 0)  # from here on the base may be partly overwritten
+                self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
+            if plan.has_adapter:
+                self._lockstep_base_sums = digest.sums()
+                self._lockstep_load_adapter(arrivals)
+            if next(arrivals, None) is not None:  # the last bucket ends only when another one is asked for
+                raise InternalError("more buckets arrived than the plan has")
+            content = digest.hexdigest()
+            group.acknowledge(version, content)
+        except Exception as error:  # noqa: BLE001 the engine must stay reloadable after any error
+            loading.abort()
+            group.kill()
+            self.lockstep_leave()
+            return {"error": f"{type(error).__name__}: {error}", "absent": ""}
+        num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
+        spent = cost.measured()
+        return {
+            "digest": content,
+            "num_bytes": num_bytes,
+            "duration_s": duration_s,
+            "wait_s": timing["wait_s"],
+            "digest_s": spent["digest_s"],
+            "extra_bytes": int(spent["extra_bytes"]),
+        }
+
+    def lockstep_leave(self) -> None:
+        """Leaves the epoch, if one was joined."""
+        group, self._lockstep_group = self._lockstep_group, None
+        if group is not None:
+            self._lockstep_loading.forget_buffers()
+            group.abort()
+
+    def _lockstep_set_plan(self, message: bytes) -> None:
+        """Sets the plan. What was learned about the engine's memory is kept as long as the plan is the same."""
+        if self._lockstep_plan_message != message:
+            self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
+            self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
+            self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
+
+    def _lockstep_joined_group(self) -> ReceivingMember:
+        assert self._lockstep_group is not None, "the servicer lets workers join before they receive"
+        return self._lockstep_group
+
+    def _lockstep_skips_base(self) -> bool:
+        """Returns whether all members have the same base, so that it is not sent again. The senders decide likewise."""
+        if not self._lockstep_plan.has_adapter:
+            return False
+        agrees = self._lockstep_joined_group().agrees(self._lockstep_base_sums)
+        return agrees and self._lockstep_base_sums != (0, 0)
+
+    def _lockstep_load_base(self, arrivals: Arrivals) -> None:
+        with weight_loading(self):
+            self._lockstep_loading.load(arrivals)
+        if next(arrivals, None) is not None:
+            raise InternalError("vLLM did not read all weights that were sent")
+
+    def _lockstep_load_adapter(self, arrivals: Arrivals) -> None:
+        tensors = {
+            name: tensor.to("cpu", copy=True)  # the bucket's memory may be reused
+            for _, bucket, flat in arrivals
+            for name, tensor in unpack(bucket, flat)
+        }
+        load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
+
+    def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
+        buckets = self._lockstep_plan.buckets[first:]
+        arriving = self._lockstep_joined_group().receive(buckets, in_place=self._lockstep_loading.reads_in_place)
+        for index in itertools.count(first):
+            begin = time.perf_counter()
+            arrived = next(arriving, None)
+            timing["wait_s"] += time.perf_counter() - begin
+            if arrived is None:
+                return
+            bucket, flat = arrived
+            with cost.hashing():
+                digest.update(flat, start=bucket.start)
+            yield index, bucket, flat

@@ -1,0 +1,216 @@
+"""Makes Megatron's config of a model from its config.json, the record of its family, and the user's settings."""
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from services.common.config.megatron import MegatronConfig
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput, Reason
+from services.common.families.architecture import Architecture, make_architecture, require_supported
+from services.common.families.registry import FAMILIES
+from services.trainer.checkpoint.model_files import load_config
+
+Settings = TypeVar("Settings")
+
+# Settings whose kernels exist only on GPU.
+_FUSIONS = (
+    "persist_layer_norm",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+
+
+def read_config(model_path: str) -> PretrainedConfig:
+    """Reads the config of a model directory; refuses a model that Megatron would not compute the same."""
+    hf = load_config(model_path)
+    require_supported(hf.to_dict(), "megatron", f"{model_path}/config.json")
+    return hf
+
+
+def model_architecture(hf: PretrainedConfig) -> Architecture:
+    """Returns the model's shape, with transformers' defaults for what its config.json leaves out."""
+    return make_architecture(hf.to_dict(), f"{hf.name_or_path}/config.json")
+
+
+def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Makes Megatron's config for one role."""
+    is_gpu, megatron = torch.cuda.is_available(), trainer.megatron
+    vpp = megatron.virtual_pipeline_model_parallel_size
+    settings: dict[str, object] = {
+        **_model_settings(hf),
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "sequence_parallel": megatron.has_sequence_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.etp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # The interleaved schedule mixes up variable shapes or deadlocks, so its micro-batches are padded to one size.
+        "variable_seq_lengths": vpp is None,
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": vpp is not None and is_gpu,
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": finalize_model_grads,
+        # The cache is for float8; with it the first micro-batch would overwrite gradients, see add_gradients_in_place.
+        "disable_parameter_transpose_cache": True,
+        **_moe_settings(megatron),
+        **_recompute_settings(trainer, megatron),
+        **dict.fromkeys(_FUSIONS, is_gpu),
+        # On a GPU it is Megatron's default.
+        **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
+    }
+    given = megatron.transformer_config_kwargs
+    config = make(TransformerConfig, settings, given, "megatron.transformer_config_kwargs")
+    if config.moe_z_loss_coeff is not None:
+        # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
+        # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
+        config.moe_z_loss_coeff *= megatron.tensor_model_parallel_size * megatron.context_parallel_size
+    return config
+
+
+def _model_settings(hf: PretrainedConfig) -> dict[str, object]:
+    """Returns the fields of megatron.core.transformer.TransformerConfig that the model determines."""
+    model = model_architecture(hf)
+    settings: dict[str, object] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_dim,
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "attention_dropout": 0.0,  # as with strategy fsdp: the policy that is trained is the one that sampled
+        "add_qkv_bias": model.has("self_attention.linear_qkv.bias"),
+        "qk_layernorm": model.has("self_attention.q_layernorm.weight"),
+        **(_expert_settings(hf, model) if model.num_experts else {}),
+        **model.family.settings,
+    }
+    return settings | {"activation_func": getattr(F, str(settings["activation_func"]))}
+
+
+def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
+    """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines."""
+    rope = dict(hf.rope_parameters)
+    is_partial = FAMILIES[hf.model_type].has_partial_rotary
+    settings = {
+        "vocab_size": hf.vocab_size,
+        "max_sequence_length": hf.max_position_embeddings,
+        "share_embeddings_and_output_weights": hf.tie_word_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": rope["rope_theta"],
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0) if is_partial else 1.0,
+    }
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        settings["seq_len_interpolation_factor"] = rope["factor"]
+    elif kind == "llama3":
+        settings |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    return settings
+
+
+def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, object]:
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_intermediate_size,
+        "moe_router_topk": model.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
+        # Softmax over only the chosen experts equals softmax over all experts, renormalized.
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": model.has("mlp.shared_experts.gate_weight"),
+    }
+
+
+def _moe_settings(megatron: MegatronConfig) -> dict[str, object]:
+    moe = megatron.moe
+    overrides = {
+        "moe_router_score_function": moe.router_score_function,
+        "moe_router_enable_expert_bias": moe.router_enable_expert_bias,
+    }
+    return {
+        "moe_grouped_gemm": moe.grouped_gemm,
+        # Megatron's own all-gather refuses sequences of variable length, so another takes the place of this one.
+        "moe_token_dispatcher_type": "flex" if moe.token_dispatcher_type == "flex" else "alltoall",
+        "moe_router_load_balancing_type": moe.load_balancing_type,
+        "moe_aux_loss_coeff": moe.aux_loss_coeff * _router_ranks(megatron),
+        "moe_router_dtype": moe.router_dtype,
+        **{name: value for name, value in overrides.items() if value is not None},
+    }
+
+
+def _router_ranks(megatron: MegatronConfig) -> int:
+    """Returns the number of ranks over which an auxiliary loss is summed.
+
+    Megatron 0.16 weighs each rank's part by only that rank's tokens (moe/router.py, attach_and_log_load_balancing_loss,
+    with calculate_per_token_loss), so the coefficient is multiplied by this number.
+    """
+    if megatron.moe.load_balancing_type == "global_aux_loss":
+        return dist.get_world_size() // megatron.pipeline_model_parallel_size
+    return megatron.tensor_model_parallel_size * megatron.context_parallel_size
+
+
+def _recompute_settings(trainer: TrainerConfig, megatron: MegatronConfig) -> dict[str, object]:
+    if not trainer.gradient_checkpointing:
+        return {}
+    if megatron.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(megatron.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": megatron.recompute_method,
+        "recompute_num_layers": megatron.recompute_num_layers,
+    }
+
+
+def make(cls: type[Settings], settings: Mapping[str, object], given: Mapping[str, object], field: str) -> Settings:
+    """Returns `cls(**settings)`, in which the user's `given` values, of the config's `field`, override `settings`."""
+    known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise _refusal(f"{field}.{key}", f"not a field of {cls.__module__}.{cls.__qualname__}{hint}")
+    with refusals(field):
+        return cls(**{**settings, **{key: _typed(key, value, field) for key, value in given.items()}})
+
+
+@contextlib.contextmanager
+def refusals(field: str) -> Iterator[None]:
+    """Converts the errors of Megatron's own checks to InvalidInput for the config `field`."""
+    try:
+        yield
+    except (AssertionError, ValueError, TypeError) as error:
+        raise _refusal(field, f"Megatron refuses the settings: {error}") from error
+
+
+def _typed(key: str, value: object, field: str) -> object:
+    names: Mapping[str, object] = {}
+    if key.endswith("_dtype") and key != "moe_router_dtype":
+        names = _DTYPES
+    elif key == "attention_backend":
+        names = AttnBackend.__members__
+    if not names or not isinstance(value, str):
+        return value
+    if value.lower() not in names:
+        raise _refusal(f"{field}.{key}", f"{value!r} is not one of {', '.join(names)}")
+    return names[value.lower()]
+
+
+def _refusal(field: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{field}: {problem}", reason=Reason.INVALID_CONFIG, field=field)

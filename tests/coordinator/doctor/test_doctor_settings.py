@@ -1,0 +1,138 @@
+"""Tests that `lockstep doctor` tries settings that only fail once services have started."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from services.common import process as extras
+from services.common.import_path import load_function
+from services.coordinator.doctor import settings
+from services.coordinator.doctor.finding import Finding
+from services.coordinator.doctor.inputs import shown
+from services.coordinator.fleet.launch import Addresses
+from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
+from tests.coordinator.fake_services import make_config
+from tests.support import ROOT
+
+
+def test_scorers_are_imported() -> None:
+    def check(name: str, **kwargs: object) -> Finding:
+        path = f"tests.reward.reward_functions:{name}"
+        scorers = [{"kind": "exact"}, {"kind": "python", "path": path, "kwargs": kwargs}]
+        return settings.check_scorers(config_with(reward={"scorers": scorers}))
+
+    finding = check("with_bonus", bonus=1)
+    assert (finding.verdict, "reward_functions:with_bonus" in finding.found) == (OK, True), finding
+    assert_fails(check("is_nowhere"), FAIL, "no attribute 'is_nowhere'", "correct your code, or path")
+    assert_fails(check("with_bonus", bonuss=1), FAIL, "unexpected keyword argument 'bonuss'", "path and kwargs")
+    nowhere = config_with(reward={"scorers": [{"kind": "python", "path": "no_such_module:score"}]})
+    assert_fails(settings.check_scorers(nowhere), FAIL, "No module named", "from which the module can be imported")
+
+
+def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def loss(tokens, config): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'protos'}")
+
+    def found(name: str, given: Addresses, **kwargs: object) -> list[Finding]:
+        config = config_with(
+            trainer={"loss": {"kind": "python", "import_path": f"mine:{name}", "kwargs": kwargs}},
+            advantage={"kind": "python", "import_path": "statistics:fmean"},
+        )
+        return [finding for finding in settings.examine_settings(config, given) if finding.check == "functions"]
+
+    (finding,) = found("loss", Addresses())
+    assert (finding.verdict, finding.found) == (OK, "imported mine:loss, statistics:fmean")
+    (wrong,) = found("nowhere", Addresses())
+    assert_fails(wrong, FAIL, "trainer.loss.import_path: mine:nowhere cannot be imported", "import_path and kwargs")
+    (unknown,) = found("loss", Addresses(), temperature=2)
+    assert_fails(unknown, FAIL, "is called with (tokens, config, temperature=...), but is defined as", "kwargs")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert load_function("mine:loss", field="here")(None, None) is None
+    (elsewhere,) = found("nowhere", Addresses(trainer="10.0.0.1:1"))
+    assert (elsewhere.verdict, elsewhere.found) == (OK, "imported statistics:fmean")
+
+
+def test_engine_arguments() -> None:
+    pytest.importorskip("vllm")
+    config = config_with(rollout={"engine": {"enforce_eager": True, "gpu_memory_utilisation": 0.5}})
+    finding = settings.check_engine(config)
+    assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
+    assert "enforce_eager" not in finding.found
+    assert settings.check_engine(config, ("-c", "print('{}')")).verdict is OK
+
+
+def test_the_package_for_suffix_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(given: Addresses, **speculation: object) -> list[Finding]:
+        config = config_with(rollout={"max_model_len": 4096, "speculation": speculation})
+        return [finding for finding in settings.examine_settings(config, given) if finding.check == "suffix decoding"]
+
+    monkeypatch.setattr(extras, "version", lambda package: "0.1.0")
+    (other,) = found(Addresses(), kind="suffix")
+    assert_fails(other, FAIL, "pip install arctic-inference==0.1.1", "install it")
+    assert found(Addresses(), kind="ngram") == found(Addresses(rollout=("10.0.0.1:1",)), kind="suffix") == []
+    monkeypatch.setattr(extras, "version", lambda package: "0.1.1")
+    (same,) = found(Addresses(), kind="suffix")
+    assert same.verdict is OK
+
+
+def test_lengths(tmp_path: Path) -> None:
+    def lengths(**changes: object) -> Finding:
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024} | changes))
+        config = make_config(model=str(tmp_path), rollout={"max_model_len": 2048})
+        (finding,) = settings.check_lengths(config)
+        return finding
+
+    assert_fails(
+        lengths(), FAIL, "rollout.max_model_len 2048, the model's max_position_embeddings 1024", "at most 1024"
+    )
+    assert lengths(rope_scaling={"rope_type": "yarn", "factor": 4.0}).verdict is WARN
+    assert lengths(max_position_embeddings=2048).verdict is OK
+
+
+def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+
+    def memory(total_gib: int, free_gib: int) -> list[Finding]:
+        meminfo.write_text(f"MemTotal: {total_gib << 20} kB\nMemAvailable: {free_gib << 20} kB\n")
+        return list(settings.check_memory(config_with(), meminfo))
+
+    monkeypatch.setattr(settings, "visible_gpus", list)
+    assert memory(512, 256)[0].verdict is OK
+    assert_fails(memory(512, 0)[0], WARN, "this host has 512.0", "lower trainer.max_tokens_per_microbatch")
+    assert memory(0, 0)[0].verdict is FAIL
+    monkeypatch.setattr(settings, "visible_gpus", lambda: ["0"])
+    assert memory(0, 0) == []
+
+
+def test_trackers_are_imported_and_w_and_b_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**tracker: str) -> Finding:
+        config = config_with(observability={"trackers": [tracker]})
+        (one,) = [
+            one for one in settings.examine_settings(config, Addresses(("r",), ("s",), "t")) if one.check == "tracker"
+        ]
+        return one
+
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for kind in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, kind, None)
+        assert_fails(found(kind=kind), FAIL, f"{kind} cannot be imported", f"pip install 'lockstep-rl[{kind}]'")
+        monkeypatch.setitem(sys.modules, kind, ModuleType(kind))
+    assert found(kind="mlflow").verdict is OK and found(kind="wandb", mode="offline").verdict is OK
+    assert_fails(found(kind="wandb"), FAIL, "no API key", "wandb login")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password key\n")
+    assert found(kind="wandb").verdict is OK
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
+    assert_fails(found(kind="wandb"), FAIL, "no API key", "wandb login")
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert found(kind="wandb").verdict is OK
+
+
+def test_a_text_that_commands_the_terminal_is_shown_as_a_literal() -> None:
+    assert shown("a\x1b[2J\n") == repr("a\x1b[2J\n")
+    assert shown("x" * 999) == repr("x" * 400) + "..."

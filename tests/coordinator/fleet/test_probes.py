@@ -1,0 +1,80 @@
+"""Tests that prompts are measured, shown and dropped with the tools that they are sent with, before anything starts."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config.run import Config
+from services.common.errors import InvalidInput
+from services.coordinator.data.dialog import Dialog
+from services.coordinator.doctor import inputs
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.probes import known_tools
+from services.coordinator.rl.session import load_data
+from services.coordinator.text.tokenizer import Tokenizer
+from tests.coordinator.conftest import CHATML
+from tests.coordinator.fake_services import make_config
+
+WITH_TOOLS = "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}" + CHATML
+ENVIRONMENT = {"kind": "tools", "tools": [{"kind": "calculator"}]}
+
+
+@pytest.fixture
+def configured(make_model: Callable[..., Path], write_parquet: Callable[..., Path]) -> Callable[..., Config]:
+    model = make_model(WITH_TOOLS)
+    path = write_parquet(prompt=["1 + 1 =", "1 + " * 40 + "1 =", "2 + 2 ="], answer=["2", "41", "4"])
+
+    def make(environment: Mapping[str, Any] = ENVIRONMENT, **data: Any) -> Config:
+        data = {"train": path, "eval": {"held": path}, "prompts_per_step": 2, "chat": True, **data}
+        return make_config(model=str(model), data=data, environment=environment)
+
+    return make
+
+
+def test_prompts_are_measured_as_they_are_sent(configured: Callable[..., Config]) -> None:
+    config = configured()
+    data = load_data(config, Addresses())
+    assert data is not None
+    dialog = Dialog(data.tokenizer, data.tools or (), config)
+    plain = Tokenizer.load(Path(config.model))
+    for prompts in (data.train.prompts, data.eval["held"]):
+        for prompt in prompts:
+            sent = plain.encode(plain.render(prompt.messages, tools=data.tools))
+            assert list(prompt.tokens) == list(dialog.begin(prompt, ()).tokens) == sent
+            assert "calculator" in prompt.text
+    shown = next(one for one in inputs._prompts(config, Addresses(), None) if one.check == "first prompt")
+    assert shown.found.startswith(f"{len(data.train.prompts[0].tokens)} tokens: ") and "calculator" in shown.found
+
+
+def test_a_dry_run_shows_the_tokens_that_are_sent(configured: Callable[..., Config]) -> None:
+    config = configured().model_copy(update={"environment": None})
+    for chat, sent in ((False, "'<|endoftext|>1 + 1 ='"), (True, "'<|im_start|>system\\nYou")):
+        data = config.data.model_copy(update={"chat": chat})
+        found = [one.found for one in inputs._prompts(config.model_copy(update={"data": data}), Addresses(), None)]
+        assert sent in found[1]
+
+
+def test_a_row_too_long_with_the_tools_is_dropped_or_refused_at_load(configured: Callable[..., Config]) -> None:
+    data = load_data(configured(), Addresses())
+    assert data is not None
+    limit = max(len(data.train.prompts[index].tokens) for index in (0, 2))
+    assert limit < len(data.train.prompts[1].tokens)
+    with pytest.raises(InvalidInput, match=r"1 of 3 rows that are above data\.max_prompt_tokens"):
+        load_data(configured(max_prompt_tokens=limit), Addresses())
+    kept = load_data(configured(max_prompt_tokens=limit, overlong="drop"), Addresses())
+    assert kept is not None
+    assert [prompt.answer for prompt in kept.train.prompts] == [prompt.answer for prompt in kept.eval["held"]]
+    assert [prompt.answer for prompt in kept.train.prompts] == ["2", "4"]
+    larger = load_data(configured(max_prompt_tokens=2 * len(data.train.prompts[1].tokens)), Addresses())
+    assert larger is not None and larger.train.digest == data.train.digest != kept.train.digest
+
+
+def test_tools_that_prompts_do_not_show_or_that_run_elsewhere(configured: Callable[..., Config]) -> None:
+    (tool,) = known_tools(configured(), Addresses()) or ()
+    assert tool["function"]["name"] == "calculator"  # type: ignore[index]
+    assert known_tools(configured(), Addresses(reward=("a:1",))) is None
+    assert known_tools(configured({**ENVIRONMENT, "syntax": "tags"}), Addresses()) == []
+    missing = {"kind": "tools", "tools": [{"kind": "function", "path": "no_such_module:f"}]}
+    assert known_tools(configured(missing), Addresses()) is None
