@@ -23,14 +23,12 @@ APART = {
     "services.reward.environments.python": "a kind of environment",
     "services.reward.sandboxed.checks": "is read late in the sandbox, because it imports ast",
     "services.rollout.metrics": "its metrics are listed without vLLM",
+    "services.coordinator.rl.loop": "the loop alone on a page",
 }
 # These have not joined yet.
 NOT_JOINED = {
     "services.reward.sandboxed.checks",
     "services.trainer.command",
-    "services.trainer.losses.value",
-    "services.trainer.ranks.strategies",
-    "services.trainer.released",
 }
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -25,7 +25,7 @@ PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "r
 _ROUNDING = 1e-3
 # No softmax over such logits, divided by the lowest temperature, gives less.
 _LOWEST_LOGPROB = -2e6
-# Times the largest ratio that a loss computes (losses/terms.py: e^20 = 5e8), its square is 1e35 and still a float32, as
+# Times the largest ratio that a loss computes (losses/kinds.py: e^20 = 5e8), its square is 1e35 and still a float32, as
 # the square of a gradient's norm must be.
 _LARGEST = 1e9
 _BOUNDS = {

@@ -93,7 +93,7 @@ class Steps:
             for version in range(first, last):
                 stamp = stamp_of(version)
                 with run.phase(Phase.GENERATING):
-                    recorded = await run.recorded_batch(stamp)
+                    recorded = run.record.recorded_batch(version, stamp)
                     batches[version] = recorded or run.record.record_batch(await collect(run, context, stamp, version))
                 run.finish_step(version + 1, step_metrics(run, {}, batches[version]))
         finally:

@@ -1,4 +1,4 @@
-"""Which recorded batch the coordinator trains on, and which it draws next. See Run.recorded_batch and rl/lagged.py."""
+"""Which recorded batch the coordinator trains on, and which it draws next. See rl/step.py: sample."""
 
 from tests.model.state import Batch, Rules, World
 

@@ -18,7 +18,7 @@ from tests.model.state import (
     with_replica,
 )
 
-# Streamed blocks: services/coordinator/rl/streaming.py, services/trainer/blocks.py. Here one block is the whole batch.
+# Streamed blocks: services/coordinator/rl/step.py, services/trainer/stream.py. Here one block is the whole batch.
 
 
 def can_stream(w: World, rules: Rules) -> bool:

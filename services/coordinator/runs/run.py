@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Generic
 
-import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
@@ -113,16 +112,6 @@ class Run(Generic[ConfigT]):
 
     def _batch_id(self, version: int) -> str:
         return f"{self.run_id}/{version}"
-
-    async def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
-        """Returns the batch that was sampled from exactly `stamp` before a restart, if it is on disk.
-
-        Then waits for the save in progress first, because the weights must not change before it.
-        """
-        batch = self.record.recorded_batch(stamp.version, stamp)
-        if batch is not None:
-            await self.checkpoints.finish()
-        return batch
 
     def unfinished_stamp(self) -> PolicyStamp:
         """Returns the stamp of the recorded batch that the trainer has applied and whose step is not finished."""

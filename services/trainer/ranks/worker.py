@@ -26,14 +26,7 @@ from services.common.files.storage import storage_error, writing
 from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
-from services.trainer.backend import (
-    Adapters,
-    Backend,
-    BackgroundSaves,
-    PublishesSpans,
-    Role,
-    SeveralSenders,
-)
+from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.export import (
     adapter_config,
