@@ -1,8 +1,12 @@
-"""Tests the internals of transformers that the trainer uses."""
+"""Tests the internals of transformers that trainer and coordinator use."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import chat_template_utils
 
 from services.trainer.compat.transformers import ignored_tensors, routers, set_choice
 
@@ -53,3 +57,19 @@ def is_finite_gradient(weight: torch.Tensor) -> bool:
 def test_a_dense_model_has_no_routers() -> None:
     with torch.device("meta"):
         assert routers(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1))) == []
+
+
+def test_the_tokenizer_of_the_coordinator_needs_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from services.coordinator.compat.transformers import compile_template, import_transformers\n"
+        "import_transformers()\n"
+        "print(compile_template('{{ 1 + 1 }}').render(), sorted({'torch'} & sys.modules.keys()))\n"
+        "import torch\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2 []\n"), done.stderr
+
+
+def test_no_public_function_compiles_a_template() -> None:
+    assert not hasattr(chat_template_utils, "compile_jinja_template")  # else use that

@@ -5,8 +5,6 @@ resumed run sees the same prompts.
 """
 
 import datetime
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,24 +12,10 @@ import jinja2
 from jinja2.meta import find_undeclared_variables
 
 from services.common.errors import InvalidInput
+from services.coordinator.compat.transformers import compile_template
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other key that the template uses."""
-
-
-def import_transformers() -> None:
-    """Imports transformers' tokenizers without torch, which it would import wherever that is installed.
-
-    Torch takes four more seconds and 260 MB. A process that also runs models imports torch first; then it is used.
-    """
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        return
-    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
-    sys.modules["torch"] = None  # type: ignore[assignment] # Python's way to make an import fail
-    try:
-        from transformers import AutoTokenizer  # noqa: F401
-    finally:
-        del sys.modules["torch"]
 
 
 class TemplateRefusal(InvalidInput):
@@ -51,14 +35,10 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: datetime.date | None = None):
-        import_transformers()
-        # The public functions compile a template only when they render it.
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         self.source, self._date = source, date
         self._given = {**special_tokens, "tools": None, "documents": None, "strftime_now": self._strftime_now}
         try:
-            self._template = _compile_jinja_template(source)
+            self._template = compile_template(source)
             self.variables = frozenset(find_undeclared_variables(self._template.environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"

@@ -15,7 +15,8 @@ from pydantic import JsonValue
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal, import_transformers
+from services.coordinator.compat.transformers import import_transformers
+from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class Tokenizer:
         try:
             template = ChatTemplate(source, special_tokens, date)
         except InvalidInput as error:
-            raise InvalidInput(f"{chat_template or directory}: {error.message}", field="data.chat_template") from error
+            named = (directory / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+            file = chat_template or next((file for file in named if file.is_file()), directory)
+            raise InvalidInput(f"{file}: {error.message}", field="data.chat_template") from error
         return cls(backend, template, eos_token_ids)
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> "Tokenizer":
@@ -207,7 +210,8 @@ def _to_continue(encoding: tokenizers.Encoding) -> list[int]:
 
 
 def _load(directory: Path) -> "TokenizersBackend":
-    if not any((directory / name).is_file() for name in VOCABULARIES):
+    vocabulary = next((directory / name for name in VOCABULARIES if (directory / name).is_file()), None)
+    if vocabulary is None:
         raise NotFound(f"{directory} has no tokenizer: none of {', '.join(VOCABULARIES)}", field="model")
     for name in ("config.json", "special_tokens_map.json"):
         _read_json(directory / name)
@@ -223,7 +227,7 @@ def _load(directory: Path) -> "TokenizersBackend":
         )
     except Exception as error:  # transformers and tokenizers raise no narrower class
         why = f"{type(error).__name__}: {error}"
-        raise InvalidInput(f"{directory}: transformers cannot load the tokenizer: {why}", field="model") from error
+        raise InvalidInput(f"{vocabulary}: transformers cannot load the tokenizer: {why}", field="model") from error
     if not isinstance(getattr(loaded, "backend_tokenizer", None), tokenizers.Tokenizer):
         message = f"{directory}: {type(loaded).__name__} has no fast tokenizer; add a tokenizer.json"
         raise InvalidInput(message, field="model")

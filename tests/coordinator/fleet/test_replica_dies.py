@@ -47,16 +47,16 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
 
 def kill_while_training(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
     """Makes the trainer kill the replica in its second update."""
-    train = CountingRank.train
+    apply_batch = CountingRank.apply_batch
 
-    @functools.wraps(train)
+    @functools.wraps(apply_batch)
     def killing(self: CountingRank, *, version: int, **arguments: Any) -> Any:
         if version == 1 and not marker.exists():
             marker.touch()
             os.kill(int(marker.with_suffix(".pid").read_text()), signal.SIGKILL)
-        return train(self, version=version, **arguments)
+        return apply_batch(self, version=version, **arguments)
 
-    monkeypatch.setattr(CountingRank, "train", killing)
+    monkeypatch.setattr(CountingRank, "apply_batch", killing)
 
 
 async def calm_run(directory: Path, **changes: Any) -> Path:

@@ -336,6 +336,8 @@ def test_small_budget_makes_many_packs(harness: Harness) -> None:
     harness.open("untied", SMALL)
     calls = []
     accumulate = harness.backend.accumulate
-    harness.backend.accumulate = lambda packs, *rest: calls.append(len(packs)) or accumulate(packs, *rest)
+    harness.backend.accumulate = lambda packs, *rest, **more: (
+        calls.append(len(packs)) or accumulate(packs, *rest, **more)
+    )
     harness.train(samples())
     assert calls[0] >= 6

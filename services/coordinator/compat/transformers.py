@@ -1,0 +1,35 @@
+"""Imports transformers without torch, and compiles chat templates before they are rendered.
+
+Reason: `transformers` imports torch wherever it is installed, which takes four more seconds and 260 MB; its public
+functions compile a template only when they render it, so that a template with an error would be found in the first
+step. Seen with transformers 5.17.0 and 5.19.0.
+"""
+
+import logging
+import sys
+
+import jinja2
+
+
+def import_transformers() -> None:
+    """Imports the tokenizers of transformers. A process that also runs models imports torch first; then it is used."""
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
+    sys.modules["torch"] = None  # type: ignore[assignment] # Python's way to make an import fail
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Returns a chat template in the sandbox of transformers.
+
+    Raises:
+        jinja2.TemplateSyntaxError: `source` is not a template.
+    """
+    import_transformers()
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(source)
