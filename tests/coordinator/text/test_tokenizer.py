@@ -259,7 +259,7 @@ def test_a_damaged_directory_is_named(make_model, files, message):
 def test_a_damaged_template_is_named(make_model, tmp_path):
     directory, own = make_model(chat_template="{% if %}"), tmp_path / "own.jinja"
     own.write_text("{% else %}")
-    for template, source in ((None, directory), (own, own)):
+    for template, source in ((None, directory / "chat_template.jinja"), (own, own)):
         with pytest.raises(InvalidInput, match=f"{source}: .*not valid Jinja, line 1") as refused:
             Tokenizer.load(directory, chat_template=template)
         assert refused.value.metadata["field"] == "data.chat_template"
