@@ -54,6 +54,7 @@ async def test_an_engine_that_ends_in_order_leaves_no_files(mortals: list, tempo
     assert "Traceback" not in replica.log.read_text()
 
 
+@pytest.mark.long
 async def test_an_engine_starts_however_long_the_path_of_the_temporary_directory_is(
     start_replica: Callable, tmp_path: Path, model: Callable, monkeypatch: pytest.MonkeyPatch
 ):

@@ -84,6 +84,7 @@ class Metrics:
         except OSError as error:
             raise InvalidInput(f"{self._page.field} {self._page.address}: {error}", field=self._page.field) from error
         server.RequestHandlerClass = Handler
+        server.socket.listen(2 * _MAX_CONNECTIONS)  # with the standard library's 5, waiting clients retry after seconds
         self._server = server, thread
         log.info("metrics on http://%s:%d/metrics", self._host, server.server_port)
         return server.server_port

@@ -41,7 +41,11 @@ _MINIBATCHES = {"trainer": {**_STREAMED["trainer"], "num_minibatches": 2}}
 
 @pytest.mark.parametrize(
     ("changes", "trains"),
-    [({}, {"Train"}), (_STREAMED, _STREAM), pytest.param(_MINIBATCHES, _STREAM, marks=pytest.mark.long)],
+    [
+        pytest.param({}, {"Train"}, marks=pytest.mark.long),
+        (_STREAMED, _STREAM),
+        pytest.param(_MINIBATCHES, _STREAM, marks=pytest.mark.long),
+    ],
 )
 async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(
     tmp_path: Path, deadline: Deadline, changes: dict[str, Any], trains: set[str]

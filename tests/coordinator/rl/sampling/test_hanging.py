@@ -122,7 +122,7 @@ def harmful(rows: list[str], how: str, where: str = "step", **settings: Any) -> 
         pytest.param("stalls", "step", "Harmful", marks=pytest.mark.long),
         ("sleeps", "reset", "Harmful"),
         pytest.param("stalls", "step", "AsyncHarmful", marks=pytest.mark.long),
-        ("segfaults", "step", "Harmful"),
+        pytest.param("segfaults", "step", "Harmful", marks=pytest.mark.long),
         pytest.param("is_killed", "reset", "Harmful", marks=pytest.mark.long),
     ],
 )
