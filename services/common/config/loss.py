@@ -157,7 +157,8 @@ class LossConfig(MeanConfig):
     Read by kinds grpo, ppo and clip_cov (verl clip_ratio_low)."""
     clip_high: float = Field(default=0.2, gt=0)
     """Upper clip: a token with a positive advantage gets no gradient if its ratio is above 1 + clip_high (clip-higher:
-    arXiv 2503.14476). Read by kinds grpo, ppo and clip_cov (verl clip_ratio_high)."""
+    arXiv 2503.14476). It acts only if ratios differ from 1: with several num_minibatches or num_epochs, or with
+    old_logprobs engine. Read by kinds grpo, ppo and clip_cov (verl clip_ratio_high)."""
     clip_dual: float | None = Field(default=None, gt=1)
     """Dual clip (arXiv 1912.09729, which uses 3): a token with a negative advantage gets no gradient if its ratio is
     above this; null is no bound. Read by kinds grpo and ppo (verl clip_ratio_c)."""

@@ -1,4 +1,4 @@
-"""Defines the config of the scorers that call another server over HTTP: a judge model, or a scorer of your own."""
+"""Defines the keys of all scorers, and the config of the larger ones: code, a reward model, and scorers over HTTP."""
 
 import ipaddress
 import math
