@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.batches.batch import tokens_sha256
 from services.common.batches.routes import route_shape, to_parts
-from services.common.compat.versions import accelerator_libraries
+from services.common.compat.torch import accelerator_libraries
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason

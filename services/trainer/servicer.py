@@ -16,7 +16,7 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import content_sha256
-from services.common.compat.versions import accelerator_libraries
+from services.common.compat.torch import accelerator_libraries
 from services.common.config.load import parse_json
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason

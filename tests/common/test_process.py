@@ -100,7 +100,21 @@ def test_coordinator_needs_no_torch() -> None:
     """tests/compat/test_tensorboardx.py shows the same of what a run imports late."""
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
-        "import services.coordinator.cli.main, services.coordinator.rl.session"
+        "import services.coordinator.cli.main, services.coordinator.rl.session, services.coordinator.sft.session\n"
+        "import services.coordinator.doctor.session, services.coordinator.planning.suggest\n"
+        "import services.coordinator.replay.session, services.coordinator.verify.session\n"
+        "import services.coordinator.daemon.servicer"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_reward_service_and_its_workers_need_no_torch() -> None:
+    """Each worker would need seconds and hundreds of megabytes more."""
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
+        "import services.reward.servicer, services.reward.probe, services.reward.environments.executor\n"
+        "import services.reward.graders.math, services.reward.graders.code, services.reward.graders.texts"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Process groups without torch.distributed's global state, copies of many tensors at once, and a watch on operators.
+"""Process groups without global state, copies of many tensors at once, a watch on operators, and versions.
 
 Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 from torch._ops import OpOverload
+from torch.cuda import nccl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -133,3 +134,10 @@ def writes_input(func: OpOverload) -> bool:
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def accelerator_libraries() -> dict[str, str]:
+    """Returns the versions of CUDA and NCCL that this process's torch was built with; empty for a CPU build."""
+    if torch.version.cuda is None:
+        return {}
+    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl.version()))}

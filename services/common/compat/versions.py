@@ -3,9 +3,7 @@
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from packaging.specifiers import SpecifierSet
-from torch.cuda import nccl
 
 # The same as in pyproject.toml's extras; tests/compat/test_versions.py compares them with those and with the locks.
 SUPPORTED = {
@@ -49,10 +47,3 @@ def _installed(library: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def accelerator_libraries() -> dict[str, str]:
-    """Returns the versions of CUDA and NCCL that this process's torch was built with; empty for a CPU build."""
-    if torch.version.cuda is None:
-        return {}
-    return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl.version()))}

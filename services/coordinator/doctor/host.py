@@ -178,7 +178,7 @@ def check_torch(gpus: int) -> Finding:
         return Finding("torch", "not installed here; only trainer and rollout need it")
     import torch
 
-    from services.common.compat.versions import accelerator_libraries
+    from services.common.compat.torch import accelerator_libraries
 
     parts = [torch.__version__, *(f"{name} {version}" for name, version in accelerator_libraries().items())]
     found = ", ".join([*parts, f"driver {driver}"] if (driver := _driver()) else parts)

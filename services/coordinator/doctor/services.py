@@ -24,8 +24,6 @@ from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.tls import Transport
 from services.common.tasks import gather
-from services.common.weights.store import ServedStore
-from services.common.weights.trial import take_part, trial_group
 from services.coordinator.doctor.finding import Finding, Verdict, rate
 from services.coordinator.fleet.launch import Addresses
 
@@ -266,6 +264,9 @@ _BROADCAST_TIMEOUT_S = 30.0
 
 async def check_broadcast(receiver: Sequence[str] = (), *, timeout_s: float = _BROADCAST_TIMEOUT_S) -> Finding:
     """Checks that a second process (Python with arguments `receiver`, if given) receives the bytes that one sends."""
+    from services.common.weights.store import ServedStore  # these import torch
+    from services.common.weights.trial import take_part, trial_group
+
     group = trial_group(ServedStore("127.0.0.1").address, num_receivers=1, timeout_s=timeout_s)
     group.backend = "gloo"
     fix = "check that loopback is up and that this torch is built with gloo"

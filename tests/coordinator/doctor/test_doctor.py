@@ -25,10 +25,10 @@ from services.common.errors import Unavailable
 from services.common.rpc import address as ports
 from services.common.rpc.server import Server
 from services.common.rpc.tls import Role
+from services.common.weights import trial
 from services.coordinator.cli.main import app, main
 from services.coordinator.clients import gpus as devices
 from services.coordinator.doctor import host, session
-from services.coordinator.doctor import services as broadcast
 from services.coordinator.doctor import services as running
 from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
@@ -368,7 +368,7 @@ async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wrong(group: object, rank: int) -> types_pb2.TestBroadcast:
         return types_pb2.TestBroadcast(digest=str(rank), num_bytes=1 << 20, duration_s=1)
 
-    monkeypatch.setattr(broadcast, "take_part", wrong)
+    monkeypatch.setattr(trial, "take_part", wrong)
     assert_fails(await check_broadcast(), FAIL, "sent 0, received 1", "gloo")
 
 
