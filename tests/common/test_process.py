@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from services.common.rpc.command import ServeOptions
 from tests.support import PATIENCE_S
 
@@ -96,25 +98,32 @@ def test_command_line_starts_without_torch() -> None:
     assert not imported & {*HEAVY, "numpy", "pyarrow", "pydantic", "huggingface_hub"}  # `--help` needs none of them
 
 
-def test_coordinator_needs_no_torch() -> None:
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [
+            "services.coordinator.cli.main",
+            "services.coordinator.rl.session",
+            "services.coordinator.sft.session",
+            "services.coordinator.doctor.session",
+            "services.coordinator.planning.suggest",
+            "services.coordinator.replay.session",
+            "services.coordinator.verify.session",
+            "services.coordinator.daemon.servicer",
+        ],
+        [
+            "services.reward.servicer",
+            "services.reward.probe",
+            "services.reward.environments.executor",
+            "services.reward.graders.math",
+            "services.reward.graders.code",
+            "services.reward.graders.texts",
+        ],
+    ],
+    ids=["coordinator", "reward"],
+)
+def test_coordinator_and_reward_need_no_torch(modules: list[str]) -> None:
     """tests/compat/test_tensorboardx.py shows the same of what a run imports late."""
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
-        "import services.coordinator.cli.main, services.coordinator.rl.session, services.coordinator.sft.session\n"
-        "import services.coordinator.doctor.session, services.coordinator.planning.suggest\n"
-        "import services.coordinator.replay.session, services.coordinator.verify.session\n"
-        "import services.coordinator.daemon.servicer"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_reward_service_and_its_workers_need_no_torch() -> None:
-    """Each worker would need seconds and hundreds of megabytes more."""
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
-        "import services.reward.servicer, services.reward.probe, services.reward.environments.executor\n"
-        "import services.reward.graders.math, services.reward.graders.code, services.reward.graders.texts"
-    )
+    program = f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\nimport {', '.join(modules)}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

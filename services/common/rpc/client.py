@@ -152,6 +152,10 @@ class Client:
                     raise
                 wait_for_ready = False
 
+    async def call_starting(self, method: Method[Request, Answer], request: Request, *, timeout_s: float) -> Answer:
+        """Returns the answer of a service that may still be starting; the call must change nothing when repeated."""
+        return await self.call(method, request, timeout_s=timeout_s, wait_for_ready=True, max_retry_s=MAX_RETRY_S)
+
     @asynccontextmanager
     async def _attempt(self, name: str, request: object) -> AsyncGenerator[tuple[object, NotedCall]]:
         """Yields the stub and the note of one call. Raises gRPC's failure as the error that it stands for."""

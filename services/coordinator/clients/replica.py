@@ -60,13 +60,7 @@ class Replica:
             return_routes=config.wants_routes,
         )
         self._renewal.begin(self._client, RolloutService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
-        answer = await self._client.call(
-            RolloutService.OpenRun,
-            request,
-            timeout_s=self._timeouts.open_s,
-            wait_for_ready=True,
-            max_retry_s=MAX_RETRY_S,
-        )
+        answer = await self._client.call_starting(RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s)
         if config.trainer.moe.replay_routes == "on" and not answer.returns_routes:
             raise InvalidInput(
                 f"trainer.moe.replay_routes on: the engine at {self.address} returns no routes, because the model has "

@@ -16,7 +16,7 @@ from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardSe
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.files.transfer import require_sealed
-from services.common.rpc.client import MAX_RETRY_S, Client, Renewal
+from services.common.rpc.client import Client, Renewal
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.data.groups import SampledGroup, ScoredGroup, final_text, num_sampled
@@ -118,13 +118,7 @@ class Reward:
             run_id=run_id, config_json=self._config.model_dump_json(), environment_json=self._environment_json
         )
         self._renewal.begin(self._client, RewardService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
-        opened = await self._client.call(
-            RewardService.OpenRun,
-            request,
-            timeout_s=self._timeouts.open_s,
-            wait_for_ready=True,
-            max_retry_s=MAX_RETRY_S,
-        )
+        opened = await self._client.call_starting(RewardService.OpenRun, request, timeout_s=self._timeouts.open_s)
         self._require_same(opened.scorer, opened.environment)
         self.opened = opened
         self.num_opens += 1

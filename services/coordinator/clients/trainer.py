@@ -170,24 +170,14 @@ class Model:
         )
         await self._require_num_ranks()
         self._renewal.begin(self._client, TrainerService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
-        self.opened = await self._client.call(
-            TrainerService.OpenRun,
-            request,
-            timeout_s=self._timeouts.open_s,
-            wait_for_ready=True,
-            max_retry_s=MAX_RETRY_S,
-        )
+        self.opened = await self._client.call_starting(TrainerService.OpenRun, request, timeout_s=self._timeouts.open_s)
         # A trainer that listens on all interfaces does not know which address reaches it; the one we called does.
         self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
         return self.opened.version
 
     async def _require_num_ranks(self) -> None:
-        info = await self._client.call(
-            TrainerService.GetInfo,
-            pb.GetInfoRequest(),
-            timeout_s=self._timeouts.open_s,
-            wait_for_ready=True,
-            max_retry_s=MAX_RETRY_S,
+        info = await self._client.call_starting(
+            TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.open_s
         )
         num_ranks = self._config.models[self.name].num_ranks
         if info.num_ranks != num_ranks:

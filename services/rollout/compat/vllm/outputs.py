@@ -1,12 +1,12 @@
 """What the scheduler's mixins share: tables by request, and values that travel with the last output of a sample."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 Value = TypeVar("Value")
@@ -31,6 +31,12 @@ class SchedulerMixin(Scheduler if TYPE_CHECKING else object):
             for table in self._tables:
                 table.pop(request.request_id, None)
         return aborted
+
+
+def last_outputs(answers: Mapping[int, EngineCoreOutputs]) -> Iterator[EngineCoreOutput]:
+    """Yields the outputs of a step that are the last of their samples."""
+    for answer in answers.values():
+        yield from (output for output in answer.outputs if output.finish_reason is not None)
 
 
 # Values travel in a field that only KV connectors use, which Lockstep has none of. Seen with vLLM 0.26.0 and 0.32.0.

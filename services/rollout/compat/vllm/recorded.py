@@ -39,7 +39,7 @@ from services.common.batches.batch import decode_kept, encode_kept, keeps_sample
 from services.common.batches.routes import RouteShape, route_shape
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
-from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached
+from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached, last_outputs
 from services.rollout.compat.vllm.worker import WorkerExtension, model_of
 
 EngineArguments = dict[str, Any]
@@ -256,10 +256,8 @@ class ReturnsExperts(SchedulerMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         answers = super().update_from_output(scheduler_output, model_runner_output)
-        for answer in answers.values():
-            for output in answer.outputs:
-                if output.finish_reason is not None:
-                    output.routed_experts = self._ended.get(output.request_id)
+        for output in last_outputs(answers):
+            output.routed_experts = self._ended.get(output.request_id)
         self._ended.clear()
         return answers
 

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached
+from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached, last_outputs
 from services.rollout.compat.vllm.recorded import ReturnsExperts, ReturnsMasks, hooks_routers, returns_masks
 
 Parameters = ParamSpec("Parameters")
@@ -229,12 +229,10 @@ class CountsDrafts(SchedulerMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         answers = super().update_from_output(scheduler_output, model_runner_output)
-        for answer in answers.values():
-            for output in answer.outputs:
-                if output.finish_reason is not None:
-                    drafts = self._drafts.pop(output.request_id, None) or Drafts()
-                    drafts.seconds = _drafting.take()
-                    attach(output, _DRAFTS, asdict(drafts))
+        for output in last_outputs(answers):
+            drafts = self._drafts.pop(output.request_id, None) or Drafts()
+            drafts.seconds = _drafting.take()
+            attach(output, _DRAFTS, asdict(drafts))
         return answers
 
 
