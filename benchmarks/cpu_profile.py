@@ -57,7 +57,7 @@ def _case(options: argparse.Namespace) -> dict[str, Any]:
         "trainer": {
             "strategy": options.strategy,
             "max_tokens_per_microbatch": options.max_tokens,
-            "max_logprob_gap": 1e9,
+            "max_logprob_diff": 1e9,
             "compute_dtype": "float32",
         },
         "data_ranks": 1,

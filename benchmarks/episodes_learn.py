@@ -19,7 +19,7 @@ _COMMON = ["checkpoint.save_freq=0", "checkpoint.export_at_end=false"]
 _KEPT = {
     "reward/mean": "training reward",
     "episode/turns_mean": "turns of an episode",
-    "train/logprob_gap_max": "engine-trainer gap, max [nats]",
+    "train/logprob_diff_max": "engine-trainer difference, max [nats]",
     "time/step_s": "step [s]",
 }
 

@@ -86,8 +86,8 @@ def _colocated() -> Iterator[tuple[int, str]]:
     yield 1, f"colocated colocated-qwen2.5-3b-megatron qwen2.5-3b {_BF16} {short}"
     for mode in ("on", "off"):
         engine = "rollout.engine.enforce_eager=true rollout.engine.gpu_memory_utilization=0.2"
-        routes = f"trainer.moe.replay_routes={mode} {engine} rollout.sampling.max_tokens=512"
-        yield 1, f"colocated routing-megatron-a3b-4-layers-{mode} qwen3-a3b-4-layers {_BF16} {routes}"
+        routed_experts = f"trainer.moe.router_replay={mode} {engine} rollout.sampling.max_tokens=512"
+        yield 1, f"colocated routing-megatron-a3b-4-layers-{mode} qwen3-a3b-4-layers {_BF16} {routed_experts}"
     lora = "trainer.lora.rank=32 trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192"
     yield 1, f"colocated colocated-qwen3-8b-lora qwen3-8b {_BF16} {short} {lora}"
     yield 1, f"colocated colocated-qwen3-8b-full qwen3-8b {_BF16} {short} {_FITS} trainer.gradient_checkpointing=true"

@@ -34,9 +34,9 @@ KEPT = {
     "time/idle_rollout_s": "replicas do not generate [s]",
     "time/idle_trainer_s": "trainer does not train [s]",
     "time/outside_share": "outside these [share of step]",
-    "train/logprob_gap_mean": "engine-trainer gap, mean [nats]",
-    "train/logprob_gap_max": "engine-trainer gap, max [nats]",
-    "train/moe_route_agreement": "experts of the engine that the trainer's routers choose [share]",
+    "train/logprob_diff_mean": "engine-trainer difference, mean [nats]",
+    "train/logprob_diff_max": "engine-trainer difference, max [nats]",
+    "train/moe_router_agreement": "experts of the engine that the trainer's routers choose [share]",
     "lag/ess": "effective sample size [share of tokens]",
     "reward/mean": "training reward",
 }

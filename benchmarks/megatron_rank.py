@@ -97,7 +97,7 @@ def _config(layout: Layout) -> TrainerConfig:
         "strategy": "megatron",
         "num_ranks": layout.world,
         "max_tokens_per_microbatch": 2048,
-        "max_logprob_gap": 1e9,
+        "max_logprob_diff": 1e9,
         "loss": {"entropy_coef": 0.1},
         "megatron": layout.megatron,
     }

@@ -53,7 +53,7 @@ class Case:
     @property
     def config(self) -> Config:
         """Returns a run's config with these settings, for an estimate."""
-        trainer = {"num_ranks": self.num_ranks, "max_tokens_per_microbatch": self.max_tokens, "max_logprob_gap": 1e9}
+        trainer = {"num_ranks": self.num_ranks, "max_tokens_per_microbatch": self.max_tokens, "max_logprob_diff": 1e9}
         tree = {
             "model": "random",
             "data": {"train": "none", "prompts_per_step": NUM_SAMPLES // 2, "max_prompt_tokens": PROMPT_TOKENS},

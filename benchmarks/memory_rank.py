@@ -109,7 +109,7 @@ class Rank:
         self._peaks.setdefault(name, []).append(_peak())
 
     def _publish(self, epoch: int) -> None:
-        """Gathers, packs, hashes and sends all weights, to a group without receivers."""
+        """Gathers, micro-batches, hashes and sends all weights, to a group without receivers."""
         if self._rank == 0:
             self._served = ServedStore("127.0.0.1")
             address = self._served.renew()

@@ -1,4 +1,5 @@
-"""Measures how much routing replay (R3) changes the gap between engine and trainer, on one GPU or, with --tiny, on CPU.
+"""Measures how much routing replay (R3) changes the difference between engine and trainer, on one GPU or, with --tiny,
+on CPU.
 
 `python -m benchmarks.routing NAME SHAPE [--tiny] [--prompts 16] [--samples 8] [--tokens 512]` samples with vLLM in a
 process that then ends, and computes the same tokens with the FSDP backend: with the engine's experts, and with those
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from services.common.batches import batch as batches
-from services.common.batches.routes import RouteShape, route_shape
+from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.ranks.worker import Worker
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
-    """Writes samples with their routes to `path`. Runs in a process of its own."""
+    """Writes samples with their routed experts to `path`. Runs in a process of its own."""
     from lockstep.types.v1.types_pb2 import SamplingParams
     from vllm import LLM
     from vllm.inputs import TokensPrompt
@@ -77,7 +78,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     made = engine_arguments(config, str(model), _SEED) | {"load_format": "auto"}
     arguments = returning_experts(made, is_gpu=torch.cuda.is_available())
     if arguments is None:
-        sys.exit("this vLLM returns no routes on this device (services/rollout/compat/vllm/recorded.py)")
+        sys.exit("this vLLM returns no routed experts on this device (services/rollout/compat/vllm/recorded.py)")
     llm = LLM(**arguments)
     llm.collective_rpc("lockstep_record_experts")
     random = np.random.default_rng(_SEED)
@@ -95,7 +96,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     path.write_bytes(b"".join(batches.encode(table, frame_bytes=1 << 40)))
 
 
-def _row(group: int, sample: int, output: Any, shape: RouteShape) -> dict[str, Any]:
+def _row(group: int, sample: int, output: Any, shape: RoutedExpertsShape) -> dict[str, Any]:
     completion = output.outputs[0]
     return {
         "prompt_id": str(group),
@@ -111,7 +112,7 @@ def _row(group: int, sample: int, output: Any, shape: RouteShape) -> dict[str, A
         "policy_digest": "",
         "scorer": "none",
         "seed": 0,
-        "routes": shape.encode(completion.routed_experts),
+        "routed_experts": shape.encode(completion.routed_experts),
     }
 
 
@@ -122,7 +123,7 @@ def _compare(model: Path, samples: pa.Table) -> dict[str, list[float]]:
     behavior = np.concatenate(samples["logprobs"].to_pylist())
     measured: dict[str, list[float]] = {}
     for mode in ("on", "off"):
-        moe = {"replay_routes": mode}
+        moe = {"router_replay": mode}
         content = {"compute_dtype": "bfloat16", "max_tokens_per_microbatch": longest, "moe": moe} | _UNCOMPILED
         config = TrainerConfig.model_validate(content)
         worker.open(
@@ -138,11 +139,11 @@ def _compare(model: Path, samples: pa.Table) -> dict[str, list[float]]:
         answer = worker.forward(role=Role.POLICY, **part.body, frames=part.frames, temperature=1.0)
         logprobs = np.concatenate(batches.decode(answer.frames)["logprobs"].take(pa.array(order)).to_pylist())
         gaps = np.abs(logprobs.astype(np.float64) - behavior)
-        routes = [samples["routes"][row].as_buffer() for row in np.argsort(order)]
+        routed_experts = [samples["routed_experts"][row].as_buffer() for row in np.argsort(order)]
         measured |= {
-            f"logprob gap mean, replay {mode} [nats]": [float(gaps.mean())],
-            f"logprob gap max, replay {mode} [nats]": [float(gaps.max())],
-            f"own experts that are the engine's, replay {mode}": [_agreement(chosen, routes, _shape(model))],
+            f"logprob difference mean, replay {mode} [nats]": [float(gaps.mean())],
+            f"logprob diff max, replay {mode} [nats]": [float(gaps.max())],
+            f"own experts that are the engine's, replay {mode}": [_agreement(chosen, routed_experts, _shape(model))],
         }
     worker.close()
     return measured
@@ -165,15 +166,16 @@ def _observe(worker: Worker) -> list[list[torch.Tensor]]:
     return chosen
 
 
-def _agreement(chosen: list[list[torch.Tensor]], routes: list[pa.Buffer], shape: RouteShape) -> float:
-    """Returns the share of the engine's experts that the routers choose; `routes` are in the order of the passes."""
-    engine_TLK = torch.from_numpy(np.concatenate([shape.decode(row) for row in routes]).astype(np.int64))
+def _agreement(chosen: list[list[torch.Tensor]], routed_experts: list[pa.Buffer], shape: RoutedExpertsShape) -> float:
+    """Returns the share of the engine's experts that the routers choose; `routed_experts` are in the order of the
+    passes."""
+    engine_TLK = torch.from_numpy(np.concatenate([shape.decode(row) for row in routed_experts]).astype(np.int64))
     own_TLK = torch.stack([torch.cat(seen) for seen in chosen], 1)
     return float((engine_TLK[..., :, None] == own_TLK[..., None, :]).any(-1).double().mean())
 
 
-def _shape(model: Path) -> RouteShape:
-    shape = route_shape((model / "config.json").read_bytes())
+def _shape(model: Path) -> RoutedExpertsShape:
+    shape = routed_experts_shape((model / "config.json").read_bytes())
     assert shape is not None, "all layers of the model must have experts"
     return shape
 

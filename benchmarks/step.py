@@ -42,7 +42,7 @@ def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
         "rollout.engine.scheduler_cls=benchmarks.rollout_lengths.scheduler",
         f"rollout.engine.additional_config={{mean_tokens: 819, shorter_by: {sizes['shorter_by']}}}",
         "trainer.max_tokens_per_microbatch=16384",
-        "trainer.max_logprob_gap=1",
+        "trainer.max_logprob_diff=1",
     ]
 
 

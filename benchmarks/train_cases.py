@@ -59,7 +59,7 @@ class Case:
             "num_ranks": self.world,
             "max_tokens_per_microbatch": self.max_tokens,
             "num_minibatches": 2,
-            "max_logprob_gap": 1e9,  # weights and log-probabilities are random
+            "max_logprob_diff": 1e9,  # weights and log-probabilities are random
             "collective_timeout_s": 180,
             "loss": {"kl_coef": 0.001},
         }

@@ -131,12 +131,12 @@ class Rank:
         train, _ = part
         table = batches.decode(train.frames)
         num_tokens = sum(pc.sum(pc.list_value_length(table[name])).as_py() for name in ("prompt_tokens", "tokens"))
-        num_packs = sum(len(sizes) for _, sizes in train.body["minibatches"])
+        num_microbatches = sum(len(sizes) for _, sizes in train.body["minibatches"])
         total = torch.tensor([float(num_tokens)], device=self._device)
         dist.all_reduce(total)
         return {
-            "micro-batches per GPU": num_packs,
-            "tokens of a micro-batch": num_tokens / num_packs,
+            "micro-batches per GPU": num_microbatches,
+            "tokens of a micro-batch": num_tokens / num_microbatches,
             "fullest GPU's tokens over the mean": self._max(num_tokens) * dist.get_world_size() / float(total),
         }
 

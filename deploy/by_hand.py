@@ -74,7 +74,7 @@ async def sample_and_score(
         temperature=settings.temperature,
         max_tokens=settings.max_tokens,
         stop_token_ids=stop_tokens(tokenizer, settings),
-        return_routes=True,  # of a model with experts, whose choices the trainer replays
+        return_routed_experts=True,  # of a model with experts, whose choices the trainer replays
     )
     # Seeds that depend on nothing but these make a run repeatable, on any number of replicas.
     numbers = range(config.rollout.completions_per_prompt)

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA, encode_kept
+from services.common.batches.batch import SAMPLE_SCHEMA, encode_sampling_masks
 from services.common.errors import LockstepError, Reason
 
 if TYPE_CHECKING:
@@ -162,20 +162,20 @@ def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: in
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
 
 
-def with_routes(samples: pa.Table, *, num_layers: int = 2) -> pa.Table:
-    """Returns the samples with random routes of the model kind `moe`: two different experts of four."""
+def with_routed_experts(samples: pa.Table, *, num_layers: int = 2) -> pa.Table:
+    """Returns the samples with random routed experts of the model kind `moe`: two different experts of four."""
     random = np.random.default_rng(0)
-    routes = []
+    routed_experts = []
     for row in samples.to_pylist():
         num_rows = len(row["prompt_tokens"]) + len(row["tokens"]) - 1
         order = random.random((num_rows, num_layers, _EXPERTS["num_experts"])).argsort(-1)
-        routes.append(order[..., : _EXPERTS["num_experts_per_tok"]].astype(np.uint8).tobytes())
-    index = samples.schema.get_field_index("routes")
-    return samples.set_column(index, samples.schema.field(index), pa.array(routes, pa.large_binary()))
+        routed_experts.append(order[..., : _EXPERTS["num_experts_per_tok"]].astype(np.uint8).tobytes())
+    index = samples.schema.get_field_index("routed_experts")
+    return samples.set_column(index, samples.schema.field(index), pa.array(routed_experts, pa.large_binary()))
 
 
-def with_kept(samples: pa.Table) -> pa.Table:
-    """Returns the samples with random kept sets of up to eight tokens; masked tokens have some too, or none."""
+def with_sampling_masks(samples: pa.Table) -> pa.Table:
+    """Returns the samples with random sampling masks of up to eight tokens; masked tokens have some too, or none."""
     random = np.random.default_rng(0)
     rows = []
     for row in samples.to_pylist():
@@ -183,8 +183,8 @@ def with_kept(samples: pa.Table) -> pa.Table:
         for token, is_trained in zip(row["tokens"], row["loss_mask"] or [True] * len(row["tokens"]), strict=True):
             others = random.choice(VOCAB, random.integers(8), replace=False).tolist()
             sets.append(sorted({token, *others}) if is_trained or random.random() < 0.5 else [])
-        rows.append(encode_kept(sets))
-    index = samples.schema.get_field_index("kept")
+        rows.append(encode_sampling_masks(sets))
+    index = samples.schema.get_field_index("sampling_mask")
     return samples.set_column(index, samples.schema.field(index), pa.array(rows, pa.large_binary()))
 
 

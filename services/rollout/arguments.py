@@ -8,7 +8,7 @@ import torch
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from services.common.batches.routes import RouteShape
+from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import Eagle3SpeculationConfig, RolloutConfig, SuffixSpeculationConfig
 from services.common.errors import InvalidInput
@@ -26,7 +26,7 @@ class Needs:
     """LoRA rank of adapters that are published beside a base; 0 if whole weights are published."""
     can_sleep: bool = False
     """Whether the engine must be able to free its memory."""
-    routes: RouteShape | None = None
+    routed_experts: RoutedExpertsShape | None = None
     """The shape of the routed experts to return with samples, if the engine can; None if the model has none."""
 
 

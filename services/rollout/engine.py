@@ -24,7 +24,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.batches.routes import RouteShape
+from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.files.model_card import write_model_card
@@ -83,7 +83,7 @@ class Engine:
         self.samples_in_flight = self._fewest_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.routes: RouteShape | None = None
+        self.routed_experts: RoutedExpertsShape | None = None
         """The shape of the routed experts that it returns; None if it returns none."""
         self.asleep: frozenset[str] = frozenset()
         """The parts of the engine, WEIGHTS and KV_CACHE, whose memory is freed."""
@@ -109,7 +109,7 @@ class Engine:
             made = engine_arguments(config, directory.name, seed, needs)
             if config.sampling.is_truncated:
                 made = returning_masks(made, is_gpu=torch.cuda.is_available())
-            returning = returning_experts(made, is_gpu=torch.cuda.is_available()) if needs.routes else None
+            returning = returning_experts(made, is_gpu=torch.cuda.is_available()) if needs.routed_experts else None
             if returning:
                 keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
@@ -126,7 +126,7 @@ class Engine:
             raise start_failure(error, begin) from error
         engine = cls(llm, directory, on_death, adapter_request(directory.name) if needs.adapter_rank else None)
         if returning:
-            engine.routes = needs.routes
+            engine.routed_experts = needs.routed_experts
             await engine.call_workers(WeightReceiver.lockstep_record_experts)
         if config.sampling.is_truncated and not all(await engine.call_workers(WeightReceiver.lockstep_record_masks)):
             await engine.close()
@@ -186,7 +186,7 @@ class Engine:
         # Other schedulers have other samples, and one with stop strings ends with fewer tokens than its scheduler has.
         is_known = self._llm.vllm_config.parallel_config.data_parallel_size == 1 and not sampling.stop
         self._fewest_tokens = fewest_of(output) if is_known else 0
-        return sample_of(output, seed, sampling, self.routes)
+        return sample_of(output, seed, sampling, self.routed_experts)
 
     async def call_workers(
         self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments

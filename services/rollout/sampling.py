@@ -12,7 +12,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from services.common.batches.routes import RouteShape
+from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_KEPT, MIN_TEMPERATURE
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.rollout.compat.vllm.client import forbid
@@ -35,8 +35,8 @@ class Sample:
     """Number of prompt tokens that were taken from the prefix cache."""
     drafts: Drafts = field(default_factory=Drafts)
     """Counts of drafted tokens; empty without speculative decoding."""
-    routes: bytes = b""
-    """The experts of all tokens but the last (services.common.batches.routes); empty if there are none."""
+    routed_experts: bytes = b""
+    """The experts of all tokens but the last (services.common.batches.routed_experts); empty if there are none."""
     kept: bytes = b""
     """The sampling masks of its tokens (services.common.batches.batch); empty if they were not asked for."""
 
@@ -73,11 +73,15 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         raise ValueError(
             f"temperature {sampling.temperature:g}: must be 0 or at least {MIN_TEMPERATURE}, which vLLM would use"
         )
-    if sampling.return_kept and (not sampling.temperature or sampling.stop or not 0 < sampling.top_k <= MAX_KEPT):
-        raise ValueError(f"return_kept: needs a temperature above 0, top_k from 1 to {MAX_KEPT}, and no stop strings")
+    if sampling.return_sampling_mask and (
+        not sampling.temperature or sampling.stop or not 0 < sampling.top_k <= MAX_KEPT
+    ):
+        raise ValueError(
+            f"return_sampling_mask: needs a temperature above 0, top_k from 1 to {MAX_KEPT}, and no stop strings"
+        )
     penalties = sampling.repetition_penalty not in (0, 1) or sampling.presence_penalty or sampling.frequency_penalty
-    if sampling.return_kept and penalties:
-        raise ValueError("return_kept: kept sets do not tell what a penalty has done to the kept tokens")
+    if sampling.return_sampling_mask and penalties:
+        raise ValueError("return_sampling_mask: sampling masks do not tell what a penalty has done to the kept tokens")
     lengths = [len(sequence.tokens) for sequence in sampling.bad_words]
     if len(lengths) > MAX_BAD_WORDS or sum(lengths) > MAX_BAD_WORD_TOKENS or not all(lengths):  # the engine would die
         raise ValueError(f"bad_words: at most {MAX_BAD_WORDS}, none empty, of {MAX_BAD_WORD_TOKENS} tokens together")
@@ -101,12 +105,12 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # these parameters are used only once
-        extra_args=ASKS if sampling.return_kept else None,
+        extra_args=ASKS if sampling.return_sampling_mask else None,
     )
     return forbid(translated, [sequence.tokens for sequence in sampling.bad_words]) if lengths else translated
 
 
-def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape: RouteShape | None) -> Sample:
+def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape: RoutedExpertsShape | None) -> Sample:
     """Returns a finished sample; `shape` is that of the experts that the engine returns, None if it returns none.
 
     Raises:
@@ -123,8 +127,8 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
         output.prompt_token_ids or (),
         output.num_cached_tokens or 0,
         drafts_of(output),
-        routes=_experts(output, shape) if shape and sampling.return_routes else b"",
-        kept=masks_of(output) if sampling.return_kept else b"",
+        routed_experts=_experts(output, shape) if shape and sampling.return_routed_experts else b"",
+        kept=masks_of(output) if sampling.return_sampling_mask else b"",
     )
 
 
@@ -141,16 +145,16 @@ def _completion(result: CompletionOutput, seed: int) -> Completion:
     return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
 
 
-def _experts(output: RequestOutput, shape: RouteShape) -> bytes:
-    routes_TLK = output.outputs[0].routed_experts
+def _experts(output: RequestOutput, shape: RoutedExpertsShape) -> bytes:
+    experts_TLK = output.outputs[0].routed_experts
     num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
-    if routes_TLK is None or len(routes_TLK) != num_tokens:
-        found = "no routes" if routes_TLK is None else f"routes of {len(routes_TLK)} tokens"
+    if experts_TLK is None or len(experts_TLK) != num_tokens:
+        found = "no routed_experts" if experts_TLK is None else f"routed_experts of {len(experts_TLK)} tokens"
         raise InternalError(
             f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; to train without them, set "
-            "trainer.moe.replay_routes to off"
+            "trainer.moe.router_replay to off"
         )
     try:
-        return shape.encode(routes_TLK)
+        return shape.encode(experts_TLK)
     except ValueError as error:
-        raise InternalError(f"vLLM returned routes of another model: {error}") from error
+        raise InternalError(f"vLLM returned routed experts of another model: {error}") from error

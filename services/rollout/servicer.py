@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
 from prometheus_client import CollectorRegistry
 
 from services.common.batches.batch import tokens_sha256
-from services.common.batches.routes import route_shape, to_parts
+from services.common.batches.routed_experts import routed_experts_shape, to_parts
 from services.common.compat.torch import accelerator_libraries
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
@@ -80,8 +80,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if self._counts:
             config = with_statistics(config)
         run = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
-        routes = route_shape(request.model_card.files["config.json"]) if request.return_routes else None
-        needs = Needs(adapter_rank=request.adapter_rank, can_sleep=request.can_sleep, routes=routes)
+        routed_experts = (
+            routed_experts_shape(request.model_card.files["config.json"]) if request.return_routed_experts else None
+        )
+        needs = Needs(adapter_rank=request.adapter_rank, can_sleep=request.can_sleep, routed_experts=routed_experts)
         async with self._changing:
             self._fence.take_over(request.run_id)
             if self._engine and (self._run, self._needs) != (run, needs):
@@ -93,7 +95,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.OpenRunResponse(
             num_workers=self._engine.num_workers,
             max_samples=self._max_samples,
-            returns_routes=self._engine.routes is not None,
+            returns_routed_experts=self._engine.routed_experts is not None,
         )
 
     @shielded
@@ -138,7 +140,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 group.unfinished.update(engine.unfinished())
             return [
                 seal(request, message)
-                for message in (*_parts("routes", group, samples), *_parts("kept", group, samples), group)
+                for message in (
+                    *_parts("routed_experts", group, samples),
+                    *_parts("sampling_mask", group, samples),
+                    group,
+                )
             ]
 
         tasks = [
@@ -331,7 +337,7 @@ def _drafts(drafts: "Sequence[Drafts]") -> rollout_pb2.Drafts | None:
 
 
 def _parts(
-    name: Literal["routes", "kept"], group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]
+    name: Literal["routed_experts", "sampling_mask"], group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]
 ) -> Iterator[rollout_pb2.GenerateResponse]:
     """Yields the messages with the group's routed experts or sampling masks, which come before the group; none if it
     has none."""

@@ -103,8 +103,9 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class ReplaysRoutes(Protocol):
-    """Describes a backend that, for packs with routes, computes with the experts that the routes name."""
+class ReplaysRouting(Protocol):
+    """Describes a backend that, for packs with routed experts, computes with the experts that the routed experts
+    name."""
 
     def replayed(self) -> torch.Tensor:
         """Returns counts of the last `accumulate`, float64 [2], summed over all ranks.

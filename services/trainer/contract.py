@@ -13,7 +13,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import DeviceMemory
 
-from services.common.batches.routes import RouteShape, route_shape
+from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
@@ -22,7 +22,7 @@ from services.trainer.backend import Part, Role
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.worker import Worker
-from services.trainer.samples import check_kept, check_routes, check_samples, vocab_size_of
+from services.trainer.samples import check_routed_experts, check_samples, check_sampling_masks, vocab_size_of
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class OpenRole:
         return self.answer.model_card.files["config.json"]
 
     @functools.cached_property
-    def routes(self) -> RouteShape | None:
-        """Returns the shape of the model's routes, if all of its layers have experts."""
-        return route_shape(self.config_json)
+    def routed_experts(self) -> RoutedExpertsShape | None:
+        """Returns the shape of the model's routed experts, if all of its layers have experts."""
+        return routed_experts_shape(self.config_json)
 
     @property
     def stamp(self) -> types_pb2.PolicyStamp:
@@ -164,8 +164,8 @@ def check_values(samples: pa.Table, opened: OpenRole) -> None:
     """
     vocab_size = vocab_size_of(opened.config_json)
     check_samples(samples, vocab_size=vocab_size)
-    check_routes(samples, opened.routes)
-    check_kept(samples, vocab_size=vocab_size)
+    check_routed_experts(samples, opened.routed_experts)
+    check_sampling_masks(samples, vocab_size=vocab_size)
 
 
 def check_header(header: pb.TrainHeader) -> None:

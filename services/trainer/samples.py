@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
-from services.common.batches.batch import SAMPLE_SCHEMA, decode_kept, keeps_sampled
+from services.common.batches.batch import SAMPLE_SCHEMA, decode_sampling_masks, keeps_sampled
 from services.common.batches.blocks import packed_lengths
-from services.common.batches.routes import RouteShape
-from services.common.config.layout import packs_multiple
+from services.common.batches.routed_experts import RoutedExpertsShape
+from services.common.config.layout import microbatches_multiple
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
@@ -65,58 +65,69 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
         _check_turns(samples, num_tokens)
 
 
-def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
-    """Rejects routes that are not those of `samples` and of a model whose routes have `shape`.
+def check_routed_experts(samples: pa.Table, shape: RoutedExpertsShape | None) -> None:
+    """Rejects routed experts that are not those of `samples` and of a model whose routed experts have `shape`.
 
     Raises:
-        InvalidInput: Some rows have routes and others none, or the model has none; routes have another number of
-            tokens, name an expert that does not exist, or name one twice for a token.
+        InvalidInput: Some rows have routed experts and others none, or the model has none; routed experts have another
+            number of tokens, name an expert that does not exist, or name one twice for a token.
     """
-    routes = samples["routes"]
-    if routes.null_count == samples.num_rows:
+    routed_experts = samples["routed_experts"]
+    if routed_experts.null_count == samples.num_rows:
         return
     if shape is None:
-        raise InvalidInput("routes: this model has no layers of experts, or not in every layer", field="routes")
-    _refuse(routes.is_null().to_numpy(), "routes", "is missing")
+        raise InvalidInput(
+            "routed_experts: this model has no layers of experts, or not in every layer", field="routed_experts"
+        )
+    _refuse(routed_experts.is_null().to_numpy(), "routed_experts", "is missing")
     num_rows = packed_lengths(samples)
-    _refuse(pc.binary_length(routes).to_numpy() != num_rows * shape.row_bytes, "routes", "has another number of tokens")
-    for index, row in enumerate(routes):
+    _refuse(
+        pc.binary_length(routed_experts).to_numpy() != num_rows * shape.row_bytes,
+        "routed_experts",
+        "has another number of tokens",
+    )
+    for index, row in enumerate(routed_experts):
         experts_TLK = shape.decode(row.as_buffer())
         if experts_TLK.max() >= shape.num_experts:
             raise InvalidInput(
-                f"routes: row {index} names expert {experts_TLK.max()}, but there are only {shape.num_experts}",
-                field="routes",
+                f"routed_experts: row {index} names expert {experts_TLK.max()}, but there are only {shape.num_experts}",
+                field="routed_experts",
             )
         # Slots of the engine that were never written would name expert 0 twice.
         if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
-            raise InvalidInput(f"routes: row {index} names an expert twice for one token", field="routes")
+            raise InvalidInput(
+                f"routed_experts: row {index} names an expert twice for one token", field="routed_experts"
+            )
 
 
-def check_kept(samples: pa.Table, *, vocab_size: int) -> None:
-    """Rejects kept sets that are not those of `samples`.
+def check_sampling_masks(samples: pa.Table, *, vocab_size: int) -> None:
+    """Rejects sampling masks that are not those of `samples`.
 
     Raises:
-        InvalidInput: Some rows have kept sets and others none; they are of another number of tokens, name a token
+        InvalidInput: Some rows have sampling masks and others none; they are of another number of tokens, name a token
             outside the vocabulary, lack the token that was sampled, or are empty for a trained token.
     """
-    kept = samples["kept"]
+    kept = samples["sampling_mask"]
     if kept.null_count == samples.num_rows:
         return
-    _refuse(kept.is_null().to_numpy(), "kept", "is missing")
+    _refuse(kept.is_null().to_numpy(), "sampling_mask", "is missing")
     for index, (row, list_of_tokens) in enumerate(zip(kept, samples["tokens"], strict=True)):
         tokens = list_of_tokens.values.to_numpy()
         try:
-            counts, sets = decode_kept(row.as_buffer(), len(tokens))
+            counts, sets = decode_sampling_masks(row.as_buffer(), len(tokens))
         except ValueError as error:
-            raise InvalidInput(f"kept: row {index}: {error}", field="kept") from error
+            raise InvalidInput(f"sampling_mask: row {index}: {error}", field="sampling_mask") from error
         if sets.size and sets.max() >= vocab_size:
-            raise InvalidInput(f"kept: row {index} names token {sets.max()} of {vocab_size}", field="kept")
+            raise InvalidInput(
+                f"sampling_mask: row {index} names token {sets.max()} of {vocab_size}", field="sampling_mask"
+            )
         mask = samples["loss_mask"][index]
         must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
         if (without := ~keeps_sampled(tokens, counts, sets) & (must_have | (counts > 0))).any():
             where = int(without.argmax())
             raise InvalidInput(
-                f"kept: row {index} has a set without the sampled token {tokens[where]} at {where}", field="kept"
+                f"sampling_mask: row {index} has a set without the sampled token {tokens[where]} at {where}",
+                field="sampling_mask",
             )
 
 
@@ -226,7 +237,7 @@ def minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarr
 def train_parts(
     block: pa.Table, config: TrainerConfig, num_ranks: int, role: Role, rows: Mapping[int, np.ndarray]
 ) -> list[Message]:
-    """Returns each rank's samples for `Worker.add_block`, in the order of its packs, and how they are packed.
+    """Returns each rank's samples for `Worker.add_block`, in the order of its micro-batches, and how they are packed.
 
     `rows` has the rows that belong to each mini-batch, by its number.
 
@@ -239,9 +250,9 @@ def train_parts(
     sizes: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
     for number, of_minibatch in rows.items():
-        for rank, packs in enumerate(_assign(block.take(pa.array(of_minibatch)), config, num_ranks)):
-            orders[rank] += [int(of_minibatch[index]) for pack in packs for index in pack]
-            sizes[rank].append((number, [len(pack) for pack in packs]))
+        for rank, microbatches in enumerate(_assign(block.take(pa.array(of_minibatch)), config, num_ranks)):
+            orders[rank] += [int(of_minibatch[index]) for microbatch in microbatches for index in microbatch]
+            sizes[rank].append((number, [len(microbatch) for microbatch in microbatches]))
     narrow = block.select(_columns(block, config, role))
     return [
         Message({"minibatches": sizes[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
@@ -259,10 +270,10 @@ def forward_parts(
     narrow = samples.select(_columns(samples, config, role))
     parts: list[Message] = []
     order: list[int] = []
-    for packs in _assign(samples, config, num_ranks):
-        rows = [index for pack in packs for index in pack]
+    for microbatches in _assign(samples, config, num_ranks):
+        rows = [index for microbatch in microbatches for index in microbatch]
         frames = list(batches.encode(narrow.take(pa.array(rows))))
-        parts.append(Message({"packs": [len(pack) for pack in packs]}, frames))
+        parts.append(Message({"microbatches": [len(microbatch) for microbatch in microbatches]}, frames))
         order += rows
     return parts, np.argsort(order)
 
@@ -274,18 +285,19 @@ def vocab_size_of(config_json: bytes) -> int:
 
 
 def _columns(samples: pa.Table, config: TrainerConfig, role: Role) -> list[str]:
-    """Returns the columns that the ranks need: routes only for the policy, since other models choose themselves."""
-    replays = role is Role.POLICY and config.replays_routes and not samples["routes"].null_count
-    is_cut = role is not Role.CRITIC and not samples["kept"].null_count
-    return [*_COLUMNS, *["routes"] * replays, *["kept"] * is_cut]
+    """Returns the columns that the ranks need: routed experts only for the policy, since other models choose
+    themselves."""
+    replays = role is Role.POLICY and config.uses_router_replay and not samples["routed_experts"].null_count
+    is_cut = role is not Role.CRITIC and not samples["sampling_mask"].null_count
+    return [*_COLUMNS, *["routed_experts"] * replays, *["sampling_mask"] * is_cut]
 
 
 def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
     if role is Role.CRITIC:
         return ("values", "returns")
     advantages = () if config.loss.kind == "sft" else ("advantages",)
-    routes = ("routes",) if config.moe.replay_routes == "on" else ()
-    return (*advantages, *(("ref_logprobs",) if config.loss.kl_coef else ()), *routes)
+    routed_experts = ("routed_experts",) if config.moe.router_replay == "on" else ()
+    return (*advantages, *(("ref_logprobs",) if config.loss.kl_coef else ()), *routed_experts)
 
 
 def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
@@ -293,5 +305,5 @@ def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[li
         packed_lengths(samples).tolist(),
         num_ranks=num_ranks,
         max_tokens=config.max_tokens_per_microbatch,
-        multiple_of=packs_multiple(config),
+        multiple_of=microbatches_multiple(config),
     )

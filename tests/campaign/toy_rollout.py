@@ -26,7 +26,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class Needs:
     adapter_rank: int = 0
     can_sleep: bool = False
-    routes: None = None
+    routed_experts: None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sample:
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
     drafts: rollout_pb2.Drafts = field(default_factory=rollout_pb2.Drafts)
-    routes: bytes = b""
+    routed_experts: bytes = b""
     kept: bytes = b""
 
 
@@ -59,7 +59,7 @@ class ToyEngine:
         self._reading = asyncio.create_task(self._read(on_death))
         self.asleep: frozenset[str] = frozenset()
         self.num_workers = 1
-        self.routes = None
+        self.routed_experts = None
 
     @property
     def samples_in_flight(self) -> int:

@@ -70,7 +70,7 @@ class ToyRank:
     def apply_batch(self, **_: Any) -> Message:
         self._held = [after(self._weights, self._added), *self._held][: 1 + self._lag]
         metrics = {"entropy": 1.0, "grad_norm": float(self._weights[0]), "loss": float(self._weights[1])}
-        return Message({"metrics": metrics | {"logprob_gap_max": 0.0, "logprob_gap_ess": 1.0}})
+        return Message({"metrics": metrics | {"logprob_diff_max": 0.0, "logprob_diff_ess": 1.0}})
 
     @rank_command
     def drop_batch(self, *, role: str) -> None:

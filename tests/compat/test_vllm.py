@@ -320,7 +320,7 @@ def test_on_cpu_a_layer_keeps_a_packed_copy_of_its_weight() -> None:
     assert "layer.cpu_linear = " in inspect.getsource(layer_utils.dispatch_cpu_unquantized_gemm)
 
 
-# ---- routes
+# ---- routed experts
 
 
 def test_this_vllm_returns_routes_on_cpu_through_the_hook_only() -> None:

@@ -103,9 +103,9 @@ def test_the_trainer_computes_the_engines_logprobs_over_all_turns(workspace: Pat
     steps = [line for line in numbers(workspace) if "reward/mean" in line]
     assert len(steps) == NUM_STEPS
     # float32 in engine and trainer, as in tests/rollout.
-    assert max(line["train/logprob_gap_max"] for line in steps) <= 1e-4
+    assert max(line["train/logprob_diff_max"] for line in steps) <= 1e-4
     assert all(line["train/grad_norm"] > 0 for line in steps)
-    assert all(1 < line["sampling/kept_tokens_mean"] <= 20 for line in steps)  # these logprobs are over kept sets
+    assert all(1 < line["sampling/kept_tokens_mean"] <= 20 for line in steps)  # these logprobs are over sampling masks
     assert all(1 < line["episode/turns_mean"] <= MAX_TURNS for line in steps)
 
 

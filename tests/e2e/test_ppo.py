@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.batches.batch import decode_kept
+from services.common.batches.batch import decode_sampling_masks
 from services.common.errors import DataLoss
 from services.coordinator.replay.record import Record
 from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers
@@ -83,8 +83,8 @@ def test_every_token_has_what_it_was_drawn_from(workspace: Path):
     Policy and reference, which agree with the engine, have normalized over these sets.
     """
     batch = pq.read_table(workspace / "runs" / "run" / "batches" / "step-000000.parquet").to_pydict()
-    for tokens, kept in zip(batch["tokens"], batch["kept"], strict=True):
-        counts, sets = decode_kept(kept, len(tokens))
+    for tokens, kept in zip(batch["tokens"], batch["sampling_mask"], strict=True):
+        counts, sets = decode_sampling_masks(kept, len(tokens))
         assert all(token in own for token, own in zip(tokens, np.split(sets, counts.cumsum()[:-1]), strict=True))
     assert all(1 < line["sampling/kept_tokens_mean"] <= 20 for line in steps(workspace)[1:])
 
@@ -93,7 +93,7 @@ def test_both_models_go_on_from_one_step(workspace: Path):
     run, (_, *lines) = workspace / "runs" / "run", steps(workspace)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[2] == json.loads((workspace / "before").read_text())
-    assert all(line["kl/coef"] == KL_COEF and line["train/logprob_gap_max"] < 1e-4 for line in lines)
+    assert all(line["kl/coef"] == KL_COEF and line["train/logprob_diff_max"] < 1e-4 for line in lines)
     assert lines[-1]["train/critic_lr"] == 1e-2
     for directory in ("checkpoints", "critic_checkpoints"):
         assert sorted(path.name for path in (run / directory).iterdir()) == [f"step-{step:06d}" for step in (2, 4)]

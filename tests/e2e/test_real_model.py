@@ -38,7 +38,7 @@ def test_it_trains_and_is_exported(tmp_path: Path) -> None:
     directory = tmp_path / "smollm2"
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     # float32 on both sides, 30 layers and a vocabulary of 49,152: seen 6e-5.
-    gaps = [step["train/logprob_gap_max"] for step in steps if "train/logprob_gap_max" in step]
+    gaps = [step["train/logprob_diff_max"] for step in steps if "train/logprob_diff_max" in step]
     assert len(gaps) == NUM_STEPS and max(gaps) < 1e-3
     before, after = (load_file(next(path.glob("*.safetensors"))) for path in (MODEL, directory / "model"))
     assert before.keys() == after.keys()

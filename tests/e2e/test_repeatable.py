@@ -51,9 +51,9 @@ def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path, lent: S
     assert first == second
     assert first_numbers == second_numbers
     # In float32 the trainer's routers choose what the engine chose.
-    agreements = [row["train/moe_route_agreement"] for row in first_numbers if "train/moe_route_agreement" in row]
+    agreements = [row["train/moe_router_agreement"] for row in first_numbers if "train/moe_router_agreement" in row]
     assert agreements == ([1.0] * NUM_STEPS if kind == "moe" else [])
     for one, other in zip(first_batches, second_batches, strict=True):
         assert one["ref_logprobs"].null_count == 0
-        assert one["routes"].null_count == (0 if kind == "moe" else one.num_rows)
+        assert one["routed_experts"].null_count == (0 if kind == "moe" else one.num_rows)
         assert one.equals(other)

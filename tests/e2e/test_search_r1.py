@@ -98,5 +98,5 @@ async def test_searches_get_documents_and_answers_get_exact_match(workspace: Pat
 
 def test_the_trainer_computes_the_engines_logprobs(workspace: Path):
     steps = [line for line in numbers(workspace) if "reward/mean" in line]
-    assert len(steps) == NUM_STEPS and max(line["train/logprob_gap_max"] for line in steps) <= 1e-4
+    assert len(steps) == NUM_STEPS and max(line["train/logprob_diff_max"] for line in steps) <= 1e-4
     assert max(line["episode/turns_mean"] for line in steps) > 1

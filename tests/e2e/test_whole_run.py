@@ -61,7 +61,7 @@ def test_numbers_of_every_step(workspace: Path):
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
     assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
     # Engine and trainer compute in float32, as in tests/rollout.
-    assert max(line["train/logprob_gap_max"] for line in steps) <= 1e-4
+    assert max(line["train/logprob_diff_max"] for line in steps) <= 1e-4
     for line in steps:
         batch = pq.read_table(workspace / "runs" / "run" / "batches" / f"step-{line['step'] - 1:06d}.parquet")
         assert line["reward/mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()), abs=1e-12)

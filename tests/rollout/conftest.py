@@ -74,8 +74,8 @@ def played_trainer(replicas: list[Replica], model: Callable[[str], Path]) -> Pla
 async def played(played_trainer: PlayedTrainer, model: Callable[[str], Path]) -> PlayedTrainer:
     """Provides a trainer that the test plays, for the first replica.
 
-    The replica returns kept sets to requests that ask for them. The fixture costs an engine start if another run was
-    open there.
+    The replica returns sampling masks to requests that ask for them. The fixture costs an engine start if another run
+    was open there.
     """
     await played_trainer.replica.open(model("untied"), played_trainer.run_id, sampling={"top_k": 20})
     return played_trainer

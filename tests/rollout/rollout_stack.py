@@ -67,7 +67,7 @@ class Replica:
         *,
         adapter_rank: int = 0,
         can_sleep: bool = False,
-        return_routes: bool = False,
+        return_routed_experts: bool = False,
         **config: object,
     ) -> pb.OpenRunResponse:
         request = pb.OpenRunRequest(
@@ -76,7 +76,7 @@ class Replica:
             model_card=read_model_card(model),
             adapter_rank=adapter_rank,
             can_sleep=can_sleep,
-            return_routes=return_routes,
+            return_routed_experts=return_routed_experts,
         )
         self.run_id = run_id
         return await self.client.call(RolloutService.OpenRun, request, timeout_s=1200, wait_for_ready=True)
@@ -113,21 +113,21 @@ class Replica:
         seeds: Sequence[int] = (0,),
         **sampling: object,
     ) -> list[pb.GenerateResponse]:
-        """Returns the finished groups in the order of `prompts`, with all their routes and kept sets."""
+        """Returns the finished groups in the order of `prompts`, with all their routed experts and sampling masks."""
         request = pb.GenerateRequest(
             expected_stamp=stamp,
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
             sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
         )
-        answers, routes, kept = [], defaultdict(list), defaultdict(list)
+        answers, routed_experts, kept = [], defaultdict(list), defaultdict(list)
         async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=1200):
-            routes[answer.prompt_id].extend(answer.routes)
-            kept[answer.prompt_id].extend(answer.kept)
+            routed_experts[answer.prompt_id].extend(answer.routed_experts)
+            kept[answer.prompt_id].extend(answer.sampling_mask)
             if answer.completions:
                 answers.append(answer)
         for answer in answers:
-            answer.routes.extend(routes[answer.prompt_id])
-            answer.kept.extend(kept[answer.prompt_id])
+            answer.routed_experts.extend(routed_experts[answer.prompt_id])
+            answer.sampling_mask.extend(kept[answer.prompt_id])
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 

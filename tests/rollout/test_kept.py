@@ -9,8 +9,8 @@ import torch
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import TokenSequence
 
-from services.common.batches.batch import decode_kept
-from services.common.batches.routes import from_parts
+from services.common.batches.batch import decode_sampling_masks
+from services.common.batches.routed_experts import from_parts
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import PROMPTS, PlayedTrainer
 
@@ -31,13 +31,13 @@ def kept_by_definition(logits_TV: torch.Tensor, *, top_k: int, top_p: float, min
 
 
 def masks_of(answer: pb.GenerateResponse) -> list[list[np.ndarray]]:
-    rows = zip(from_parts(answer.kept, NUM_SAMPLES), answer.completions, strict=True)
-    decoded = [decode_kept(data, len(completion.tokens)) for data, completion in rows]
+    rows = zip(from_parts(answer.sampling_mask, NUM_SAMPLES), answer.completions, strict=True)
+    decoded = [decode_sampling_masks(data, len(completion.tokens)) for data, completion in rows]
     return [np.split(kept, counts.cumsum()[:-1]) for counts, kept in decoded]
 
 
 def over_kept(logits_V: torch.Tensor, kept: np.ndarray) -> dict[int, float]:
-    """Returns the log-probability of each token of `kept` [K], if only these can be sampled."""
+    """Returns the log-probability of each token of `sampling_mask` [K], if only these can be sampled."""
     logprobs = (logits_V.double()[torch.from_numpy(kept.astype(np.int64))] / TEMPERATURE).log_softmax(-1)
     return dict(zip(kept.tolist(), logprobs.tolist(), strict=True))
 
@@ -47,7 +47,9 @@ async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(
     stamp = await played.publish(110)
     prompt, truncation = PROMPTS[3], {"top_k": 12, "top_p": 0.85, "min_p": 0.08}
     sampling = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, **truncation}
-    (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling, return_kept=True)
+    (answer,) = await played.replica.generate(
+        stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling, return_sampling_mask=True
+    )
     num_kept, narrowed = [], dict.fromkeys(truncation, 0)
     for completion, sets in zip(answer.completions, masks_of(answer), strict=True):
         with torch.no_grad():
@@ -70,7 +72,7 @@ async def test_kept_sets_have_no_stop_token_where_none_could_be_sampled(played: 
     stamp = await played.publish(113)
     prompt, stops, least = PROMPTS[3], list(range(2, 20)), 8
     sampling: dict[str, Any] = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, "top_k": 12}
-    sampling |= {"stop_token_ids": stops, "min_tokens": least, "return_kept": True}
+    sampling |= {"stop_token_ids": stops, "min_tokens": least, "return_sampling_mask": True}
     (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
     assert {len(completion.tokens) for completion in answer.completions} != {NUM_TOKENS}
     for completion, sets in zip(answer.completions, masks_of(answer), strict=True):
@@ -86,7 +88,12 @@ async def test_kept_sets_have_no_token_that_would_complete_a_bad_word(played: Pl
     played.draw(seed=114)
     stamp = await played.publish(114)
     prompt = PROMPTS[3]
-    sampling: dict[str, Any] = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, "top_k": 12, "return_kept": True}
+    sampling: dict[str, Any] = {
+        "temperature": TEMPERATURE,
+        "max_tokens": NUM_TOKENS,
+        "top_k": 12,
+        "return_sampling_mask": True,
+    }
     (free,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling)
     said = [list(completion.tokens) for completion in free.completions]
     runs = [Counter(tuple(s[i : i + n]) for s in said for i in range(NUM_TOKENS + 1 - n)) for n in (1, 2, 3)]
@@ -118,7 +125,7 @@ async def test_only_a_request_that_asks_gets_kept_sets(played: PlayedTrainer) ->
     played.draw(seed=111)
     stamp = await played.publish(111)
     (answer,) = await played.replica.generate(stamp, [PROMPTS[0]], temperature=1.0, top_k=3)
-    assert answer.completions and not answer.kept
+    assert answer.completions and not answer.sampling_mask
     await played.assert_exact(stamp)  # greedy requests are answered as before
 
 
@@ -126,5 +133,7 @@ async def test_only_a_request_that_asks_gets_kept_sets(played: PlayedTrainer) ->
 async def test_kept_sets_that_could_not_come_are_refused(played: PlayedTrainer, sampling: dict[str, object]) -> None:
     played.draw(seed=112)
     stamp = await played.publish(112)
-    with pytest.raises(InvalidInput, match="return_kept: needs"):
-        await played.replica.generate(stamp, **{"temperature": 1.0, "top_k": 5, "return_kept": True} | sampling)
+    with pytest.raises(InvalidInput, match="return_sampling_mask: needs"):
+        await played.replica.generate(
+            stamp, **{"temperature": 1.0, "top_k": 5, "return_sampling_mask": True} | sampling
+        )

@@ -19,7 +19,7 @@ from tests.support import PATIENCE_S
 class FakeEngine(SimpleNamespace):
     """As far as the servicer knows it before weights are published."""
 
-    num_workers, samples_in_flight, routes = 1, 0, None
+    num_workers, samples_in_flight, routed_experts = 1, 0, None
 
     async def close(self) -> None:
         self.events.append("closed")

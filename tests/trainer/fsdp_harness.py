@@ -21,14 +21,14 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts
-from tests.support import make_batch, with_routes
+from tests.support import make_batch, with_routed_experts
 from tests.trainer.updating import totals_of, train_whole, whole_parts
 
 KINDS = ("untied", "tied", "moe")
 # eps is large against the root of the second moment. Adam divides by the sum of both, and with a small eps would scale
 # the rounding of a tiny gradient up to a step of full size. Decay and clipping are on, so that they are compared too.
 OPTIM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
-BASE = {"compute_dtype": "float32", "max_tokens_per_microbatch": 4096, "max_logprob_gap": 100.0, "optim": OPTIM}
+BASE = {"compute_dtype": "float32", "max_tokens_per_microbatch": 4096, "max_logprob_diff": 100.0, "optim": OPTIM}
 FULL_LOSS = {
     "kl_coef": 0.2,
     "entropy_coef": 0.05,
@@ -37,7 +37,8 @@ FULL_LOSS = {
     "aggregation": "seq_mean_token_mean",
 }
 SMALL = {"max_tokens_per_microbatch": 32}
-# Maps a scenario's name to its model kind and its changes to BASE. `large` is one pack on each rank, `small` is many.
+# Maps a scenario's name to its model kind and its changes to BASE. `large` is one micro-batch on each rank, `small` is
+# many.
 UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{kind}-large": (kind, {}) for kind in KINDS},
     **{f"{kind}-small": (kind, SMALL) for kind in KINDS},
@@ -54,7 +55,7 @@ TEMPERATURE = 0.7
 
 
 def samples(seed: int = 0) -> pa.Table:
-    """Returns 4 groups of 3 samples, of uneven lengths that cannot be divided evenly over the ranks' packs.
+    """Returns 4 groups of 3 samples, of uneven lengths that cannot be divided evenly over the ranks' microbatches.
 
     The reference's log-probabilities differ from the engine's by random numbers of size 0.3.
     """
@@ -79,7 +80,7 @@ def aligned_samples(seed: int, align: int) -> pa.Table:
 
 def batch_of(name: str) -> pa.Table:
     """Returns the samples that the scenario `name` trains on."""
-    return with_routes(samples()) if name.startswith("routes") else samples()
+    return with_routed_experts(samples()) if name.startswith("routed_experts") else samples()
 
 
 def config(changes: Mapping[str, Any] = {}) -> TrainerConfig:

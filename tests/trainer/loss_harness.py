@@ -20,7 +20,7 @@ from services.common.batches import batch as batches
 from services.common.batches.blocks import trained_tokens
 from services.trainer.backend import Role
 from services.trainer.losses.kinds import Tokens
-from tests.support import with_kept
+from tests.support import with_sampling_masks
 from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
 from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
@@ -99,7 +99,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "kl_kind": "k1",
         "correction": {"weight": "sequence", "geometric_mask": (0.4, 1.5)},
     },
-    "kept": {"kl_coef": 0.2, "entropy_coef": 0.05, "clip_low": 0.1, "clip_high": 0.15},
+    "sampling_mask": {"kl_coef": 0.2, "entropy_coef": 0.05, "clip_low": 0.1, "clip_high": 0.15},
     "sft": {"kind": "sft", "aggregation": "seq_mean_token_mean", "entropy_coef": 0.05},
 }
 # Adam with betas of 0 and an eps that is large against the gradient is SGD at a rate of lr / eps. A weight then moves
@@ -142,8 +142,8 @@ def samples() -> pa.Table:
 
 
 def batch_of(loss: str) -> pa.Table:
-    """Returns the samples that `loss` is computed on; those of "kept" were sampled with truncation."""
-    return with_kept(samples()) if loss == "kept" else samples()
+    """Returns the samples that `loss` is computed on; those of "sampling_mask" were sampled with truncation."""
+    return with_sampling_masks(samples()) if loss == "sampling_mask" else samples()
 
 
 @contextlib.contextmanager
@@ -172,20 +172,20 @@ def mean_of_ranks(harness: MegatronHarness) -> Iterator[None]:
 @contextlib.contextmanager
 def means_of_chunks(_: MegatronHarness) -> Iterator[None]:
     """Makes a mistake: the mean of a sequence is that of the part that this context-parallel rank holds."""
-    from services.trainer.megatron.microbatch import MicroBatch
+    from services.trainer.megatron.microbatch import MicrobatchShard
 
-    whole, last = MicroBatch.whole, []
+    whole, last = MicrobatchShard.whole, []
 
-    def remembered(micro: MicroBatch, *rest: Any) -> torch.Tensor:
-        last[:] = [micro.where_M]
-        return whole(micro, *rest)
+    def remembered(shard: MicrobatchShard, *rest: Any) -> torch.Tensor:
+        last[:] = [shard.where_M]
+        return whole(shard, *rest)
 
     def own_mean(tokens: Tokens, values_N: torch.Tensor) -> torch.Tensor:
         is_own_N = torch.zeros_like(values_N).index_fill(0, last[0], 1)
         own = replace(tokens, columns=tokens.columns | {"loss_mask": tokens.columns["loss_mask"] * is_own_N})
         return own.sequence_sum(values_N) / own.sequence_sum(torch.ones_like(values_N)).clamp(min=1)
 
-    with mock.patch.object(MicroBatch, "whole", remembered), mock.patch.object(Tokens, "sequence_mean", own_mean):
+    with mock.patch.object(MicrobatchShard, "whole", remembered), mock.patch.object(Tokens, "sequence_mean", own_mean):
         yield
 
 

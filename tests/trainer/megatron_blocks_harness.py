@@ -20,7 +20,7 @@ import torch
 from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
 from services.trainer.backend import Role
 from services.trainer.samples import train_parts
-from tests.support import with_routes
+from tests.support import with_routed_experts
 from tests.trainer.fsdp_harness import FULL_LOSS, OPTIM, TEMPERATURE, samples, write
 from tests.trainer.megatron_harness import MegatronHarness, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, EP, GATHERED, LOSS, OVERLAP, PP, SMALL, TP, VPP, Layout
@@ -55,7 +55,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         yield f"untied-{name}-lora", _layout("untied", 2, megatron, LORA | KL)
     yield "moe-ep2", _layout("moe", 2, EP)
     yield "moe-ep2-gathered", _layout("moe", 2, EP | GATHERED)
-    yield "routed-pp2", replace(_layout("moe", 2, PP, {"gradient_checkpointing": True}), has_routes=True)
+    yield "routed-pp2", replace(_layout("moe", 2, PP, {"gradient_checkpointing": True}), has_routed_experts=True)
     yield "deep-vpp2", _layout("deep", 2, PP | VPP)
     yield "untied-fsdp2-recompute", _layout("untied", 2, {}, FSDP | MINIBATCHES["recompute"])
     yield "untied-1-engine", _layout("untied", 1, {}, MINIBATCHES["engine"])
@@ -63,7 +63,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     offloaded = PP | {"auto_offload": True}
     yield "untied-pp2-recompute-auto_offload", _layout("untied", 2, offloaded, LORA | MINIBATCHES["recompute"])
     routed = _layout("moe", 2, EP, {"num_minibatches": 2})
-    yield "routed-ep2-minibatches", replace(routed, has_routes=True)
+    yield "routed-ep2-minibatches", replace(routed, has_routed_experts=True)
     yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})
     yield "untied-dp2-overlap", _layout("untied", 2, OVERLAP)
     yield "untied-dp2-one_bucket-overlap", _layout("untied", 2, {"ddp_config": {"overlap_grad_reduce": True}})
@@ -94,7 +94,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
         harness.open(LAYOUTS[name])
         metrics = []
         for seed in range(NUM_UPDATES):
-            batch = with_routes(samples(seed)) if LAYOUTS[name].has_routes else samples(seed)
+            batch = with_routed_experts(samples(seed)) if LAYOUTS[name].has_routed_experts else samples(seed)
             if mode == "whole":
                 metrics.append(harness.train(batch, version=seed))
             else:

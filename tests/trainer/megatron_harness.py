@@ -30,7 +30,7 @@ from services.trainer.backend import Role
 from services.trainer.megatron import weights as weight_map
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts
-from tests.support import with_routes
+from tests.support import with_routed_experts
 from tests.trainer.fsdp_harness import BASE, TEMPERATURE, aligned_samples, write
 from tests.trainer.megatron_layouts import FAMILY_LAYOUTS, LAYOUTS, LOSS, Layout
 from tests.trainer.updating import totals_of, train_whole, whole_parts
@@ -161,7 +161,11 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
 
     def batch(seed: int) -> pa.Table:
         table = aligned_samples(seed, layout.align)
-        return with_routes(table, num_layers=4 if layout.kind == "deep-moe" else 2) if layout.has_routes else table
+        return (
+            with_routed_experts(table, num_layers=4 if layout.kind == "deep-moe" else 2)
+            if layout.has_routed_experts
+            else table
+        )
 
     harness.open(layout)
     num_threads, num_files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))

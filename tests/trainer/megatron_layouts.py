@@ -56,8 +56,8 @@ class Layout:
     align: int = 1
     """All sequences of the batches have a multiple of this many tokens."""
     num_updates: int = 2
-    has_routes: bool = False
-    """The samples have routes, which are not those that the routers would choose."""
+    has_routed_experts: bool = False
+    """The samples have routed experts, which are not those that the routers would choose."""
     has_broken_norms: bool = False
     """The gradients of the norms are not summed over the tensor-parallel ranks."""
 
@@ -106,7 +106,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
 
 
 def _routed() -> Iterator[tuple[str, Layout]]:
-    """Yields layouts with replayed routes that cut tokens or layers, or compute them again."""
+    """Yields layouts with replayed routed experts that cut tokens or layers, or compute them again."""
     again = SMALL | {"gradient_checkpointing": True}  # in a pipeline, after the forward passes of other micro-batches
     cases: tuple[tuple[str, int, dict[str, Any], dict[str, Any], str], ...] = (
         ("1", 1, {}, {}, ""),
@@ -125,7 +125,10 @@ def _routed() -> Iterator[tuple[str, Layout]]:
     )
     for name, world, megatron, changes, like in cases:
         kind = "deep-moe" if "deep" in name else "moe"
-        yield f"routed-{name}", Layout(kind, world, megatron, changes, like and f"routed-{like}", has_routes=True)
+        yield (
+            f"routed-{name}",
+            Layout(kind, world, megatron, changes, like and f"routed-{like}", has_routed_experts=True),
+        )
 
 
 def _options() -> Iterator[tuple[str, Layout]]:

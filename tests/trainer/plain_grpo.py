@@ -28,10 +28,10 @@ class Result:
 def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log-probability and the entropy of each completion token."""
     prompt, completion = row["prompt_tokens"], row["tokens"]
-    if row.get("routes"):
-        _replay(model, row["routes"], len(prompt) + len(completion))
+    if row.get("routed_experts"):
+        _replay(model, row["routed_experts"], len(prompt) + len(completion))
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0] / temperature
-    if not row.get("kept"):
+    if not row.get("sampling_mask"):
         logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
         return logprobs[range(len(completion)), completion], -(logprobs.exp() * logprobs).sum(-1)
     scored = []
@@ -43,16 +43,17 @@ def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.T
 
 
 def _kept(row: Row, place: int) -> list[int]:
-    """Returns the kept set of the completion's token at `place`, which is empty if it has none."""
-    numbers = torch.frombuffer(bytearray(row["kept"]), dtype=torch.int32).tolist()
+    """Returns the sampling mask of the completion's token at `place`, which is empty if it has none."""
+    numbers = torch.frombuffer(bytearray(row["sampling_mask"]), dtype=torch.int32).tolist()
     counts, kept = numbers[: len(row["tokens"])], numbers[len(row["tokens"]) :]
     return kept[sum(counts[:place]) : sum(counts[: place + 1])]
 
 
-def _replay(model: torch.nn.Module, routes: bytes, num_tokens: int) -> None:
-    """Makes the routers choose `routes`, one byte each, in the next forward; those of the last token are arbitrary."""
+def _replay(model: torch.nn.Module, routed_experts: bytes, num_tokens: int) -> None:
+    """Makes the routers choose `routed_experts`, one byte each, in the next forward; those of the last token are
+    arbitrary."""
     layers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    read = torch.frombuffer(bytearray(routes), dtype=torch.uint8).long().view(num_tokens - 1, len(layers), -1)
+    read = torch.frombuffer(bytearray(routed_experts), dtype=torch.uint8).long().view(num_tokens - 1, len(layers), -1)
     chosen = torch.cat([read, read[-1:]])
     for number, gate in enumerate(layers):
         gate.forward = functools.partial(_gate, gate, chosen[:, number])

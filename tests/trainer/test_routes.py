@@ -1,11 +1,11 @@
-"""Tests the replay of a layer's routes: the experts that it chooses in each pass, and its counts."""
+"""Tests the replay of a layer's routed_experts: the experts that it chooses in each pass, and its counts."""
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from services.common.errors import InternalError
-from services.trainer.routes import NO_ROUTE, LayerReplay, ModelReplay
+from services.trainer.router_replay import NO_EXPERT, LayerReplay, ModelReplay
 
 OWN = torch.tensor([[0, 1], [2, 3], [1, 3]])
 
@@ -13,7 +13,7 @@ OWN = torch.tensor([[0, 1], [2, 3], [1, 3]])
 def test_rows_without_a_route_keep_the_routers_choice_and_are_not_counted() -> None:
     layer = LayerReplay()
     layer.begin()
-    layer.feed(torch.tensor([[1, 0], [0, 2], [NO_ROUTE, NO_ROUTE]], dtype=torch.int32))
+    layer.feed(torch.tensor([[1, 0], [0, 2], [NO_EXPERT, NO_EXPERT]], dtype=torch.int32))
     assert layer.choose(OWN).tolist() == [[1, 0], [0, 2], [1, 3]]
     layer.feed(None)
     assert layer.choose(OWN) is OWN
@@ -37,8 +37,8 @@ class Recomputed:
     def __init__(self) -> None:
         self.layer, self.chosen, self.losses = LayerReplay(), [], []
         self.layer.begin()
-        for routes in (OWN, OWN.flip(1)):
-            self.layer.feed(routes)
+        for routed_experts in (OWN, OWN.flip(1)):
+            self.layer.feed(routed_experts)
             x = torch.ones(3, 2, requires_grad=True)
             self.losses.append(checkpoint(self._compute, x, use_reentrant=False).sum())
 

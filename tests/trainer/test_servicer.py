@@ -161,15 +161,15 @@ async def test_batch_id_cannot_name_another_batch(trainer: Deployment) -> None:
     assert (type(error), error.reason) == (PreconditionFailed, Reason.REPLAYED_BATCH)
 
 
-async def test_logprob_gap_is_refused_and_the_trainer_goes_on(trainer: Deployment) -> None:
-    await trainer.open(max_logprob_gap=2.0)
+async def test_logprob_diff_is_refused_and_the_trainer_goes_on(trainer: Deployment) -> None:
+    await trainer.open(max_logprob_diff=2.0)
     await trainer.publish()
     batch = trainer.batch()
     off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
     error = await refused(trainer, off)
-    assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_GAP)
-    # The gap is about 60 less the random model's 5.
-    assert 50 < float(error.metadata["logprob_gap_mean"]) < 60
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_DIFF)
+    # The difference is about 60 less the random model's 5.
+    assert 50 < float(error.metadata["logprob_diff_mean"]) < 60
     assert (await trainer.train(batch)).version == 1
 
 
@@ -189,7 +189,7 @@ async def test_forward_answers_in_the_order_of_the_samples(trainer: Deployment, 
 async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
     """Checks that log-probabilities from Forward, as the engine's and the reference's, are those of the update.
 
-    To the last bit there is no gap, no divergence, and a ratio of 1.
+    To the last bit there is no difference, no divergence, and a ratio of 1.
     """
     await trainer.open(loss={"kl_coef": 0.1})
     await trainer.publish()
@@ -200,7 +200,7 @@ async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
     batch = changed(batch, "ref_logprobs", reference["logprobs"].to_pylist())
     batch = changed(batch, "logprobs", policy["logprobs"].to_pylist())
     metrics = (await trainer.train(batch)).metrics
-    assert metrics["kl"] == metrics["logprob_gap_max"] == metrics["logprob_gap_kl"] == metrics["clip_fraction"] == 0
+    assert metrics["kl"] == metrics["logprob_diff_max"] == metrics["logprob_diff_kl"] == metrics["clip_fraction"] == 0
     # The mean is a sum of two ranks' shares, which is rounded once.
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1.2e-7)
 

@@ -251,12 +251,12 @@ async def test_a_message_out_of_place_and_a_batch_without_trained_tokens_are_ref
 
 
 async def test_a_gap_is_found_before_anything_is_applied(trainer: Deployment) -> None:
-    await trainer.open(max_logprob_gap=2.0)
+    await trainer.open(max_logprob_diff=2.0)
     await trainer.publish()
     batch = trainer.batch()
     off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
     error = await refused(trainer, block_messages(header_of(trainer), off))
-    assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_GAP)
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_DIFF)
     assert (await send(trainer, block_messages(header_of(trainer), batch))).version == 1
 
 

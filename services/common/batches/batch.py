@@ -39,10 +39,10 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("turn_ends", pa.list_(pa.int32())),
         pa.field("turn_rewards", pa.list_(pa.float64())),
         pa.field("environment", pa.string()),
-        # The experts that the engine chose for each token but the last (routes.py); null if it returned none.
-        pa.field("routes", pa.large_binary()),
+        # The experts that the engine chose for each token but the last (routed_experts.py); null if it returned none.
+        pa.field("routed_experts", pa.large_binary()),
         # The tokens that truncated sampling drew each token from (kept.py); null if nothing was truncated.
-        pa.field("kept", pa.large_binary()),
+        pa.field("sampling_mask", pa.large_binary()),
     ]
 )
 
@@ -137,39 +137,40 @@ def tokens_sha256(tokens: Sequence[int]) -> str:
 _TYPE = np.dtype("<u4")
 
 
-def encode_kept(sets: Sequence[np.ndarray | Sequence[int]]) -> bytes:
-    """Returns the bytes of the kept set of each token."""
+def encode_sampling_masks(sets: Sequence[np.ndarray | Sequence[int]]) -> bytes:
+    """Returns the bytes of the sampling mask of each token."""
     counts = np.array([len(kept) for kept in sets], _TYPE)
     return b"".join((counts.tobytes(), *(np.asarray(kept).astype(_TYPE).tobytes() for kept in sets)))
 
 
-def decode_kept(data: bytes | memoryview, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def decode_sampling_masks(data: bytes | memoryview, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the size of each token's set, int64 [num_tokens], and the tokens of all sets, uint32.
 
     Raises:
-        ValueError: These are not the kept sets of `num_tokens` tokens.
+        ValueError: These are not the sampling masks of `num_tokens` tokens.
     """
     if len(data) % _TYPE.itemsize:
         raise ValueError(f"{len(data)} bytes are not whole numbers")
     numbers = np.frombuffer(data, _TYPE)
     counts, kept = numbers[:num_tokens].astype(np.int64), numbers[num_tokens:]
     if len(counts) != num_tokens or counts.sum() != len(kept):
-        raise ValueError(f"{len(numbers)} numbers are not the kept sets of {num_tokens} tokens")
+        raise ValueError(f"{len(numbers)} numbers are not the sampling masks of {num_tokens} tokens")
     return counts, kept
 
 
 def keeps_sampled(tokens: np.ndarray, counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Returns whether each of `tokens` is in its own set, bool [tokens]; for the results of `decode_kept`."""
+    """Returns whether each of `tokens` is in its own set, bool [tokens]; for the results of `decode_sampling_masks`."""
     own = np.repeat(np.arange(len(tokens)), counts)
     is_kept = np.zeros(len(tokens), bool)
     is_kept[own[kept == tokens[own]]] = True
     return is_kept
 
 
-def join_kept(parts: Iterable[tuple[bytes, int]]) -> bytes:
-    """Returns the kept sets of a completion that consists of `parts`: the kept sets and number of tokens of each.
+def join_sampling_masks(parts: Iterable[tuple[bytes, int]]) -> bytes:
+    """Returns the sampling masks of a completion that consists of `parts`: the sampling masks and number of tokens of
+    each.
 
-    The tokens of a part without kept sets, which is empty bytes, have the count 0.
+    The tokens of a part without sampling masks, which is empty bytes, have the count 0.
     """
     counts: list[bytes] = []
     kept: list[bytes] = []

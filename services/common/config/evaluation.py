@@ -170,10 +170,10 @@ def check_speculation(
     speculation: SpeculationConfig, placement: Placement, trainer: TrainerConfig, evaluation: EvaluationConfig
 ) -> None:
     """Raises ValueError if another section has a setting that speculative decoding does not support."""
-    if trainer.moe.replay_routes == "on":
+    if trainer.moe.router_replay == "on":
         raise ValueError(
-            "trainer.moe.replay_routes on: the routes of drafted tokens were not compared with the trainer's; leave "
-            "rollout.speculation out, or set trainer.moe.replay_routes to auto"
+            "trainer.moe.router_replay on: the routed experts of drafted tokens were not compared with the trainer's; "
+            "leave rollout.speculation out, or set trainer.moe.router_replay to auto"
         )
     if trainer.lora.published_rank:
         raise ValueError(

@@ -142,7 +142,7 @@ def data_parallel_size(trainer: TrainerConfig) -> int:
     return Layout.of(trainer.megatron, trainer.num_ranks).dp
 
 
-def packs_multiple(trainer: TrainerConfig) -> int:
+def microbatches_multiple(trainer: TrainerConfig) -> int:
     """Returns the number that a data-parallel rank's micro-batch count must be a multiple of: PP with VPP, else 1.
 
     An interleaved schedule runs micro-batches in rounds of PP (megatron.core.pipeline_parallel.schedules).
@@ -153,7 +153,7 @@ def packs_multiple(trainer: TrainerConfig) -> int:
 
 def samples_at_once(trainer: TrainerConfig) -> int:
     """Returns the minimum number of samples: one per required micro-batch of each data-parallel rank."""
-    return data_parallel_size(trainer) * packs_multiple(trainer)
+    return data_parallel_size(trainer) * microbatches_multiple(trainer)
 
 
 def check_layout(

@@ -155,7 +155,7 @@ class SamplingConfig(Strict):
 
     min_tokens: int = Field(default=0, ge=0)
     """Sample no stop token, and look for no stop string, before this many tokens. Needs top_k: the trainer must know
-    that these tokens could not be sampled, which the kept sets tell it."""
+    that these tokens could not be sampled, which the sampling masks tell it."""
     bad_words: BadWords = ()
     """Texts that are not sampled: where the tokens before are the beginning of a text's tokens, its last token cannot
     be sampled. As in vLLM, the tokens after a space count too if they are as many, and the same text in other tokens
@@ -204,8 +204,8 @@ class SamplingConfig(Strict):
             if self.min_tokens:
                 key, what = f"min_tokens {self.min_tokens}", "until then no stop token can be sampled"
             raise ValueError(
-                f"{key} needs top_k from 1 to {MAX_KEPT}: {what}, and the trainer learns only from the kept sets of "
-                "truncated sampling which tokens could be"
+                f"{key} needs top_k from 1 to {MAX_KEPT}: {what}, and the trainer learns only from the sampling masks "
+                "of truncated sampling which tokens could be"
             )
         return self
 

@@ -17,7 +17,13 @@ from services.common.config.evaluation import (
     check_length,
     check_speculation,
 )
-from services.common.config.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
+from services.common.config.layout import (
+    Layout,
+    check_layout,
+    data_parallel_size,
+    microbatches_multiple,
+    samples_at_once,
+)
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement
 from services.common.config.reward import RewardConfig
@@ -285,18 +291,18 @@ class Config(AnyRun):
         return self
 
     @property
-    def wants_routes(self) -> bool:
+    def wants_routed_experts(self) -> bool:
         """Whether the engines are asked for the experts that they choose."""
         # vLLM returns none for a sample that ends at a stop string; those of drafted tokens were not compared with the
         # trainer's.
-        return self.trainer.replays_routes and not (self.rollout.sampling.stop or self.rollout.speculation)
+        return self.trainer.uses_router_replay and not (self.rollout.sampling.stop or self.rollout.speculation)
 
     @model_validator(mode="after")
     def _features_go_together(self) -> Self:
-        if self.trainer.moe.replay_routes == "on" and self.rollout.sampling.stop:
+        if self.trainer.moe.router_replay == "on" and self.rollout.sampling.stop:
             raise ValueError(
-                "trainer.moe.replay_routes on: vLLM returns no routes of a sample that ends at a stop string; leave "
-                "rollout.sampling.stop out, or set trainer.moe.replay_routes to auto"
+                "trainer.moe.router_replay on: vLLM returns no routed experts of a sample that ends at a stop string; "
+                "leave rollout.sampling.stop out, or set trainer.moe.router_replay to auto"
             )
         if self.rollout.speculation:
             check_speculation(self.rollout.speculation, self.placement, self.trainer, self.evaluation)
@@ -345,10 +351,10 @@ class Config(AnyRun):
 def _ranks(name: str, model: TrainerConfig) -> str:
     size = data_parallel_size(model)
     of_all = "" if size == model.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
-    stages = packs_multiple(model)
+    stages = microbatches_multiple(model)
     return f"{name}.num_ranks {model.num_ranks}{of_all}" + (f" x PP {stages}, interleaved" if stages > 1 else "")
 
 
 def _needs(model: TrainerConfig) -> str:
-    stages = packs_multiple(model)
+    stages = microbatches_multiple(model)
     return f"every rank needs at least {'one' if stages == 1 else stages}"

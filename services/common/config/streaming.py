@@ -12,7 +12,7 @@ _LONGEST_TO_MEAN = 4
 _MAX_BLOCKS = 8
 # Micro-batches of a block for each stage of a pipeline, which fills and drains for every block. So it idles for less
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
-_PACKS_PER_STAGE = 4
+_MICROBATCHES_PER_STAGE = 4
 # The kinds of advantage that depend on no other group of the batch.
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"}
 
@@ -97,13 +97,13 @@ def _tokens_per_pass(trainer: TrainerConfig) -> int:
 
 def _fewest_tokens(config: Config) -> int:
     """Returns the number of tokens that fill the fewest micro-batches that a block should have."""
-    return _tokens_per_pass(config.trainer) * _packs_per_rank(config.trainer)
+    return _tokens_per_pass(config.trainer) * _microbatches_per_rank(config.trainer)
 
 
-def _packs_per_rank(trainer: TrainerConfig) -> int:
+def _microbatches_per_rank(trainer: TrainerConfig) -> int:
     """Returns the number of micro-batches that a block should have on each rank."""
     num_stages = trainer.megatron.pipeline_model_parallel_size if trainer.strategy == "megatron" else 1
-    return num_stages * _PACKS_PER_STAGE if num_stages > 1 else 1
+    return num_stages * _MICROBATCHES_PER_STAGE if num_stages > 1 else 1
 
 
 def _is_exact(config: Config) -> bool:

@@ -12,21 +12,21 @@ from services.common.config.megatron import MegatronConfig
 class RoutingConfig(Strict):
     """How a policy with mixture-of-experts layers is trained; no effect on a dense model."""
 
-    replay_routes: Literal["auto", "on", "off"] = "auto"
+    router_replay: Literal["auto", "on", "off"] = "auto"
     """Routing replay (R3, arXiv 2510.11370): compute each token with the experts that the engine chose for it, in the
     forward pass, in recomputation and so in the backward pass. Their weights still come from the trainer's router,
     which gets gradients. auto: replay if all layers of the model have experts, the engine can return its choices, and
     the config allows it (no stop strings, and with Megatron no moe_router_fusion, sinkhorn or CUDA graphs); on: fail
     if it is not possible; off: use the experts that the trainer's router chooses."""
 
-    @field_validator("replay_routes", mode="before")
+    @field_validator("router_replay", mode="before")
     @classmethod
     def _on_and_off_are_words(cls, value: object) -> object:
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads them as booleans
 
 
-def ignores_routes(megatron: MegatronConfig) -> str:
-    """Returns the setting with which Megatron would ignore routes; an empty string if there is none."""
+def ignores_routed_experts(megatron: MegatronConfig) -> str:
+    """Returns the setting with which Megatron would ignore routed experts; an empty string if there is none."""
     given = megatron.transformer_config_kwargs
     if given.get("moe_router_fusion"):
         return "megatron.transformer_config_kwargs.moe_router_fusion"
@@ -210,7 +210,7 @@ class TrainerConfig(Strict):
     bit on CPU."""
     lag: LagConfig = LagConfig()
     """Training on samples of earlier weights."""
-    max_logprob_gap: float = Field(default=1.0, gt=0)
+    max_logprob_diff: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
     trainer's log-probabilities over a batch is above this."""
     collective_timeout_s: Seconds = 600.0
@@ -240,10 +240,12 @@ class TrainerConfig(Strict):
         return self.num_epochs == 1 and is_sum and is_alone
 
     @property
-    def replays_routes(self) -> bool:
-        """Whether the policy computes with the engine's routes, if the samples have them."""
-        is_possible = self.loss.is_sampled and not (self.strategy == "megatron" and ignores_routes(self.megatron))
-        return self.moe.replay_routes != "off" and is_possible
+    def uses_router_replay(self) -> bool:
+        """Whether the policy computes with the engine's routed experts, if the samples have them."""
+        is_possible = self.loss.is_sampled and not (
+            self.strategy == "megatron" and ignores_routed_experts(self.megatron)
+        )
+        return self.moe.router_replay != "off" and is_possible
 
     @field_validator("streaming", mode="before")
     @classmethod
@@ -253,15 +255,15 @@ class TrainerConfig(Strict):
     @model_validator(mode="after")
     def _features_go_together(self) -> Self:
         check_lag(self.lag, self.loss, self.num_minibatches)
-        if self.moe.replay_routes == "on":
+        if self.moe.router_replay == "on":
             if not self.loss.is_sampled:
                 raise ValueError(
-                    f"moe.replay_routes on needs sampled tokens, and loss.kind {self.loss.kind} has none: leave it out"
+                    f"moe.router_replay on needs sampled tokens, and loss.kind {self.loss.kind} has none: leave it out"
                 )
-            if self.strategy == "megatron" and (setting := ignores_routes(self.megatron)):
+            if self.strategy == "megatron" and (setting := ignores_routed_experts(self.megatron)):
                 raise ValueError(
-                    f"moe.replay_routes on: with {setting} Megatron's router ignores routes; leave that out, or set "
-                    "moe.replay_routes to off"
+                    f"moe.router_replay on: with {setting} Megatron's router ignores routed experts; leave that out, "
+                    "or set moe.router_replay to off"
                 )
         if self.lora.dropout and self.strategy != "megatron":
             raise ValueError("lora.dropout is above 0: it needs strategy megatron")

@@ -57,15 +57,15 @@ class Replica:
             seed=config.seed,
             adapter_rank=config.trainer.lora.published_rank,
             can_sleep=config.placement == "colocated",
-            return_routes=config.wants_routes,
+            return_routed_experts=config.wants_routed_experts,
         )
         self._renewal.begin(self._client, RolloutService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         answer = await self._client.call_starting(RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s)
-        if config.trainer.moe.replay_routes == "on" and not answer.returns_routes:
+        if config.trainer.moe.router_replay == "on" and not answer.returns_routed_experts:
             raise InvalidInput(
-                f"trainer.moe.replay_routes on: the engine at {self.address} returns no routes, because the model has "
-                "no layers of experts or its vLLM cannot return them; set trainer.moe.replay_routes to auto",
-                field="trainer.moe.replay_routes",
+                f"trainer.moe.router_replay on: the engine at {self.address} returns no routed experts, because the "
+                "model has no layers of experts or its vLLM cannot return them; set trainer.moe.router_replay to auto",
+                field="trainer.moe.router_replay",
             )
         self.incarnation = await self.identify(MAX_RETRY_S)
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples

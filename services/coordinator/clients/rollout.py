@@ -9,7 +9,7 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.batches.batch import tokens_sha256
-from services.common.batches.routes import from_parts
+from services.common.batches.routed_experts import from_parts
 from services.common.config.run import Config
 from services.common.config.streaming import orders_by_length
 from services.common.errors import (
@@ -87,8 +87,9 @@ class Rollout(ReplicaSet):
             DataLoss: The prompt or the group changed on the way.
         """
         wanted = pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)
-        # An evaluation, which asks for no routes either, has no blocks. Its answers would list thousands of prompts.
-        reports = self._reports_unfinished and sampling.return_routes
+        # An evaluation, which asks for no routed experts either, has no blocks. Its answers would list thousands of
+        # prompts.
+        reports = self._reports_unfinished and sampling.return_routed_experts
         request = pb.GenerateRequest(
             expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=reports
         )
@@ -97,8 +98,8 @@ class Rollout(ReplicaSet):
             self.lengths.pop(prompt.prompt_id, None)  # it begins again
         address, answers = found
         group = _group_of(index, prompt, len(seeds), answers)
-        if sampling.return_kept and not group.kept:
-            raise InternalError(f"replica {address} returned no kept sets; update its service")
+        if sampling.return_sampling_mask and not group.sampling_mask:
+            raise InternalError(f"replica {address} returned no sampling masks; update its service")
         self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
         return group
 
@@ -208,6 +209,6 @@ def _group_of(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb
         answer.stamp,
         drafts=answer.drafts,
         num_cached_tokens=answer.num_cached_tokens,
-        routes=from_parts((part for message in answers for part in message.routes), num_samples),
+        routed_experts=from_parts((part for message in answers for part in message.routed_experts), num_samples),
         kept=from_parts((part for message in answers for part in message.kept), num_samples),
     )

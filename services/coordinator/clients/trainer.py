@@ -295,9 +295,13 @@ class Model:
     def _needed(self, batch: pa.Table) -> pa.Table:
         """Returns the batch without what this model does not read. That can be most of its bytes.
 
-        Only the policy replays routes. A critic has no distribution that kept sets could cut.
+        Only the policy replays routed_experts. A critic has no distribution that sampling masks could cut.
         """
-        unread = {pb.ROLE_POLICY: (), pb.ROLE_REFERENCE: ("routes",), pb.ROLE_CRITIC: ("routes", "kept")}
+        unread = {
+            pb.ROLE_POLICY: (),
+            pb.ROLE_REFERENCE: ("routed_experts",),
+            pb.ROLE_CRITIC: ("routed_experts", "sampling_mask"),
+        }
         return batches.without(batch, *unread[self._role])
 
     @property

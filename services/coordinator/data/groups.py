@@ -74,9 +74,10 @@ class Stream:
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    routes: bytearray = field(default_factory=bytearray)
+    routed_experts: bytearray = field(default_factory=bytearray)
     kept: list[tuple[bytes, int]] = field(default_factory=list)
-    """The kept sets and number of tokens of each part of `tokens`, for common.batches.kept.join_kept."""
+    """The sampling masks and number of tokens of each part of `tokens`, for
+    common.batches.batch.join_sampling_masks."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -88,13 +89,13 @@ class Stream:
         """Returns the number of tokens that the engine has seen, as prompts or by sampling them."""
         return len(self.prompt) + (self.ends[-1] if self.ends else 0)
 
-    def add_turn(self, completion: Completion, routes: bytes = b"", kept: bytes = b"") -> None:
-        """Appends a sampled turn with its kept sets, and the routes of the tokens that have none yet.
+    def add_turn(self, completion: Completion, routed_experts: bytes = b"", kept: bytes = b"") -> None:
+        """Appends a sampled turn with its sampling masks, and the routed experts of the tokens that have none yet.
 
-        `routes` are those of all tokens up to here but the last. Tokens of earlier turns keep the routes that they were
-        sampled with.
+        `routed_experts` are those of all tokens up to here but the last. Tokens of earlier turns keep the routed
+        experts that they were sampled with.
         """
-        self.routes += routes[len(self.routes) :]
+        self.routed_experts += routed_experts[len(self.routed_experts) :]
         self.begins.append(len(self.tokens))
         self.tokens.extend(completion.tokens)
         self.logprobs.extend(completion.logprobs)
@@ -144,10 +145,11 @@ class SampledGroup:
     """Sum over the completions of the prompt tokens that the engine took from its prefix cache."""
     episodes: Sequence[Episode] = field(default=(), kw_only=True)
     """The episode of each completion; empty without an environment."""
-    routes: Sequence[bytes] = field(default=(), kw_only=True)
-    """The routes of each completion with its prompt (common.batches.routes); empty if the engine returned none."""
+    routed_experts: Sequence[bytes] = field(default=(), kw_only=True)
+    """The routed experts of each completion with its prompt (common.batches.routed_experts); empty if the engine
+    returned none."""
     kept: Sequence[bytes] = field(default=(), kw_only=True)
-    """The kept sets of each completion (common.batches.kept); empty if nothing was truncated."""
+    """The sampling masks of each completion (common.batches.batch); empty if nothing was truncated."""
 
     @property
     def length(self) -> int:
@@ -219,8 +221,8 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
             "scorer": group.scorer,
             "seed": completion.seed,
             **(vars(group.episodes[sample]) if group.episodes else {}),
-            **({"routes": group.routes[sample]} if group.routes else {}),
-            **({"kept": group.kept[sample]} if group.kept else {}),
+            **({"routed_experts": group.routed_experts[sample]} if group.routed_experts else {}),
+            **({"sampling_mask": group.sampling_mask[sample]} if group.sampling_mask else {}),
             **{name: rows[sample] for name, rows in group.columns.items()},
         }
         for group in groups

@@ -175,7 +175,7 @@ _COLUMNS = {
     "tokens": lambda m: f"{m['batch/tokens']:.0f}",
     "entropy": lambda m: f"{m['train/entropy']:.3f}",
     "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
-    "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
+    "diff max": lambda m: f"{m['train/logprob_diff_max']:.1e}",
     # Generating and scoring overlap: each has the time in which it had work. Rewards of a lagged step, for example, may
     # come in another step's time, which then has none.
     "score s": lambda m: f"{m['time/score_busy_s']:.2f}" if "time/score_busy_s" in m else "",
@@ -185,7 +185,7 @@ _COLUMNS = {
 }
 _NAMES = ("step", "held-out", *_COLUMNS)
 _SCORE = _NAMES.index("score s")
-_FIRST = ("step", "reward", "held-out", "grad norm", "generate s", "score s", "train s", "entropy", "gap max")
+_FIRST = ("step", "reward", "held-out", "grad norm", "generate s", "score s", "train s", "entropy", "diff max")
 _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
 
 

@@ -42,7 +42,7 @@ class LayerBytes:
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class MicrobatchMemory:
     """Bytes of the largest micro-batch on one rank."""
 
     activations: int
@@ -57,7 +57,9 @@ class Microbatch:
     """Bytes that intermediate results leave free between activations in the heap. The next micro-batch fills them."""
 
 
-def microbatch(config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool) -> Microbatch:
+def microbatch_memory(
+    config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool
+) -> MicrobatchMemory:
     """Returns the bytes of the largest micro-batch; only the last pipeline stage (`is_last`) computes logits."""
     trainer, tokens = config.trainer, microbatch_tokens(config) // layout.cp
     layer = _layer(trainer, model, layout, is_gpu=is_gpu)
@@ -72,10 +74,10 @@ def microbatch(config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu
     # By the width of the feed-forward layer, which has most of the bytes.
     widest = max(model.intermediate_size, model.hidden_size) // layout.tp
     if is_gpu or tokens * widest * weight_bytes(trainer, is_gpu=False) >= _LARGEST_IN_HEAP:
-        return Microbatch(kept, forward, backward)
+        return MicrobatchMemory(kept, forward, backward)
     num_holes = num_inputs if trainer.strategy == "fsdp" else 0
     holes = tokens * int(_HOLES * num_whole * layer.kept + num_holes * layer.working)
-    return Microbatch(kept, forward, backward, True, holes)
+    return MicrobatchMemory(kept, forward, backward, True, holes)
 
 
 def microbatch_tokens(config: AnyConfig) -> int:

@@ -19,7 +19,7 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.registry import FUSED, PARTS, Weight, lora_layer
-from services.coordinator.planning.activations import Microbatch, in_flight, microbatch, weight_bytes
+from services.coordinator.planning.activations import MicrobatchMemory, in_flight, microbatch_memory, weight_bytes
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -40,7 +40,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    micro: Microbatch
+    microbatch: MicrobatchMemory
     in_flight: float = 1
     reference: int = 0
     gathered: int = 0
@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def activations(self) -> int:
-        return self.micro.activations
+        return self.microbatch.activations
 
     @property
     def phases(self) -> dict[str, int]:
@@ -63,13 +63,13 @@ class Memory:
         always = self.base + self.weights + self.reference
         state = 0 if "optimizer" in self.offloads else self.optimizer
         gradients = 0 if "grads" in self.offloads else self.gradients
-        kept = int(self.micro.activations * self.in_flight) + self.micro.holes
+        kept = int(self.microbatch.activations * self.in_flight) + self.microbatch.holes
         # Later phases find the heap that the backward pass has left.
-        least = always + state + self.gradients + kept if self.micro.is_in_heap else 0
+        least = always + state + self.gradients + kept if self.microbatch.is_in_heap else 0
         copies = self.gradient_copies
         phases = {
-            "forward": always + state + gradients + copies + self.gathered + self.micro.forward,
-            "backward": always + state + self.gradients + self.gathered + kept + self.micro.backward,
+            "forward": always + state + gradients + copies + self.gathered + self.microbatch.forward,
+            "backward": always + state + self.gradients + self.gathered + kept + self.microbatch.backward,
             "optimizer": always + self.optimizer + self.gradients + copies,
             "publication": always + state + gradients + copies + self.publication,
         }
@@ -153,7 +153,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
         weights=weight * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
         gradients=state.gradient * sum(trained),
         optimizer=sharded((state.master + state.moments) * state.device_share),
-        micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=pp == layout.pp - 1),
+        microbatch=microbatch_memory(config, model, layout, is_gpu=is_gpu, is_last=pp == layout.pp - 1),
         in_flight=in_flight(layout, pp),
         reference=_reference(config, model, is_gpu=is_gpu),
         publication=_in_publication(config, model, is_gpu=is_gpu),
@@ -183,7 +183,7 @@ def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memo
         weights=frozen + _MASTER * own,
         gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
         optimizer=_MOMENTS * own,
-        micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=True),
+        microbatch=microbatch_memory(config, model, layout, is_gpu=is_gpu, is_last=True),
         reference=weight * count if "reference" in config.models else 0,
         gathered=weight * gathered,
         publication=_in_publication(config, model, is_gpu=is_gpu),

@@ -214,7 +214,7 @@ def _parts_table(memories: Mapping[str, Memory]) -> Table:
     for name, memory in memories.items():
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
         cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
-        cells.append(f"{(memory.gathered + memory.micro.backward + memory.micro.holes) / size:.2f}")
+        cells.append(f"{(memory.gathered + memory.microbatch.backward + memory.microbatch.holes) / size:.2f}")
         cells += [f"{memory.reference / size:.2f}"] * has_reference + [f"{memory.base / size:.2f}"] * has_base
         table.add_row(name, _count(memory.parameters), *cells)
     return table
@@ -290,8 +290,8 @@ def _blocks(config: Config) -> Iterator[str]:
     if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
         layout = Layout.of(trainer.megatron, trainer.num_ranks)
         num_tokens = min(size, most_tokens_per_minibatch(config))
-        num_packs = -(-num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
-        share = (layout.pp - 1) / (layout.vpp * num_packs + layout.pp - 1)
+        num_microbatches = -(-num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
+        share = (layout.pp - 1) / (layout.vpp * num_microbatches + layout.pp - 1)
         idle = f"; the pipeline idles for {share:.0%} of each, more of one with fewer tokens"
     num_minibatches, rest = trainer.num_minibatches, ""
     if num_minibatches > 1:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.common.batches.batch import decode_kept
+from services.common.batches.batch import decode_sampling_masks
 from services.common.config.observability import WarningsConfig
 from services.common.rewards import all_equal, is_constant
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
@@ -170,7 +170,7 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
     if not mask_N.any():
         return {}
     metrics: dict[str, float] = {}
-    if _has(batch, "kept"):
+    if _has(batch, "sampling_mask"):
         metrics["sampling/kept_tokens_mean"] = float(_kept_counts(batch)[mask_N].mean())
     if _has(batch, "advantages"):
         advantages_M = per_token(batch, "advantages", "metrics")[mask_N]
@@ -190,8 +190,8 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
 
 def _kept_counts(batch: pa.Table) -> np.ndarray:
     lengths = pc.list_value_length(batch["tokens"]).to_pylist()
-    rows = zip(batch["kept"], lengths, strict=True)
-    return np.concatenate([decode_kept(row.as_buffer(), num_tokens)[0] for row, num_tokens in rows])
+    rows = zip(batch["sampling_mask"], lengths, strict=True)
+    return np.concatenate([decode_sampling_masks(row.as_buffer(), num_tokens)[0] for row, num_tokens in rows])
 
 
 def _has(batch: pa.Table, name: str) -> bool:

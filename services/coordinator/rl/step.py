@@ -162,7 +162,7 @@ def metrics_of(run: Run, trained: dict[str, float], batch: Batch) -> dict[str, f
     """
     lag: dict[str, float] = {}
     if run.config.trainer.lag.versions:
-        lag = {"lag/versions": float(run.version - batch.stamp.version), "lag/ess": trained["logprob_gap_ess"]}
+        lag = {"lag/versions": float(run.version - batch.stamp.version), "lag/ess": trained["logprob_diff_ess"]}
     return {"time/generating_s": 0.0, **step_metrics(run, trained, batch.samples), **lag}
 
 

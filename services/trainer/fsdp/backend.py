@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.batches.routes import RouteShape, route_shape
+from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import is_adapter, without_adapters
@@ -26,7 +26,7 @@ from services.trainer.backend import (
     LossFunction,
     Offloads,
     Part,
-    ReplaysRoutes,
+    ReplaysRouting,
     Role,
     compute_dtype,
 )
@@ -36,15 +36,15 @@ from services.trainer.fsdp.lora import AdapterStream
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
-from services.trainer.routes import LayerReplay, ModelReplay
+from services.trainer.router_replay import LayerReplay, ModelReplay
 from services.trainer.updates.optim import make_adamw
-from services.trainer.updates.packing import Pack
+from services.trainer.updates.packing import Microbatch
 
 
 class Replay:
-    """Makes the layers of experts compute with the routes of packs that have them."""
+    """Makes the layers of experts compute with the routed experts of micro-batches that have them."""
 
-    def __init__(self, causal_lm: PreTrainedModel, shape: RouteShape, device: torch.device):
+    def __init__(self, causal_lm: PreTrainedModel, shape: RoutedExpertsShape, device: torch.device):
         known = routers(causal_lm)
         if len(known) != shape.num_layers:
             raise InternalError(f"{len(known)} routers are known in a model of {shape.num_layers} layers of experts")
@@ -55,15 +55,15 @@ class Replay:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Surrounds the passes over the packs of an update."""
+        """Surrounds the passes over the micro-batches of an update."""
         self._model.begin()
         yield
         self._model.end()
 
-    def feed(self, pack: Pack) -> None:
-        """Sets the routes that the next forward pass uses: those of `pack`, if it has any."""
+    def feed(self, microbatch: Microbatch) -> None:
+        """Sets the routed experts that the next forward pass uses: those of `microbatch`, if it has any."""
         for number, layer in enumerate(self._layers):
-            layer.feed(None if pack.routes_TLK is None else pack.routes_TLK[:, number])
+            layer.feed(None if microbatch.experts_TLK is None else microbatch.experts_TLK[:, number])
 
     def counts(self) -> torch.Tensor:
         """Returns what was replayed in the last `passes`, float64 [2], summed over all ranks."""
@@ -72,7 +72,7 @@ class Replay:
         return counts_2
 
 
-class FsdpBackend(OffloadedParts, Backend, ReplaysRoutes, Adapters, Offloads):
+class FsdpBackend(OffloadedParts, Backend, ReplaysRouting, Adapters, Offloads):
     """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -93,36 +93,36 @@ class FsdpBackend(OffloadedParts, Backend, ReplaysRoutes, Adapters, Offloads):
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
             self._adapters = AdapterStream(self._model.causal_lm, self._stream)
-            shape = route_shape((Path(model_path) / "config.json").read_bytes())
-            if shape and config.replays_routes:
+            shape = routed_experts_shape((Path(model_path) / "config.json").read_bytes())
+            if shape and config.uses_router_replay:
                 self._replay = Replay(self._model.causal_lm, shape, device)
 
     @property
     def data_rank(self) -> int:
         return self._mesh.get_rank()
 
-    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+    def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         with torch.no_grad():
-            outputs = [self._outputs(pack, temperature) for pack in packs]
+            outputs = [self._outputs(microbatch, temperature) for microbatch in microbatches]
         reshard(self._model)
         return outputs
 
-    def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+    def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         with without_adapters([self._model]):
-            return self.forward(packs, temperature)
+            return self.forward(microbatches, temperature)
 
     def accumulate(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction, *, is_whole: bool
+        self, microbatches: Sequence[Microbatch], temperature: float, loss: LossFunction, *, is_whole: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
         with self._replay.passes() if self._replay else nullcontext():
-            for index, pack in enumerate(packs):
-                is_last = index == len(packs) - 1
+            for index, microbatch in enumerate(microbatches):
+                is_last = index == len(microbatches) - 1
                 self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
-                outputs_KN = self._outputs(pack, temperature)
-                value, metrics = loss(outputs_KN, pack)
+                outputs_KN = self._outputs(microbatch, temperature)
+                value, metrics = loss(outputs_KN, microbatch)
                 # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
                 (value * self._mesh.size()).backward()
                 outputs.append(outputs_KN.detach())
@@ -135,7 +135,7 @@ class FsdpBackend(OffloadedParts, Backend, ReplaysRoutes, Adapters, Offloads):
                 parameter.grad.mul_(factor)
 
     def replayed(self) -> torch.Tensor:
-        assert self._replay is not None, "only the policy's packs have routes, of a model with experts"
+        assert self._replay is not None, "only the policy's micro-batches have routed experts, of a model with experts"
         return self._replay.counts()
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -199,10 +199,10 @@ class FsdpBackend(OffloadedParts, Backend, ReplaysRoutes, Adapters, Offloads):
     def close(self) -> None:
         pass
 
-    def _outputs(self, pack: Pack, temperature: float) -> torch.Tensor:
+    def _outputs(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
         if self._replay:
-            self._replay.feed(pack)
-        return self._model(pack, temperature)
+            self._replay.feed(microbatch)
+        return self._model(microbatch, temperature)
 
     def _parameter_tensors(self) -> Iterator[torch.Tensor]:
         return map(local_shard, self._model.parameters())

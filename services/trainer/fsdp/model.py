@@ -29,7 +29,7 @@ from services.trainer.fsdp import attention
 from services.trainer.fsdp.lora import add_adapters
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.updates.logprobs import linear_logprobs
-from services.trainer.updates.packing import Pack
+from services.trainer.updates.packing import Microbatch
 
 
 def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: bool) -> None:
@@ -68,7 +68,7 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTra
 def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> None:
     """Checks the model, whose weights are on the meta device and whose config is supported.
 
-    Its logits must depend only on the output layer's weight, and no layer may mix the sequences of a pack.
+    Its logits must depend only on the output layer's weight, and no layer may mix the sequences of a microbatch.
     """
     output_layer = getattr(causal_lm, "lm_head", None)
     if output_layer is None:
@@ -128,28 +128,30 @@ class _Model(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def hidden(self, pack: Pack) -> torch.Tensor:
+    def hidden(self, microbatch: Microbatch) -> torch.Tensor:
         """Returns the last hidden state [N, D] before each target."""
         hidden_TD = self.causal_lm.get_submodule("model")(
-            input_ids=pack.tokens_T[None],
-            position_ids=pack.positions_T[None],
+            input_ids=microbatch.tokens_T[None],
+            position_ids=microbatch.positions_T[None],
             use_cache=False,
-            cu_seqlens=pack.cu_seqlens_B1,
-            max_seqlen=pack.max_seqlen,
+            cu_seqlens=microbatch.cu_seqlens_B1,
+            max_seqlen=microbatch.max_seqlen,
         ).last_hidden_state[0]
-        return hidden_TD[pack.predict_N]
+        return hidden_TD[microbatch.predict_N]
 
 
 class LogprobModel(_Model):
     """Returns log-probabilities and entropies."""
 
-    def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
-        """Returns the log-probability of each target and the entropy there, float32 [2, N], over the kept sets.
+    def forward(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
+        """Returns the log-probability of each target and the entropy there, float32 [2, N], over the sampling masks.
 
         The logits [tokens, vocabulary] are never whole in memory.
         """
         weight_VD = self.causal_lm.get_parameter("lm_head.weight")
-        return linear_logprobs(self.hidden(pack), weight_VD, pack.targets_N, temperature, kept_MK=pack.kept_NK)
+        return linear_logprobs(
+            self.hidden(microbatch), weight_VD, microbatch.targets_N, temperature, kept_MK=microbatch.kept_NK
+        )
 
 
 class ValueModel(_Model):
@@ -162,9 +164,9 @@ class ValueModel(_Model):
         self.value_head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
 
-    def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
+    def forward(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
         """Returns the values, float32 [1, N], computed so too: the bfloat16 number after 1 is about 1.01."""
-        return nn.functional.linear(self.value_head.weight.float(), self.hidden(pack).float())
+        return nn.functional.linear(self.value_head.weight.float(), self.hidden(microbatch).float())
 
 
 def build(

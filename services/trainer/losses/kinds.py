@@ -28,7 +28,7 @@ class Tokens:
     logprobs_N: torch.Tensor
     """The policy's log-probabilities, with gradient."""
     columns: dict[str, torch.Tensor]
-    """The columns of updates.packing.Pack, and old_logprobs."""
+    """The columns of updates.packing.Microbatch, and old_logprobs."""
     lengths: tuple[int, ...]
     """The number of tokens of each sequence in N."""
 

@@ -123,9 +123,9 @@ def policy_loss(
     Args:
         outputs_2N: Each token's log-probability under the policy and the policy's entropy there, in nats, with
             gradient.
-        columns: The columns of services.trainer.updates.packing.Pack, and old_logprobs. loss_mask, completion_length
-            and behavior_logprobs are always read; advantages unless kind is sft; ref_logprobs if kl_coef is set;
-            covariance for the kinds in services.trainer.losses.kinds.
+        columns: The columns of services.trainer.updates.packing.Microbatch, and old_logprobs. loss_mask,
+            completion_length and behavior_logprobs are always read; advantages unless kind is sft; ref_logprobs if
+            kl_coef is set; covariance for the kinds in services.trainer.losses.kinds.
         lengths: The number of tokens of each sequence in N.
         totals: The counts over the whole mini-batch.
         config: The kind and its coefficients.
@@ -172,7 +172,7 @@ def value_loss(
 
     Args:
         values_N: The critic's values V, with gradient.
-        columns: Columns of updates.packing.Pack: loss_mask, completion_length, returns and, with a clip, values.
+        columns: Columns of updates.packing.Microbatch: loss_mask, completion_length, returns and, with a clip, values.
         totals: The counts over the whole mini-batch.
         config: The clip and the aggregation.
     """

@@ -21,7 +21,7 @@ from services.trainer.backend import (
     LossFunction,
     Offloads,
     PublishesSpans,
-    ReplaysRoutes,
+    ReplaysRouting,
     Role,
     SeveralSenders,
     compute_dtype,
@@ -29,7 +29,7 @@ from services.trainer.backend import (
 from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
-from services.trainer.megatron.microbatch import MicroBatch
+from services.trainer.megatron.microbatch import MicrobatchShard
 from services.trainer.megatron.model import (
     LogprobModel,
     ValueModel,
@@ -54,7 +54,7 @@ T = TypeVar("T")
 class MegatronBackend(
     OffloadedParts,
     Backend,
-    ReplaysRoutes,
+    ReplaysRouting,
     SeveralSenders,
     PublishesSpans,
     Adapters,
@@ -103,8 +103,8 @@ class MegatronBackend(
         self._offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
-            if config.replays_routes and self._map.model.num_experts:
-                self._model.replay_routes()
+            if config.uses_router_replay and self._map.model.num_experts:
+                self._model.enable_router_replay()
         self._offloader.release(*groups)
 
     @property
@@ -128,10 +128,10 @@ class MegatronBackend(
             self._zero_gradients()
         self._offloader.load(PARAMS)  # a forward since the last block has released them
         self._has_blocks = not is_whole
-        micros = self._model.cut(packs)
+        shards = self._model.cut(packs)
         # Megatron divides a whole update by all ranks' rows, which its auxiliary losses need; ours is divided already.
-        collect = self._collect(loss, self._count_rows(micros) if is_whole else 1)
-        kept = self._model.accumulate(micros, temperature, collect, is_whole=is_whole)
+        collect = self._collect(loss, self._count_rows(shards) if is_whole else 1)
+        kept = self._model.accumulate(shards, temperature, collect, is_whole=is_whole)
         values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], packs)  # on all stages
         return values, self._sum_metrics([metrics for _, metrics in kept])
 
@@ -140,7 +140,7 @@ class MegatronBackend(
         self._model.complete_blocks(factor)
 
     def replayed(self) -> torch.Tensor:
-        assert self._model.replay is not None, "only the policy's packs have routes, of a model with experts"
+        assert self._model.replay is not None, "only the policy's packs have routed experts, of a model with experts"
         return self._model.replay.counts()
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -275,15 +275,15 @@ class MegatronBackend(
     def _collect(self, loss: LossFunction, factor: int) -> Collect:
         """Returns what the schedule calls with a micro-batch: the loss times `factor`, the rows, and what to keep."""
 
-        def collect(micro: MicroBatch, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            value, metrics = loss(outputs_KN, micro.pack)
-            rows = torch.full((), micro.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
+        def collect(shard: MicrobatchShard, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            value, metrics = loss(outputs_KN, shard.pack)
+            rows = torch.full((), shard.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
             return value * factor, rows, (outputs_KN.detach(), metrics)
 
         return collect
 
-    def _count_rows(self, micros: Sequence[MicroBatch]) -> int:
-        rows = torch.tensor([sum(micro.num_rows for micro in micros)], device=self.device)
+    def _count_rows(self, shards: Sequence[MicrobatchShard]) -> int:
+        rows = torch.tensor([sum(shard.num_rows for shard in shards)], device=self.device)
         dist.all_reduce(rows, group=self._model.parallelism.dp_cp_group)
         return int(rows)
 

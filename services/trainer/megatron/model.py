@@ -29,7 +29,7 @@ from services.trainer.compat.megatron.model import HiddenStateModel, add_gradien
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
-from services.trainer.megatron.microbatch import MicroBatch
+from services.trainer.megatron.microbatch import MicrobatchShard
 from services.trainer.megatron.settings import make, model_settings, refusals
 from services.trainer.updates.logprobs import linear_logprobs
 
@@ -38,17 +38,17 @@ class LogprobHead(ColumnParallelLinear):
     """Computes log-probabilities and entropies from hidden states, without whole logits. It is the output layer."""
 
     def forward(  # type: ignore[override]
-        self, hidden_SBD: torch.Tensor, weight_VD: torch.Tensor, micro: MicroBatch, temperature: float
+        self, hidden_SBD: torch.Tensor, weight_VD: torch.Tensor, shard: MicrobatchShard, temperature: float
     ) -> torch.Tensor:
         """Returns float32 [2, M] for the predictions on this context-parallel rank."""
         if self.sequence_parallel:
             hidden_SBD = gather_from_sequence_parallel_region(hidden_SBD, group=self.tp_group)
         else:
             hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
-        hidden_MD = hidden_SBD.flatten(0, 1)[micro.rows_M]
+        hidden_MD = hidden_SBD.flatten(0, 1)[shard.rows_M]
         group = group_of(self.tp_group)
         shared = group if group.size() > 1 else None
-        return linear_logprobs(hidden_MD, weight_VD, micro.targets_M, temperature, shared, micro.kept_MK)
+        return linear_logprobs(hidden_MD, weight_VD, shard.targets_M, temperature, shared, shard.kept_MK)
 
 
 class ValueHead(torch.nn.Module):
@@ -60,14 +60,14 @@ class ValueHead(torch.nn.Module):
         self.sequence_parallel, self.tp_group = layer.sequence_parallel, layer.tp_group
         self.weight = torch.nn.Parameter(torch.zeros_like(layer.weight[:1]))
 
-    def forward(self, hidden_SBD: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    def forward(self, hidden_SBD: torch.Tensor, shard: MicrobatchShard) -> torch.Tensor:
         """Returns float32 [1, M], the values on this context-parallel rank."""
         if self.sequence_parallel:
             # All ranks compute the same value from the whole, so each keeps its part of the gradient and sums nothing.
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        hidden_MD = hidden_SBD.flatten(0, 1)[micro.rows_M]
+        hidden_MD = hidden_SBD.flatten(0, 1)[shard.rows_M]
         return (hidden_MD.float() @ self.weight.float().T).T
 
 
@@ -76,11 +76,11 @@ class Chunk(HiddenStateModel):
 
     num_outputs: int
 
-    def forward(self, micro: MicroBatch, temperature: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, shard: MicrobatchShard, temperature: float) -> torch.Tensor:  # type: ignore[override]
         """Returns hidden states for the next chunk; the last chunk returns its head's outputs [num_outputs, M]."""
         # Megatron's annotations leave out that positions, mask and packing may be None.
-        hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)  # pyright: ignore[reportArgumentType]
-        return self._outputs(hidden, micro, temperature) if self.post_process else hidden
+        hidden = super().forward(shard.tokens, None, None, packed_seq_params=shard.packed)  # pyright: ignore[reportArgumentType]
+        return self._outputs(hidden, shard, temperature) if self.post_process else hidden
 
     def layers(self) -> Iterator[TransformerLayer]:
         """Yields this chunk's transformer layers."""
@@ -88,7 +88,7 @@ class Chunk(HiddenStateModel):
             assert isinstance(layer, TransformerLayer)
             yield layer
 
-    def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
+    def _outputs(self, hidden_SBD: torch.Tensor, shard: MicrobatchShard, temperature: float) -> torch.Tensor:
         """Returns the head's outputs [num_outputs, M]."""
         raise NotImplementedError
 
@@ -103,11 +103,11 @@ class LogprobModel(Chunk):
         if self.post_process:
             set_class(self.output_layer, LogprobHead)
 
-    def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
+    def _outputs(self, hidden_SBD: torch.Tensor, shard: MicrobatchShard, temperature: float) -> torch.Tensor:
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return self.output_layer(hidden_SBD, weight, micro, temperature)
+        return self.output_layer(hidden_SBD, weight, shard, temperature)
 
 
 class ValueModel(Chunk):
@@ -121,8 +121,8 @@ class ValueModel(Chunk):
             assert isinstance(self.output_layer, ColumnParallelLinear)
             self.output_layer = ValueHead(self.output_layer)
 
-    def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
-        return self.output_layer(hidden_SBD, micro)
+    def _outputs(self, hidden_SBD: torch.Tensor, shard: MicrobatchShard, temperature: float) -> torch.Tensor:
+        return self.output_layer(hidden_SBD, shard)
 
 
 def build_chunks(

@@ -1,4 +1,4 @@
-"""Runs packs through one role's model in Megatron: its chunks and process groups."""
+"""Runs micro-batches through one role's model in Megatron: its chunks and process groups."""
 
 import contextlib
 import functools
@@ -15,15 +15,16 @@ from megatron.core.transformer import TransformerConfig
 from services.common.config.layout import Layout, gathers_tokens
 from services.trainer.compat.megatron.model import set_choice, take_apart
 from services.trainer.compat.megatron.state import group_of
-from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, least_sizes
+from services.trainer.megatron.microbatch import Cut, MicrobatchShard, cut_microbatches, least_sizes
 from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.routes import LayerReplay, ModelReplay
-from services.trainer.updates.packing import Pack
+from services.trainer.router_replay import LayerReplay, ModelReplay
+from services.trainer.updates.packing import Microbatch
 
 
 class Replay:
-    """Makes the layers of a rank's chunks, all of which have experts, compute with the routes of micro-batches."""
+    """Makes the layers of a rank's chunks, all of which have experts, compute with the routed experts of
+    micro-batches."""
 
     def __init__(self, chunks: list[Chunk], tp_group: dist.ProcessGroup, device: torch.device):
         self._layers = {
@@ -36,11 +37,11 @@ class Replay:
         self._is_cut = chunks[0].config.sequence_parallel
         self._tp_rank, self._tp_size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
 
-    def feed(self, chunk: Chunk, micro: MicroBatch) -> None:
-        """Sets the routes that the next forward pass of `chunk` uses: those of `micro`, if it has any."""
+    def feed(self, chunk: Chunk, shard: MicrobatchShard) -> None:
+        """Sets the routed experts that the next forward pass of `chunk` uses: those of `shard`, if it has any."""
         rows_RLK = None
-        if micro.routes is not None:
-            rows_SBLK = micro.routes.transpose(0, 1)  # a router's rows are tokens before sequences
+        if shard.routed_experts is not None:
+            rows_SBLK = shard.routed_experts.transpose(0, 1)  # a router's rows are tokens before sequences
             rows_RLK = (rows_SBLK.chunk(self._tp_size)[self._tp_rank] if self._is_cut else rows_SBLK).flatten(0, 1)
         for number, replay in self._layers[id(chunk)].items():
             replay.feed(None if rows_RLK is None else rows_RLK[:, number])
@@ -52,8 +53,9 @@ class Replay:
         return counts_2 if self._is_cut else counts_2 / self._tp_size  # uncut rows are the same on all TP ranks
 
 
-# Takes a micro-batch and the outputs [K, N] at its pack's predictions; returns a value for the schedule to collect.
-Collect = Callable[[MicroBatch, torch.Tensor], Any]
+# Takes a micro-batch and the outputs [K, N] at its predictions; returns a value for the schedule to
+# collect.
+Collect = Callable[[MicrobatchShard, torch.Tensor], Any]
 
 
 class MegatronModel:
@@ -62,7 +64,7 @@ class MegatronModel:
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
         self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
         self.replay: Replay | None = None
-        """Set by `replay_routes`."""
+        """Set by `enable_router_replay`."""
         self._cut = Cut(
             cp_size=config.context_parallel_size,
             cp_rank=dist.get_rank(parallelism.cp_group),
@@ -73,32 +75,33 @@ class MegatronModel:
             parallelism.config, config.moe_router_topk
         )
 
-    def cut(self, packs: Sequence[Pack]) -> list[MicroBatch]:
-        """Returns the micro-batches that this rank computes for the packs."""
-        sizes = least_sizes(packs, self._cut)
+    def cut(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchShard]:
+        """Returns this rank's shards of the micro-batches."""
+        sizes = least_sizes(microbatches, self._cut)
         if self._gathers_tokens:  # so every rank must have the same number
-            device = packs[0].tokens_T.device
+            device = microbatches[0].tokens_T.device
             largest = torch.from_numpy(sizes).to(device)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.parallelism.ep_group)
             sizes = largest.cpu().numpy()
         if len(self.chunks) > 1:  # interleaved pipelines need one size
             sizes[:] = sizes.max(0)
-        return cut_packs(packs, self._cut, sizes)
+        return cut_microbatches(microbatches, self._cut, sizes)
 
-    def replay_routes(self) -> None:
-        """Makes the layers, all of which have experts, compute with the routes of packs that have them."""
+    def enable_router_replay(self) -> None:
+        """Makes the layers, all of which have experts, compute with the routed experts of micro-batches that have
+        them."""
         device = next(self.chunks[0].parameters()).device
         self.replay = Replay(self.bare_chunks(), self.parallelism.tp_group, device)
 
-    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        """Returns the model's outputs [K, N] of each pack, on all pipeline stages, without gradients."""
-        micros = self.cut(packs)
+    def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
+        """Returns the model's outputs [K, N] of each micro-batch, on all pipeline stages, without gradients."""
+        shards = self.cut(microbatches)
         with torch.no_grad():
-            outputs = self._run(micros, temperature, lambda micro, outputs_KN: outputs_KN, is_forward_only=True)
-        return self.from_last_stage(outputs, packs)
+            outputs = self._run(shards, temperature, lambda shard, outputs_KN: outputs_KN, is_forward_only=True)
+        return self.from_last_stage(outputs, microbatches)
 
     def accumulate(
-        self, micros: Sequence[MicroBatch], temperature: float, collect: Collect, *, is_whole: bool
+        self, shards: Sequence[MicrobatchShard], temperature: float, collect: Collect, *, is_whole: bool
     ) -> list[Any]:
         """Runs forward and backward of all micro-batches in Megatron's schedule.
 
@@ -107,7 +110,7 @@ class MegatronModel:
         sums. Returns the kept values on the last pipeline stage, and an empty list elsewhere.
         """
         with contextlib.nullcontext() if is_whole else self._without_reduction():
-            return self._run(micros, temperature, collect, is_forward_only=False)
+            return self._run(shards, temperature, collect, is_forward_only=False)
 
     @contextlib.contextmanager
     def _without_reduction(self) -> Iterator[None]:
@@ -131,25 +134,27 @@ class MegatronModel:
         for chunk in self.ddp_chunks():
             chunk.scale_gradients(factor)
 
-    def from_last_stage(self, values: Sequence[torch.Tensor], packs: Sequence[Pack]) -> list[torch.Tensor]:
-        """Returns `values`, [K, N] of each pack, which only the last pipeline stage has, on all stages."""
-        counts = [pack.targets_N.numel() for pack in packs]
+    def from_last_stage(self, values: Sequence[torch.Tensor], microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """Returns `values`, [K, N] of each micro-batch, which only the last pipeline stage has, on all stages."""
+        counts = [microbatch.targets_N.numel() for microbatch in microbatches]
         if self.parallelism.is_last_stage:
             whole = torch.cat(list(values), 1)
         else:
-            whole = torch.empty(unwrap(self.chunks[0]).num_outputs, sum(counts), device=packs[0].targets_N.device)
+            whole = torch.empty(
+                unwrap(self.chunks[0]).num_outputs, sum(counts), device=microbatches[0].targets_N.device
+            )
         if self.config.pipeline_model_parallel_size > 1:
             dist.broadcast(whole, src=self.parallelism.last_stage_rank, group=self.parallelism.pp_group)
         return list(whole.split(counts, 1))
 
     def _run(
-        self, micros: Sequence[MicroBatch], temperature: float, collect: Collect, *, is_forward_only: bool
+        self, shards: Sequence[MicrobatchShard], temperature: float, collect: Collect, *, is_forward_only: bool
     ) -> list[Any]:
         self.parallelism.activate()
         for chunk in self.chunks:
             chunk.train(not is_forward_only)
-        tokens = micros[0].tokens
-        iterators = [iter(micros) for _ in self.chunks]
+        tokens = shards[0].tokens
+        iterators = [iter(shards) for _ in self.chunks]
         if self.replay:
             self.replay.model.begin()
         kept = get_forward_backward_func()(
@@ -158,7 +163,7 @@ class MegatronModel:
             ),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(micros),
+            num_microbatches=len(shards),
             seq_length=tokens.size(1) * self.config.context_parallel_size,
             micro_batch_size=tokens.size(0),
             forward_only=is_forward_only,
@@ -184,13 +189,18 @@ class MegatronModel:
 
 
 def _forward_step(
-    micros: Iterator[MicroBatch], chunk: torch.nn.Module, *, temperature: float, collect: Collect, replay: Replay | None
+    shards: Iterator[MicrobatchShard],
+    chunk: torch.nn.Module,
+    *,
+    temperature: float,
+    collect: Collect,
+    replay: Replay | None,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    micro = next(micros)
+    shard = next(shards)
     if replay:
-        replay.feed(unwrap(chunk), micro)
+        replay.feed(unwrap(chunk), shard)
 
     def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> Any:
-        return collect(micro, micro.whole(output_KM, group_of(parallel_state.get_context_parallel_group())))
+        return collect(shard, shard.whole(output_KM, group_of(parallel_state.get_context_parallel_group())))
 
-    return chunk(micro, temperature), on_last_stage
+    return chunk(shard, temperature), on_last_stage

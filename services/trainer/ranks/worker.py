@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
 
 from services.common.batches import batch as batches
-from services.common.batches.routes import RouteShape, route_shape
+from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.config.load import parse_json
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
@@ -67,7 +67,7 @@ class Worker(MemoryCommands):
         self._base_sums: Sums | None = None  # hash sums of the frozen base, once it was sent
         self._group: SendingMember | None = None
         self._model_path = ""
-        self._routes: RouteShape | None = None  # of the policy's model
+        self._routed_experts: RoutedExpertsShape | None = None  # of the policy's model
         self._profiler: Profiler | None = None
         self._saving: futures.Future[dict[str, Any]] | None = None
         self._num_updates = 0
@@ -106,7 +106,10 @@ class Worker(MemoryCommands):
         return_free_memory(self._device)  # of loading; what a step takes first would stay in the middle of it
         frames = []
         if role is Role.POLICY:
-            self._model_path, self._routes = model_path, route_shape((Path(model_path) / "config.json").read_bytes())
+            self._model_path, self._routed_experts = (
+                model_path,
+                routed_experts_shape((Path(model_path) / "config.json").read_bytes()),
+            )
             self._profiler, self._num_updates = Profiler(config.profiler, self._rank), 0
             self._plan, self._base_sums = self._make_plan(bucket_bytes), None
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
@@ -292,7 +295,7 @@ class Worker(MemoryCommands):
     def _packs(self, samples: pa.Table, sizes: Sequence[int]) -> list[Pack]:
         begins = itertools.accumulate(sizes, initial=0)
         parts = [samples.slice(begin, size) for begin, size in zip(begins, sizes, strict=False)]
-        return [build_pack(part, self._routes).to(self._device) for part in parts]
+        return [build_pack(part, self._routed_experts).to(self._device) for part in parts]
 
     def _make_plan(self, bucket_bytes: int) -> Plan:
         backend, lora = self._open(), self._configs[Role.POLICY].lora

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from services.common.config.loss import LossConfig
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import InternalError, LockstepError, PreconditionFailed, Reason
-from services.trainer.backend import Backend, LossFunction, ReplaysRoutes
+from services.trainer.backend import Backend, LossFunction, ReplaysRouting
 from services.trainer.losses import Totals, explained_variance, policy_loss, value_loss
 from services.trainer.losses.kinds import covariance, covariance_sums
 from services.trainer.updates.optim import learning_rate, weight_decay
-from services.trainer.updates.packing import Pack
+from services.trainer.updates.packing import Microbatch
 
 # Metrics that are divided by the same count as the loss; the others are means over tokens.
 _LOSSES = ("loss", "policy_loss")
@@ -44,19 +44,19 @@ class BatchUpdate:
     def __init__(self, backend: Backend, config: TrainerConfig, temperature: float, *, is_one_block: bool):
         self._backend, self._config, self._temperature = backend, config, temperature
         self._is_one_block, self._is_compared = is_one_block, config.loss.is_sampled
-        self._kept: dict[int, list[Pack]] = {}  # number of a mini-batch -> this rank's packs
+        self._kept: dict[int, list[Microbatch]] = {}  # number of a mini-batch -> this rank's micro-batches
         self._sums: dict[str, float] = {}
-        self._gaps, self._replayed = Gaps(), Replayed()
+        self._diffs, self._replayed = LogprobDiffs(), Replayed()
         backend.discard_gradients()
 
-    def add(self, packs: Sequence[Pack], minibatch: int) -> None:
-        """Takes this rank's packs of a block that belong to mini-batch number `minibatch`, counted from 0."""
+    def add(self, microbatches: Sequence[Microbatch], minibatch: int) -> None:
+        """Takes this rank's micro-batches of a block that belong to mini-batch number `minibatch`, counted from 0."""
         if not (minibatch or self._is_one_block):
-            self._gaps.add(packs, self._accumulate(packs, _UNKNOWN))
+            self._diffs.add(microbatches, self._accumulate(microbatches, _UNKNOWN))
             return
-        self._kept.setdefault(minibatch, []).extend(packs)
+        self._kept.setdefault(minibatch, []).extend(microbatches)
         if self._recomputes_old and not self._is_one_block:
-            self._gaps.add(packs, self._forward_old(packs))
+            self._diffs.add(microbatches, self._forward_old(microbatches))
 
     def apply(self, totals: Sequence[Totals], version: int) -> dict[str, float]:
         """Makes all updates of the role, which is at `version`, on the mini-batches, which have `totals`.
@@ -70,7 +70,7 @@ class BatchUpdate:
         """
         if self._is_one_block:
             self._accumulate_first(totals[0])
-        gap = self._require_agreement(totals)
+        diff = self._require_agreement(totals)
         num_updates = self._config.num_epochs * len(totals)
         metrics: list[dict[str, float]] = []
         for index in range(num_updates):
@@ -79,7 +79,7 @@ class BatchUpdate:
                 if index:
                     self._accumulate(self._kept[number], totals[number])
                 metrics.append(self._apply_gradient(totals[number], version * num_updates + index))
-        return self._named(means_of(metrics)) | gap | self._replayed.metrics()
+        return self._named(means_of(metrics)) | diff | self._replayed.metrics()
 
     def drop(self) -> None:
         """Discards the gradients."""
@@ -91,46 +91,51 @@ class BatchUpdate:
 
     def _accumulate_first(self, totals: Totals) -> None:
         """Computes the first mini-batch of a batch of one block, and compares it as `apply` needs it."""
-        first, later = self._kept[0], [pack for number, packs in self._kept.items() if number for pack in packs]
+        first, later = (
+            self._kept[0],
+            [microbatch for number, microbatches in self._kept.items() if number for microbatch in microbatches],
+        )
         # The old policy is the one before the first update. The first mini-batch gets it from its own forward.
         later = later if self._recomputes_old else []
         later_outputs = self._forward_old(later) if later else []
         outputs = self._accumulate(first, totals)
         if self._is_compared:
-            self._gaps.add([*first, *later], [*outputs, *later_outputs])
+            self._diffs.add([*first, *later], [*outputs, *later_outputs])
         if self._recomputes_old:  # for the epochs after the first
             _set_old(first, outputs)
 
-    def _forward_old(self, packs: Sequence[Pack]) -> Sequence[torch.Tensor]:
-        outputs = self._backend.forward(packs, self._temperature)
-        _set_old(packs, outputs)
+    def _forward_old(self, microbatches: Sequence[Microbatch]) -> Sequence[torch.Tensor]:
+        outputs = self._backend.forward(microbatches, self._temperature)
+        _set_old(microbatches, outputs)
         return outputs
 
-    def _accumulate(self, packs: Sequence[Pack], totals: Totals) -> Sequence[torch.Tensor]:
-        """Adds the gradient of packs of a mini-batch with `totals`, and returns their outputs."""
+    def _accumulate(self, microbatches: Sequence[Microbatch], totals: Totals) -> Sequence[torch.Tensor]:
+        """Adds the gradient of micro-batches of a mini-batch with `totals`, and returns their outputs."""
         if self._is_compared and self._config.loss.needs_covariance:
-            self._set_covariance(packs, totals)
+            self._set_covariance(microbatches, totals)
         loss = self._loss(totals if self._is_one_block else _UNKNOWN)
-        outputs, sums = self._backend.accumulate(packs, self._temperature, loss, is_whole=self._is_one_block)
+        outputs, sums = self._backend.accumulate(microbatches, self._temperature, loss, is_whole=self._is_one_block)
         self._sums = {name: self._sums.get(name, 0.0) + float(value) for name, value in sums.items()}
-        self._replayed.add(self._backend, packs)
+        self._replayed.add(self._backend, microbatches)
         return outputs
 
     def _loss(self, totals: Totals) -> LossFunction:
         return functools.partial(_policy_loss, config=self._config.loss, totals=totals)
 
-    def _set_covariance(self, packs: Sequence[Pack], totals: Totals) -> None:
-        means_2 = self._backend.reduce(covariance_sums([pack.columns for pack in packs]), dist.ReduceOp.SUM)
+    def _set_covariance(self, microbatches: Sequence[Microbatch], totals: Totals) -> None:
+        means_2 = self._backend.reduce(
+            covariance_sums([microbatch.columns for microbatch in microbatches]), dist.ReduceOp.SUM
+        )
         means_2 /= totals.num_tokens
-        for pack in packs:
-            pack.columns["covariance"] = covariance(pack.columns, means_2)
+        for microbatch in microbatches:
+            microbatch.columns["covariance"] = covariance(microbatch.columns, means_2)
 
     def _require_agreement(self, totals: Sequence[Totals]) -> dict[str, float]:
         if not self._is_compared:
             return {}
         compared = totals if self._recomputes_old else totals[:1]
         num_tokens = sum(minibatch.num_tokens for minibatch in compared)
-        return require_agreement(self._backend, self._gaps, num_tokens, self._config)
+        return require_agreement(self._backend, self._diffs, num_tokens, self._config)
 
     def _apply_gradient(self, totals: Totals, number: int) -> dict[str, float]:
         """Applies the gradient of a mini-batch as update `number`, counted over the run. Returns its metrics."""
@@ -159,7 +164,7 @@ class CriticUpdate(BatchUpdate):
         self._is_compared, self._value_loss = False, config.value_loss
 
     def _loss(self, totals: Totals) -> LossFunction:
-        return lambda outputs_1N, pack: value_loss(outputs_1N[0], pack.columns, totals, self._value_loss)
+        return lambda outputs_1N, microbatch: value_loss(outputs_1N[0], microbatch.columns, totals, self._value_loss)
 
     def _shown(self, means: dict[str, float]) -> dict[str, float]:
         kept = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
@@ -197,10 +202,10 @@ def later_update(index: int) -> Iterator[None]:
         ) from error
 
 
-def _set_old(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
+def _set_old(microbatches: Sequence[Microbatch], outputs: Sequence[torch.Tensor]) -> None:
     """Makes the log-probabilities in `outputs` those of the old policy."""
-    for pack, outputs_2N in zip(packs, outputs, strict=True):
-        pack.columns["old_logprobs"] = outputs_2N[0].detach()
+    for microbatch, outputs_2N in zip(microbatches, outputs, strict=True):
+        microbatch.columns["old_logprobs"] = outputs_2N[0].detach()
 
 
 def _apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict[str, float]:
@@ -223,17 +228,17 @@ def _apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dic
 
 
 def _policy_loss(
-    outputs_2N: torch.Tensor, pack: Pack, *, config: LossConfig, totals: Totals
+    outputs_2N: torch.Tensor, microbatch: Microbatch, *, config: LossConfig, totals: Totals
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     # A recomputed old_logprobs column takes precedence. Otherwise the old policy is the engine's or the policy itself,
     # for which the ratio is exactly 1.
     is_engine = config.old_logprobs == "engine"
-    old_N = pack.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
-    columns = {"old_logprobs": old_N, **pack.columns}
-    return policy_loss(outputs_2N, columns, pack.completion_lengths, totals, config)
+    old_N = microbatch.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
+    columns = {"old_logprobs": old_N, **microbatch.columns}
+    return policy_loss(outputs_2N, columns, microbatch.completion_lengths, totals, config)
 
 
-class Gaps:
+class LogprobDiffs:
     """Adds up one rank's differences between behavior and trainer log-probabilities over its trained tokens."""
 
     def __init__(self) -> None:
@@ -243,51 +248,55 @@ class Gaps:
         self.largest: torch.Tensor | None = None
         """Maximum of |behavior - trainer|; 0 if all tokens are masked."""
 
-    def add(self, packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
-        """Adds `packs`, given the `outputs` of the policy before the update."""
-        is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
-        behavior_N = torch.cat([pack.columns["behavior_logprobs"] for pack in packs])[is_trained_N].double()
+    def add(self, microbatches: Sequence[Microbatch], outputs: Sequence[torch.Tensor]) -> None:
+        """Adds `microbatches`, given the `outputs` of the policy before the update."""
+        is_trained_N = torch.cat([microbatch.columns["loss_mask"] for microbatch in microbatches]) > 0
+        behavior_N = torch.cat([microbatch.columns["behavior_logprobs"] for microbatch in microbatches])[
+            is_trained_N
+        ].double()
         trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
         log_weight_N = trainer_N - behavior_N
-        weight_N, gap_N = log_weight_N.exp(), log_weight_N.abs()
+        weight_N, diff_N = log_weight_N.exp(), log_weight_N.abs()
         kl_N = torch.expm1(log_weight_N) - log_weight_N  # unlike the loss's k3 without a bound: it measures
-        sums_4 = torch.stack([x.sum() for x in (gap_N, kl_N, weight_N, weight_N.square())])
-        largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()
+        sums_4 = torch.stack([x.sum() for x in (diff_N, kl_N, weight_N, weight_N.square())])
+        largest = torch.cat([diff_N, diff_N.new_zeros(1)]).max()
         self.sums_4 = sums_4 if self.sums_4 is None else self.sums_4 + sums_4
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
 
-def require_agreement(backend: Backend, gaps: Gaps, num_tokens: int, config: TrainerConfig) -> dict[str, float]:
-    """Returns the gap between engine and trainer on the `num_tokens` trained tokens of all ranks.
+def require_agreement(
+    backend: Backend, diffs: LogprobDiffs, num_tokens: int, config: TrainerConfig
+) -> dict[str, float]:
+    """Returns the difference between engine and trainer on the `num_tokens` trained tokens of all ranks.
 
     These are the mean and the maximum of |behavior - trainer|, the k3 estimate of their KL divergence, and the
     effective sample size of the importance weights w as a share of n tokens, (sum w)^2 / (n sum w^2), which is 1 if
     they agree exactly.
 
     Raises:
-        PreconditionFailed: The mean gap is above the config's limit or, with a lag, the effective sample size is below
-            its limit. The gradients are discarded.
+        PreconditionFailed: The mean difference is above the config's limit or, with a lag, the effective sample size is
+            below its limit. The gradients are discarded.
     """
-    assert gaps.sums_4 is not None and gaps.largest is not None, "there is at least one pack"
-    gap, kl, weight, weight_square = backend.reduce(gaps.sums_4, dist.ReduceOp.SUM) / num_tokens
+    assert diffs.sums_4 is not None and diffs.largest is not None, "there is at least one microbatch"
+    diff, kl, weight, weight_square = backend.reduce(diffs.sums_4, dist.ReduceOp.SUM) / num_tokens
     found = {
-        "logprob_gap_mean": float(gap),
-        "logprob_gap_max": float(backend.reduce(gaps.largest, dist.ReduceOp.MAX)),
-        "logprob_gap_kl": float(kl),
-        "logprob_gap_ess": float(weight.square() / weight_square),
+        "logprob_diff_mean": float(diff),
+        "logprob_diff_max": float(backend.reduce(diffs.largest, dist.ReduceOp.MAX)),
+        "logprob_diff_kl": float(kl),
+        "logprob_diff_ess": float(weight.square() / weight_square),
     }
-    if not found["logprob_gap_mean"] <= config.max_logprob_gap:  # "not <=" so that NaN is rejected too
+    if not found["logprob_diff_mean"] <= config.max_logprob_diff:  # "not <=" so that NaN is rejected too
         backend.discard_gradients()
         raise PreconditionFailed(
-            f"the engine and the trainer disagree: their log-probabilities differ by {found['logprob_gap_mean']:.4g} "
-            f"on average, more than trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
-            reason=Reason.LOGPROB_GAP,
+            f"the engine and the trainer disagree: their log-probabilities differ by {found['logprob_diff_mean']:.4g} "
+            f"on average, more than trainer.max_logprob_diff {config.max_logprob_diff:g}; nothing was applied",
+            reason=Reason.LOGPROB_DIFF,
             **found,
         )
-    if config.lag.versions and not found["logprob_gap_ess"] >= config.lag.min_ess:
+    if config.lag.versions and not found["logprob_diff_ess"] >= config.lag.min_ess:
         backend.discard_gradients()
         raise PreconditionFailed(
-            f"the effective sample size of the importance weights is {found['logprob_gap_ess']:.4g} of the tokens, "
+            f"the effective sample size of the importance weights is {found['logprob_diff_ess']:.4g} of the tokens, "
             f"less than trainer.lag.min_ess {config.lag.min_ess:g}: the policy has moved too far from the "
             "weights that were sampled; nothing was applied",
             reason=Reason.LOW_ESS,
@@ -302,24 +311,24 @@ class Replayed:
     def __init__(self) -> None:
         self._num_tokens = self._num_experts = self._num_agreeing = 0.0
 
-    def add(self, backend: Backend, packs: Sequence[Pack]) -> None:
-        """Compares `packs`, which `backend` has just accumulated, with what it has replayed.
+    def add(self, backend: Backend, microbatches: Sequence[Microbatch]) -> None:
+        """Compares `microbatches`, which `backend` has just accumulated, with what it has replayed.
 
         Raises:
             InternalError: Some token of some layer was computed with other experts. The gradients are discarded.
         """
-        routes = [pack.routes_TLK for pack in packs if pack.routes_TLK is not None]
-        if not routes:
+        routed_experts = [microbatch.experts_TLK for microbatch in microbatches if microbatch.experts_TLK is not None]
+        if not routed_experts:
             return
-        num_tokens = torch.tensor(float(sum(map(len, routes))), dtype=torch.float64, device=backend.device)
+        num_tokens = torch.tensor(float(sum(map(len, routed_experts))), dtype=torch.float64, device=backend.device)
         num_tokens = float(backend.reduce(num_tokens, dist.ReduceOp.SUM))
-        num_layers, top_k = routes[0].shape[1:]
-        counts = backend.replayed().tolist() if isinstance(backend, ReplaysRoutes) else [0.0, 0.0]
+        num_layers, top_k = routed_experts[0].shape[1:]
+        counts = backend.replayed().tolist() if isinstance(backend, ReplaysRouting) else [0.0, 0.0]
         if counts[0] != num_tokens * num_layers:
             backend.discard_gradients()
             raise InternalError(
-                f"{counts[0]:g} routes of {num_tokens:g} tokens x {num_layers} layers were replayed, so some were "
-                "ignored; nothing was applied. Set trainer.moe.replay_routes to off to train without them"
+                f"{counts[0]:g} routed experts of {num_tokens:g} tokens x {num_layers} layers were replayed, so some "
+                "were ignored; nothing was applied. Set trainer.moe.router_replay to off to train without them"
             )
         self._num_tokens += num_tokens
         self._num_experts += counts[0] * top_k
@@ -327,10 +336,10 @@ class Replayed:
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of replayed tokens, prompts included, and the share of their experts that the trainer's
-        router would have chosen too; nothing if the batch has no routes."""
+        router would have chosen too; nothing if the batch has no routed_experts."""
         if not self._num_tokens:
             return {}
         return {
             "moe_replayed_tokens": self._num_tokens,
-            "moe_route_agreement": self._num_agreeing / self._num_experts,
+            "moe_router_agreement": self._num_agreeing / self._num_experts,
         }

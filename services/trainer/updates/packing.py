@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common.batches.batch import decode_kept
-from services.common.batches.routes import RouteShape
+from services.common.batches.batch import decode_sampling_masks
+from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Pack:
+class Microbatch:
     """Holds sequences end to end, as the model reads them: T tokens, B sequences, N predicted completion tokens.
 
     The last token of a sequence predicts nothing and is left out of T. `columns` holds one value per predicted
@@ -32,26 +32,26 @@ class Pack:
     targets_N: torch.Tensor
     completion_lengths: tuple[int, ...]
     columns: dict[str, torch.Tensor]
-    routes_TLK: torch.Tensor | None = None
+    experts_TLK: torch.Tensor | None = None
     """The K experts that the engine chose for each token in each of L layers, if they are to be replayed."""
     kept_NK: torch.Tensor | None = None
     """The tokens that truncated sampling kept for each predicted token, int32, -1 after the last of them; None if the
-    batch has no kept sets."""
+    batch has no sampling masks."""
 
     @property
     def max_seqlen(self) -> int:
         """Returns the number of tokens of the longest sequence."""
         return max(self.lengths)
 
-    def to(self, device: torch.device) -> "Pack":
-        """Returns a copy of this pack on `device`."""
+    def to(self, device: torch.device) -> "Microbatch":
+        """Returns a copy of this micro-batch on `device`."""
         moved = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor)
         }
         columns = {name: value.to(device, non_blocking=True) for name, value in self.columns.items()}
-        return Pack(**{**vars(self), **moved, "columns": columns})
+        return Microbatch(**{**vars(self), **moved, "columns": columns})
 
     def per_sample(self, values_N: torch.Tensor) -> list[np.ndarray]:
         """Cuts values of the predicted tokens into one array per sequence."""
@@ -59,12 +59,12 @@ class Pack:
 
 
 def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> list[list[list[int]]]:
-    """Assigns samples to ranks and packs. Returns [rank][pack] -> sample indices, ascending.
+    """Assigns samples to ranks and micro-batches. Returns [rank][micro-batch] -> sample indices, ascending.
 
-    Makes as few packs of at most `max_tokens` tokens as possible, and puts the longest sample that is left into the
-    pack with the fewest tokens (LPT, Graham 1969). Every rank gets about the same number of tokens and exactly the same
-    number of packs, because the forward of a sharded model is a collective. That number is a multiple of
-    `multiple_of`, which an interleaved pipeline sets to its number of stages.
+    Makes as few micro-batches of at most `max_tokens` tokens as possible, and puts the longest sample that is left into
+    the micro-batch with the fewest tokens (LPT, Graham 1969). Every rank gets about the same number of tokens and
+    exactly the same number of micro-batches, because the forward of a sharded model is a collective. That number is a
+    multiple of `multiple_of`, which an interleaved pipeline sets to its number of stages.
 
     Raises:
         InvalidInput: A sample is longer than `max_tokens`, there are fewer samples than ranks, or no equal split
@@ -78,40 +78,43 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_
     if len(lengths) < num_ranks:
         raise InvalidInput(f"{len(lengths)} samples cannot be spread over {num_ranks} ranks", field="frame")
     most, fewest = len(lengths) // num_ranks, -(-sum(lengths) // (max_tokens * num_ranks))
-    for packs_per_rank in range(fewest + -fewest % multiple_of, most + 1, multiple_of):
-        packs = _longest_first(lengths, packs_per_rank * num_ranks)
-        if max(tokens for tokens, _ in packs) <= max_tokens:
+    for microbatches_per_rank in range(fewest + -fewest % multiple_of, most + 1, multiple_of):
+        microbatches = _longest_first(lengths, microbatches_per_rank * num_ranks)
+        if max(tokens for tokens, _ in microbatches) <= max_tokens:
             break
     else:
         raise InvalidInput(
-            f"{len(lengths)} samples of up to {max(lengths)} tokens cannot be split into the same number of packs "
-            f"for each of {num_ranks} ranks; raise trainer.max_tokens_per_microbatch from {max_tokens} to at least "
-            f"{2 * max(lengths)}, or make the number of samples in a mini-batch divisible by the number of ranks",
+            f"{len(lengths)} samples of up to {max(lengths)} tokens cannot be split into the same number of "
+            f"micro-batches for each of {num_ranks} ranks; raise trainer.max_tokens_per_microbatch from {max_tokens} "
+            f"to at least {2 * max(lengths)}, or make the number of samples in a mini-batch divisible by the number of "
+            "ranks",
             field="trainer.max_tokens_per_microbatch",
         )
-    # Deal the packs to the ranks from largest to smallest, back and forth, so that the ranks' totals stay close.
-    packs.sort(key=lambda pack: (-pack[0], pack[1]))
+    # Deal the micro-batches to the ranks from largest to smallest, back and forth, so that the ranks' totals stay
+    # close.
+    microbatches.sort(key=lambda microbatch: (-microbatch[0], microbatch[1]))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for index, (_, samples) in enumerate(packs):
+    for index, (_, samples) in enumerate(microbatches):
         turn, place = divmod(index, num_ranks)
         ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(samples)
     return ranks
 
 
-def _longest_first(lengths: Sequence[int], num_packs: int) -> list[tuple[int, list[int]]]:
-    emptiest = [(0, index) for index in range(num_packs)]
-    packs: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_packs)]
+def _longest_first(lengths: Sequence[int], num_microbatches: int) -> list[tuple[int, list[int]]]:
+    emptiest = [(0, index) for index in range(num_microbatches)]
+    microbatches: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_microbatches)]
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         tokens, index = heapq.heappop(emptiest)
         heapq.heappush(emptiest, (tokens + lengths[sample], index))
-        packs[index] = (tokens + lengths[sample], sorted([*packs[index][1], sample]))
-    return packs
+        microbatches[index] = (tokens + lengths[sample], sorted([*microbatches[index][1], sample]))
+    return microbatches
 
 
-def build_pack(samples: pa.Table, shape: RouteShape | None = None) -> Pack:
+def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None) -> Microbatch:
     """Packs all rows of `samples` (common.batches.batch.SAMPLE_SCHEMA), in their order.
 
-    `shape` is that of the model's routes; without it, or without routes in `samples`, the pack has none.
+    `shape` is that of the model's routed experts; without it, or without routed experts in `samples`, the micro-batch
+    has none.
     """
     prompts, completions = _arrays(samples, "prompt_tokens"), _arrays(samples, "tokens")
     inputs = [np.concatenate([p, c])[:-1] for p, c in zip(prompts, completions, strict=True)]
@@ -131,7 +134,7 @@ def build_pack(samples: pa.Table, shape: RouteShape | None = None) -> Pack:
             columns[name] = _flat(samples, name)
     trained = np.add.reduceat(columns["loss_mask"], np.cumsum(counts) - counts)
     columns["completion_length"] = np.repeat(trained, counts)
-    return Pack(
+    return Microbatch(
         tokens_T=torch.from_numpy(np.concatenate(inputs).astype(np.int64)),
         positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
         cu_seqlens_B1=torch.from_numpy(cu_seqlens.astype(np.int32)),
@@ -140,18 +143,22 @@ def build_pack(samples: pa.Table, shape: RouteShape | None = None) -> Pack:
         targets_N=torch.from_numpy(np.concatenate(completions).astype(np.int64)),
         completion_lengths=tuple(counts.tolist()),
         columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
-        routes_TLK=_routes(samples, shape) if shape and "routes" in samples.column_names else None,
-        kept_NK=_kept(samples, counts) if "kept" in samples.column_names and not samples["kept"].null_count else None,
+        experts_TLK=_routed_experts(samples, shape) if shape and "routed_experts" in samples.column_names else None,
+        kept_NK=_kept(samples, counts)
+        if "sampling_mask" in samples.column_names and not samples["sampling_mask"].null_count
+        else None,
     )
 
 
-def _routes(samples: pa.Table, shape: RouteShape) -> torch.Tensor:
-    routes_TLK = np.concatenate([shape.decode(row.as_buffer()) for row in samples["routes"]])
-    return torch.from_numpy(routes_TLK if shape.dtype == np.uint8 else routes_TLK.astype(np.int32))
+def _routed_experts(samples: pa.Table, shape: RoutedExpertsShape) -> torch.Tensor:
+    experts_TLK = np.concatenate([shape.decode(row.as_buffer()) for row in samples["routed_experts"]])
+    return torch.from_numpy(experts_TLK if shape.dtype == np.uint8 else experts_TLK.astype(np.int32))
 
 
 def _kept(samples: pa.Table, num_tokens: np.ndarray) -> torch.Tensor:
-    decoded = [decode_kept(row.as_buffer(), n) for row, n in zip(samples["kept"], num_tokens, strict=True)]
+    decoded = [
+        decode_sampling_masks(row.as_buffer(), n) for row, n in zip(samples["sampling_mask"], num_tokens, strict=True)
+    ]
     counts_N = np.concatenate([counts for counts, _ in decoded])
     kept_NK = np.full((len(counts_N), counts_N.max()), -1, np.int32)
     kept_NK[np.arange(kept_NK.shape[1]) < counts_N[:, None]] = np.concatenate([kept for _, kept in decoded])

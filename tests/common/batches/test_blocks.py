@@ -11,13 +11,13 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import decode, encode
 from services.common.batches.blocks import BlockCutter, blocks_of, content_sha256, tokens_of_groups
-from tests.support import make_batch, with_routes
+from tests.support import make_batch, with_routed_experts
 
 STAMP = PolicyStamp(version=1, digest="d")
 
 
 def test_the_same_samples_have_the_same_hash_wherever_they_come_from(tmp_path: Path) -> None:
-    table = with_routes(make_batch(4, 3, STAMP))
+    table = with_routed_experts(make_batch(4, 3, STAMP))
     pq.write_table(table, tmp_path / "batch.parquet", compression="zstd")
     expected = content_sha256(table)
     assert content_sha256(pq.read_table(tmp_path / "batch.parquet")) == expected
@@ -27,10 +27,10 @@ def test_the_same_samples_have_the_same_hash_wherever_they_come_from(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "name", ["policy_version", "policy_digest", "seed", "tokens", "logprobs", "advantages", "routes"]
+    "name", ["policy_version", "policy_digest", "seed", "tokens", "logprobs", "advantages", "routed_experts"]
 )
 def test_other_samples_have_another_hash(name: str) -> None:
-    table = with_routes(make_batch(4, 3, STAMP))
+    table = with_routed_experts(make_batch(4, 3, STAMP))
     column = table[name].to_pylist()
     column[2] = [*column[2], column[2][0]] if isinstance(column[2], list) else type(column[2])(7)
     index = table.schema.get_field_index(name)

@@ -1,12 +1,12 @@
-"""Tests the encoding of routes, and the parts in which a group's routes are sent."""
+"""Tests the encoding of routed experts, and the parts in which a group's routed experts are sent."""
 
 import json
 
 import numpy as np
 import pytest
-from lockstep.rollout.v1.rollout_pb2 import Routes
+from lockstep.rollout.v1.rollout_pb2 import RoutedExperts
 
-from services.common.batches.routes import RouteShape, from_parts, route_shape, to_parts
+from services.common.batches.routed_experts import RoutedExpertsShape, from_parts, routed_experts_shape, to_parts
 from services.common.errors import InternalError
 
 QWEN3_30B = {
@@ -25,8 +25,8 @@ QWEN3_30B = {
 
 
 def test_the_shape_follows_from_the_models_config() -> None:
-    shape = route_shape(json.dumps(QWEN3_30B))
-    assert shape == RouteShape(48, 128, 8)
+    shape = routed_experts_shape(json.dumps(QWEN3_30B))
+    assert shape == RoutedExpertsShape(48, 128, 8)
     assert shape.row_bytes == 384
 
 
@@ -34,23 +34,23 @@ def test_the_shape_follows_from_the_models_config() -> None:
     "changes", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"model_type": "qwen3"}, {"model_type": "other"}]
 )
 def test_only_models_all_of_whose_layers_have_experts_have_routes(changes: dict[str, object]) -> None:
-    assert route_shape(json.dumps(QWEN3_30B | changes)) is None
+    assert routed_experts_shape(json.dumps(QWEN3_30B | changes)) is None
 
 
 @pytest.mark.parametrize(("num_experts", "row_bytes"), [(256, 6), (257, 12)])
 def test_experts_take_one_byte_up_to_256_of_them(num_experts: int, row_bytes: int) -> None:
-    shape = RouteShape(2, num_experts, 3)
-    routes = np.random.default_rng(0).integers(0, num_experts, (5, 2, 3)).astype(np.int64)
-    routes[0, 0, 0] = num_experts - 1
-    data = shape.encode(routes)
+    shape = RoutedExpertsShape(2, num_experts, 3)
+    routed_experts = np.random.default_rng(0).integers(0, num_experts, (5, 2, 3)).astype(np.int64)
+    routed_experts[0, 0, 0] = num_experts - 1
+    data = shape.encode(routed_experts)
     assert len(data) == 5 * row_bytes == 5 * shape.row_bytes
-    assert np.array_equal(shape.decode(data), routes)
+    assert np.array_equal(shape.decode(data), routed_experts)
 
 
-@pytest.mark.parametrize("routes", [np.zeros((5, 3, 2)), np.full((5, 2, 3), 4), np.full((5, 2, 3), -1)])
-def test_routes_of_another_model_are_refused(routes: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="routes"):
-        RouteShape(2, 4, 3).encode(routes)
+@pytest.mark.parametrize("routed_experts", [np.zeros((5, 3, 2)), np.full((5, 2, 3), 4), np.full((5, 2, 3), -1)])
+def test_routes_of_another_model_are_refused(routed_experts: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="routed_experts"):
+        RoutedExpertsShape(2, 4, 3).encode(routed_experts)
 
 
 GROUP = [b"abcdefgh" + bytes(range(20)), b"abcdefgX" + bytes(5), b"abcdefgh" + bytes(range(20)), b"abc", b""]
@@ -75,5 +75,5 @@ def test_a_group_without_routes_has_no_parts() -> None:
 
 @pytest.mark.parametrize("completions", [[0, 2], [1], [0, 1, 0], [0]])
 def test_missing_parts_and_parts_out_of_order_are_refused(completions: list[int]) -> None:
-    with pytest.raises(InternalError, match="routes"):
-        from_parts([Routes(completion=number, data=b"x") for number in completions], 2)
+    with pytest.raises(InternalError, match="routed_experts"):
+        from_parts([RoutedExperts(completion=number, data=b"x") for number in completions], 2)

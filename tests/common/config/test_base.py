@@ -54,7 +54,7 @@ def test_every_number_is_finite(model: type[Strict], name: str) -> None:
 
 def test_the_fields_that_were_tried_are_those_of_the_whole_config() -> None:
     names = {f"{model.__name__}.{name}" for model, name in FLOATS}
-    assert {"OptimConfig.lr", "TrainerConfig.max_logprob_gap", "TimeoutsConfig.open_s", "KlConfig.target"} <= names
+    assert {"OptimConfig.lr", "TrainerConfig.max_logprob_diff", "TimeoutsConfig.open_s", "KlConfig.target"} <= names
     assert len(names) > 60
 
 
@@ -69,7 +69,7 @@ def test_the_fields_that_were_tried_are_those_of_the_whole_config() -> None:
         "data.chat_template_kwargs={a: .nan}",
         "trainer.optim.betas=[0.9, .nan]",
         "trainer.loss.correction.token_mask=[0.5, .inf]",
-        "trainer.max_logprob_gap=1e999",
+        "trainer.max_logprob_diff=1e999",
         "trainer.optim.lr=inf",
     ],
 )

@@ -61,19 +61,19 @@ CROSS_FIELD = {
         ["lag.versions 1 with loss.old_logprobs recompute", "to engine"],
         ["trainer.lag.versions=1", "trainer.loss.old_logprobs=engine"],
     ),
-    "a fused router ignores routes": (
+    "a fused router ignores routed_experts": (
         [
-            "trainer.moe.replay_routes=on",
+            "trainer.moe.router_replay=on",
             "trainer.strategy=megatron",
             "trainer.megatron.transformer_config_kwargs={moe_router_fusion: true}",
         ],
-        ["moe.replay_routes on", "transformer_config_kwargs.moe_router_fusion"],
-        ["trainer.moe.replay_routes=on", "trainer.strategy=megatron"],
+        ["moe.router_replay on", "transformer_config_kwargs.moe_router_fusion"],
+        ["trainer.moe.router_replay=on", "trainer.strategy=megatron"],
     ),
-    "routes of drafted tokens were not compared": (
-        ["trainer.moe.replay_routes=on", "rollout.speculation={kind: ngram}"],
-        ["trainer.moe.replay_routes on", "leave rollout.speculation out"],
-        ["trainer.moe.replay_routes=auto", "rollout.speculation={kind: ngram}"],
+    "routed_experts of drafted tokens were not compared": (
+        ["trainer.moe.router_replay=on", "rollout.speculation={kind: ngram}"],
+        ["trainer.moe.router_replay on", "leave rollout.speculation out"],
+        ["trainer.moe.router_replay=auto", "rollout.speculation={kind: ngram}"],
     ),
     "drafted tokens were not verified with adapters": (
         ["trainer.lora={rank: 8, publish: adapter}", "rollout.speculation={kind: ngram}"],
@@ -90,7 +90,7 @@ CROSS_FIELD = {
         ["evaluation.sets.held.min_p", "set top_p"],
         [*HELD, "evaluation.sets={held: {temperature: 1.0, top_p: 0.9}}", "rollout.speculation={kind: ngram}"],
     ),
-    "kept sets are bounded": (
+    "sampling masks are bounded": (
         ["rollout.sampling={top_p: 0.9}"],
         ["rollout.sampling", "top_k 0", "set top_k to 1024"],
         ["rollout.sampling={top_p: 0.9, top_k: 1024}"],
@@ -150,17 +150,17 @@ CROSS_FIELD = {
         )
         for key in ("ignore_eos=true", "stop_token_ids=[7]")
     },
-    "kept sets need a top_k with min_p too": (
+    "sampling masks need a top_k with min_p too": (
         ["rollout.sampling={min_p: 0.1, top_k: 1025}"],
         ["top_k 1025", "set top_k to 1024"],
         ["rollout.sampling={min_p: 0.1, top_k: 1024}"],
     ),
-    "no kept sets at stop strings": (
+    "no sampling masks at stop strings": (
         ["rollout.sampling={top_k: 5, stop: [x]}"],
         ["stop with top_p, top_k or min_p", "leave stop out"],
         ["rollout.sampling={top_k: 5}"],
     ),
-    "no kept sets of drafts": (
+    "no sampling masks of drafts": (
         ["rollout.sampling={top_k: 5}", "rollout.speculation={kind: ngram}"],
         ["sampling.top_k with speculation", "leave speculation out"],
         ["rollout.sampling={top_k: 5}"],
@@ -175,23 +175,23 @@ CROSS_FIELD = {
         ["min_match 4 is above max_match 3"],
         ["rollout.speculation={kind: ngram, min_match: 3, max_match: 3}"],
     ),
-    "sinkhorn ignores routes": (
+    "sinkhorn ignores routed_experts": (
         [
-            "trainer.moe.replay_routes=on",
+            "trainer.moe.router_replay=on",
             "trainer.strategy=megatron",
             "trainer.megatron.moe.load_balancing_type=sinkhorn",
         ],
-        ["moe.replay_routes on", "load_balancing_type sinkhorn"],
+        ["moe.router_replay on", "load_balancing_type sinkhorn"],
         [
-            "trainer.moe.replay_routes=auto",
+            "trainer.moe.router_replay=auto",
             "trainer.strategy=megatron",
             "trainer.megatron.moe.load_balancing_type=sinkhorn",
         ],
     ),
-    "stop strings end without routes": (
-        ["trainer.moe.replay_routes=on", "rollout.sampling.stop=[x]"],
-        ["trainer.moe.replay_routes on", "rollout.sampling.stop"],
-        ["trainer.moe.replay_routes=auto", "rollout.sampling.stop=[x]"],
+    "stop strings end without routed_experts": (
+        ["trainer.moe.router_replay=on", "rollout.sampling.stop=[x]"],
+        ["trainer.moe.router_replay on", "rollout.sampling.stop"],
+        ["trainer.moe.router_replay=auto", "rollout.sampling.stop=[x]"],
     ),
     "groups divide": (
         ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
@@ -342,18 +342,18 @@ def test_default_of_the_other_strategy_may_be_written(file: str) -> None:
 
 
 def test_routes_are_asked_for_where_they_can_be_replayed() -> None:
-    assert Config.model_validate(SMALLEST).wants_routes
+    assert Config.model_validate(SMALLEST).wants_routed_experts
     for without in (
-        {"trainer": {"moe": {"replay_routes": "off"}}},
+        {"trainer": {"moe": {"router_replay": "off"}}},
         {"rollout": {"sampling": {"stop": ["x"]}}},
         {"rollout": {"speculation": {"kind": "ngram"}}},
         {"trainer": {"strategy": "megatron", "megatron": {"transformer_config_kwargs": {"moe_router_fusion": True}}}},
         {"trainer": {"strategy": "megatron", "megatron": {"moe": {"load_balancing_type": "sinkhorn"}}}},
     ):
-        assert not Config.model_validate(SMALLEST | without).wants_routes
+        assert not Config.model_validate(SMALLEST | without).wants_routed_experts
 
 
 @pytest.mark.parametrize("word", ["on", "off"])
 def test_on_and_off_may_be_written_without_quotes(tmp_path: Path, word: str) -> None:
-    path = write(tmp_path, "c.yaml", json.dumps(SMALLEST)[:-1] + f", trainer: {{moe: {{replay_routes: {word}}}}}}}")
-    assert load(Config, [path]).trainer.moe.replay_routes == word
+    path = write(tmp_path, "c.yaml", json.dumps(SMALLEST)[:-1] + f", trainer: {{moe: {{router_replay: {word}}}}}}}")
+    assert load(Config, [path]).trainer.moe.router_replay == word

@@ -93,13 +93,13 @@ async def test_a_signal_while_opening_ends_with_a_word(tmp_path: Path, fakes: Fa
 
 
 async def test_the_last_line_has_the_reason_and_the_report_says_failed(tmp_path: Path, fakes: Fakes):
-    fakes.trainer.error = PreconditionFailed("too far apart", reason=Reason.LOGPROB_GAP)
+    fakes.trainer.error = PreconditionFailed("too far apart", reason=Reason.LOGPROB_DIFF)
     run = await Run.start(tmp_path, fakes)
     code, errors = await run.end()
-    assert (code, errors[-1]) == (2, "lockstep: error: LOGPROB_GAP: too far apart")
+    assert (code, errors[-1]) == (2, "lockstep: error: LOGPROB_DIFF: too far apart")
     page = gather(run.run_dir)
     assert page["state"] == "failed"
-    assert ("error", "LOGPROB_GAP: too far apart") in page["facts"]
+    assert ("error", "LOGPROB_DIFF: too far apart") in page["facts"]
     fakes.trainer.error = None
     assert (await (await Run.start(tmp_path, fakes)).end())[0] == 0
     page = gather(run.run_dir)

@@ -10,7 +10,7 @@ import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
-from services.common.batches.routes import to_parts
+from services.common.batches.routed_experts import to_parts
 from services.common.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -73,19 +73,19 @@ async def test_a_token_that_changed_on_the_way_is_no_sample():
 
 
 class RoutedReplica(FakeReplica):
-    """Sends two bytes of routes for each sample, in messages before the group, `num_lost` of them too few."""
+    """Sends two bytes of routed experts for each sample, in messages before the group, `num_lost` of them too few."""
 
     num_lost = 0
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         answer = await super().OpenRun(request, context)
-        answer.returns_routes = request.return_routes
+        answer.returns_routed_experts = request.return_routed_experts
         return answer
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         (prompt,) = request.prompts
         for part in list(to_parts([b"a%d" % index for index in range(len(prompt.seeds))]))[self.num_lost :]:
-            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, stamp=STAMP, routes=[part]))
+            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, stamp=STAMP, routed_experts=[part]))
         async for answer in super().Generate(request, context):
             yield answer
 
@@ -93,14 +93,14 @@ class RoutedReplica(FakeReplica):
 async def test_routes_arrive_with_their_samples():
     async with replicas(1, RoutedReplica) as fakes, serving(fakes) as rollout:
         group = await generate(rollout, 0, num_samples=3)
-        assert group.routes == [b"a0", b"a1", b"a2"]
+        assert group.routed_experts == [b"a0", b"a1", b"a2"]
         fakes[0].num_lost = 1
-        with pytest.raises(InternalError, match="routes"):
+        with pytest.raises(InternalError, match="routed_experts"):
             await generate(rollout, 1, num_samples=3)
 
 
 class KeepingReplica(FakeReplica):
-    """Sends two bytes of kept sets for each sample, in messages before the group."""
+    """Sends two bytes of sampling masks for each sample, in messages before the group."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         (prompt,) = request.prompts
@@ -111,24 +111,24 @@ class KeepingReplica(FakeReplica):
 
 
 async def test_kept_sets_arrive_with_their_samples_and_are_missed():
-    sampling = SamplingParams(temperature=1, max_tokens=10, top_k=3, return_kept=True)
+    sampling = SamplingParams(temperature=1, max_tokens=10, top_k=3, return_sampling_mask=True)
     async with replicas(1, KeepingReplica) as fakes, serving(fakes) as rollout:
         assert (await rollout.generate(0, make_prompt(0, 3), [1, 2], sampling, STAMP)).kept == [b"k0", b"k1"]
     async with replicas(1) as fakes, serving(fakes) as rollout:
-        with pytest.raises(InternalError, match="returned no kept sets"):
+        with pytest.raises(InternalError, match="returned no sampling masks"):
             await rollout.generate(0, make_prompt(0, 3), [1, 2], sampling, STAMP)
 
 
 async def test_a_group_without_routes_has_none():
     async with replicas(1) as fakes, serving(fakes) as rollout:
-        assert (await generate(rollout, 0)).routes == []
+        assert (await generate(rollout, 0)).routed_experts == []
 
 
 async def test_an_engine_without_routes_is_refused_if_they_must_be_replayed():
-    config = make_config(trainer={"moe": {"replay_routes": "on"}})
+    config = make_config(trainer={"moe": {"router_replay": "on"}})
     async with replicas(1) as fakes:
         replica = Replica(fakes[0].address, config.timeouts)
-        with pytest.raises(InvalidInput, match="replay_routes on: the engine at"):
+        with pytest.raises(InvalidInput, match="router_replay on: the engine at"):
             await replica.open("run", config, ModelCard())
         await replica.close()
     async with replicas(1, RoutedReplica) as fakes:

@@ -86,7 +86,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         await self.permits.acquire()
         self.training.clear()
         self.version += 1
-        metrics = {"entropy": 1.0, "grad_norm": 2.0, "logprob_gap_max": 0.0, "loss": float(self.version)}
+        metrics = {"entropy": 1.0, "grad_norm": 2.0, "logprob_diff_max": 0.0, "loss": float(self.version)}
         return trainer_pb2.TrainResponse(version=self.version, metrics=metrics)
 
     async def SaveCheckpoint(self, request: trainer_pb2.SaveCheckpointRequest, context: Any) -> Any:

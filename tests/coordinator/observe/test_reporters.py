@@ -22,7 +22,7 @@ STEP = {
     "batch/tokens": 123456.0,
     "train/entropy": 0.387,
     "train/grad_norm": 12.345,
-    "train/logprob_gap_max": 2.9e-06,
+    "train/logprob_diff_max": 2.9e-06,
     "time/generating_s": 123.45,
     "time/training_s": 67.89,
     "time/publishing_s": 1.23,

@@ -42,7 +42,7 @@ def test_dense_memory(dense: Path) -> None:
     working = tokens * 2 * (3 * 128 // 2 + 3 * 64)
     assert first.peak == first.weights + first.gradients + first.optimizer + 2 * first.activations + working
     # The last stage also has the logits: 4 bytes each, and the float32 gradient of the output layer.
-    assert last.micro.backward == max(working, 4 * tokens * 256 // 2 + 4 * embedding)
+    assert last.microbatch.backward == max(working, 4 * tokens * 256 // 2 + 4 * embedding)
     assert first.idle == first.weights + first.optimizer
 
 
@@ -94,7 +94,7 @@ def test_keys_that_change_memory(dense: Path) -> None:
     full = memory(compute_dtype="float32")
     assert (full.weights, full.optimizer) == (4 * count, 8 * count // 2)  # the weights are their own master copy
     away = memory({"auto_offload": True})
-    assert away.idle == 0 and away.peak == away.weights + away.gradients + away.activations + away.micro.backward
+    assert away.idle == 0 and away.peak == away.weights + away.gradients + away.activations + away.microbatch.backward
     # Without sequence parallelism the four hidden inputs of a layer are whole on every TP rank.
     whole = memory({"sequence_parallel": False}).activations - plain.activations
     assert whole == 8 * 16384 * 2 * 4 * 64 // 2
@@ -154,7 +154,7 @@ def test_bytes_of_a_trained_weight(dense: Path, changes: dict[str, Any], num_byt
     assert memory.weights + memory.gradients + memory.optimizer == num_bytes * memory.parameters
     assert memory.gradient_copies == copies * memory.parameters
     assert memory.phases["optimizer"] == memory.idle == (num_bytes + copies) * memory.parameters
-    held = memory.activations + memory.micro.backward  # the copies do not exist in the backward pass
+    held = memory.activations + memory.microbatch.backward  # the copies do not exist in the backward pass
     assert memory.phases["backward"] == num_bytes * memory.parameters + held
 
 
@@ -163,9 +163,9 @@ def test_gradient_of_the_output_layer(tmp_path: Path, tied: bool, ddp: dict[str,
     """It is added to float32 gradients at once, unless the layer is tied, so that autograd only needs its dtype."""
     wide = write(tmp_path / "wide", DENSE | {"vocab_size": 2**17, "tie_word_embeddings": tied})
     config, model = make(wide, num_ranks=1, megatron=ddp)
-    assert stage_memory(config, model, 0, is_gpu=True).micro.backward == 4 * 2**28 + num_bytes * 2**17 * 64
+    assert stage_memory(config, model, 0, is_gpu=True).microbatch.backward == 4 * 2**28 + num_bytes * 2**17 * 64
     frozen, _ = make(wide, num_ranks=1, lora={"rank": 4})
-    assert stage_memory(frozen, model, 0, is_gpu=True).micro.backward == 4 * 2**28
+    assert stage_memory(frozen, model, 0, is_gpu=True).microbatch.backward == 4 * 2**28
 
 
 def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
@@ -234,7 +234,7 @@ def test_fsdp_memory(dense: Path) -> None:
     config, model = make(dense, strategy="fsdp", num_ranks=4)
     memory, count = fsdp_memory(config, model, is_gpu=True), model.num_parameters // 4
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * model.num_parameters, 8 * count)
-    backward = memory.activations + memory.micro.backward + memory.gathered
+    backward = memory.activations + memory.microbatch.backward + memory.gathered
     assert (memory.peak, memory.idle) == (12 * count + 4 * model.num_parameters + backward, 12 * count)
     # Gathered in bfloat16 are the embedding, the last norm, and two of the eight layers.
     layer = ATTENTION + 3 * 64 * 128 + NORMS
@@ -270,10 +270,10 @@ def test_logits_are_cut_into_pieces(tmp_path: Path) -> None:
     """On CPU, 64 Mi logits exist at a time, with 21 bytes each: those of 512 tokens with a vocabulary of 2^17."""
     config, model = make(write(tmp_path / "wide", DENSE | {"vocab_size": 2**17}), strategy="fsdp")
     gradient = 4 * 2**17 * 64
-    assert fsdp_memory(config, model, is_gpu=False).micro.backward == 21 * 2**26 + gradient
-    assert fsdp_memory(config, model, is_gpu=True).micro.backward == 4 * 2**28 + gradient
+    assert fsdp_memory(config, model, is_gpu=False).microbatch.backward == 21 * 2**26 + gradient
+    assert fsdp_memory(config, model, is_gpu=True).microbatch.backward == 4 * 2**28 + gradient
     exact, _ = make(tmp_path / "wide", strategy="fsdp", compute_dtype="float32")
-    assert fsdp_memory(exact, model, is_gpu=True).micro.backward == 8 * 2**28 + gradient
+    assert fsdp_memory(exact, model, is_gpu=True).microbatch.backward == 8 * 2**28 + gradient
 
 
 def test_few_logits_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_few_logits_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:
     path, needed = write(tmp_path / "wide", DENSE | {"vocab_size": 2**17}), []
     for tokens in (6144, 6145):  # 768 Mi logits are those of 6144 tokens
         settings = {"strategy": "fsdp", "max_tokens_per_microbatch": tokens}
-        needed.append(fsdp_memory(*make(path, **settings), is_gpu=True).micro.backward)
+        needed.append(fsdp_memory(*make(path, **settings), is_gpu=True).microbatch.backward)
     weight = 2**17 * 64
     assert needed == [4 * 6144 * 2**17 + 2 * weight, 4 * 2**28 + 4 * weight]
 

@@ -67,7 +67,7 @@ class CountingRank:
             return Message({"metrics": {"critic_loss": float(version)}})
         self.trained.append(version)
         metrics = {"entropy": 1.0, "grad_norm": 2.0, "loss": float(version)}
-        metrics |= {"logprob_gap_max": 0.0, "logprob_gap_ess": 0.75}
+        metrics |= {"logprob_diff_max": 0.0, "logprob_diff_ess": 0.75}
         return Message({"metrics": metrics})
 
     @rank_command

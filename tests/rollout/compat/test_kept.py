@@ -1,4 +1,4 @@
-"""Tests that kept sets are collected where the engine samples, and arrive with a sample's last token.
+"""Tests that sampling masks are collected where the engine samples, and arrive with a sample's last token.
 
 An engine that cannot collect them is refused.
 """
@@ -19,7 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
-from services.common.batches.batch import encode_kept
+from services.common.batches.batch import encode_sampling_masks
 from services.common.errors import InternalError, InvalidInput
 from services.rollout.compat.vllm import recorded
 from tests.support import raises
@@ -55,7 +55,7 @@ def test_a_samples_last_output_has_its_kept_sets() -> None:
     played.step(EngineCoreOutput("a", [3]), EngineCoreOutput("b", [3]), a=[3, 5])
     played.step(EngineCoreOutput("a", []), a=[9])  # part of a prompt
     played.step(end, other, a=[4])
-    assert arrived(end, [3, 4]) == encode_kept([[3, 5], [4]])
+    assert arrived(end, [3, 4]) == encode_sampling_masks([[3, 5], [4]])
     assert other.kv_transfer_params is None  # it has not asked for them
     played.step(EngineCoreOutput("c", [3]), c=[3])
     played.finish_requests(["c"], None)
@@ -66,7 +66,7 @@ def test_masks_of_vllm_itself_are_used() -> None:
     played, end = Returning(), last("a", new_sampling_mask=SamplingMaskLists(np.array([4, 6])))
     played.step(EngineCoreOutput("a", [3], new_sampling_mask=SamplingMaskLists(np.array([3]))))
     played.step(end)
-    assert arrived(end, [3, 4]) == encode_kept([[3], [4, 6]]) and end.new_sampling_mask is None
+    assert arrived(end, [3, 4]) == encode_sampling_masks([[3], [4, 6]]) and end.new_sampling_mask is None
 
 
 @pytest.mark.parametrize("asking", [[True, True, True], [False, True, True], [False, True, False]])
@@ -91,7 +91,7 @@ def test_the_hook_reads_the_sets_of_those_that_ask(asking: list[bool]) -> None:
     assert found == {name: sets[name] for name, is_one in zip(sets, asking, strict=True) if is_one}
 
 
-@pytest.mark.parametrize(("tokens", "message"), [([4, 4], "no kept sets"), ([5], "without 1 of 1 sampled tokens")])
+@pytest.mark.parametrize(("tokens", "message"), [([4, 4], "no sampling masks"), ([5], "without 1 of 1 sampled tokens")])
 def test_sets_of_other_tokens_are_refused(tokens: list[int], message: str) -> None:
     played, end = Returning(), last("a")
     played.step(end, a=[4, 6])
@@ -114,7 +114,7 @@ def test_sets_of_other_tokens_are_refused(tokens: list[int], message: str) -> No
 def test_an_engine_that_cannot_is_refused(
     version: str, is_gpu: bool, arguments: dict[str, Any], answer: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tests who returns kept sets: `answer` is True if vLLM does, False if our hook does, None if nobody does."""
+    """Tests who returns sampling masks: `answer` is True if vLLM does, False if our hook does, None if nobody does."""
     monkeypatch.setattr(recorded, "require_version", lambda _: Version(version))
     given = {"logprobs_mode": "processed_logprobs", "additional_config": {"x": 1}} | arguments
     if answer is None:

@@ -140,13 +140,14 @@ def test_an_end_without_tokens_has_no_logprobs() -> None:
 
 
 def test_routes_of_every_step_are_sent() -> None:
-    """vLLM 0.26 adds the routes of a step to its output: those of the prompt to the first, then one row per token."""
+    """vLLM 0.26 adds the routed experts of a step to its output: those of the prompt to the first, then one row per
+    token."""
     played, rows = PlayedInChunks(), np.arange(10 + 39, dtype=np.uint8).reshape(-1, 1, 1)
     received = []
     for number in range(40):
-        routes = rows[:10] if number == 0 else rows[9 + number : 10 + number]
+        routed_experts = rows[:10] if number == 0 else rows[9 + number : 10 + number]
         last = LENGTH if number == 39 else {}
-        for answer in played.say({0: step(token("it", number, routed_experts=routes, **last))}).values():
+        for answer in played.say({0: step(token("it", number, routed_experts=routed_experts, **last))}).values():
             received += answer.outputs
     assert [len(output.new_token_ids) for output in received] == [1, 32, 7]
     assert np.array_equal(np.concatenate([output.routed_experts for output in received]), rows)
@@ -184,15 +185,15 @@ def test_what_is_aborted_is_forgotten() -> None:
     assert list(played._unsent) == ["b"]
 
 
-@pytest.mark.parametrize("returns_routes", [False, True])
+@pytest.mark.parametrize("returns_routed_experts", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(
-    is_async: bool, returns_routes: bool, monkeypatch: pytest.MonkeyPatch
+    is_async: bool, returns_routed_experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler.__init__", lambda self, **arguments: None)
     monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **arguments: None)
     named = engine_arguments(RolloutConfig(max_model_len=8), "model", seed=0)["scheduler_cls"]
-    arguments = returning_experts({"enforce_eager": True}, is_gpu=False) if returns_routes else {}
+    arguments = returning_experts({"enforce_eager": True}, is_gpu=False) if returns_routed_experts else {}
     given = (arguments or {}).get("additional_config", {})
     made = resolve_obj_by_qualname(named)(
         vllm_config=SimpleNamespace(
@@ -202,4 +203,4 @@ def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(
         )
     )
     assert isinstance(made, InChunks) and isinstance(made, AsyncScheduler) == is_async
-    assert isinstance(made, ReturnsExperts) == returns_routes
+    assert isinstance(made, ReturnsExperts) == returns_routed_experts

@@ -12,7 +12,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import Stack, completions
-from tests.rollout.weights.test_publication import MAX_LOGPROB_GAP, SEEDS, forward, largest_gap, to_batch, train
+from tests.rollout.weights.test_publication import MAX_LOGPROB_DIFF, SEEDS, forward, largest_diff, to_batch, train
 from tests.support import raises
 
 RANK = 4
@@ -20,7 +20,7 @@ TRAINER = {
     "strategy": "megatron",
     "num_ranks": 2,
     "max_tokens_per_microbatch": 256,
-    "max_logprob_gap": MAX_LOGPROB_GAP,
+    "max_logprob_diff": MAX_LOGPROB_DIFF,
     # An Adam step moves every entry of B, which is zero at first, by about lr: enough to change most samples.
     "optim": {"lr": 3e-2, "max_grad_norm": 1e9},
     "lora": {"rank": RANK, "alpha": 8.0, "publish": "adapter"},
@@ -43,7 +43,7 @@ async def assert_on_policy(stack: Stack, stamp: PolicyStamp) -> list[list[int]]:
         answers = await replica.generate(stamp, seeds=SEEDS, temperature=1.0)
         assert all(answer.stamp == stamp for answer in answers)
         batch = to_batch(completions(answers), stamp)
-        assert largest_gap(batch, await forward(stack, batch, 1.0)) <= MAX_LOGPROB_GAP
+        assert largest_diff(batch, await forward(stack, batch, 1.0)) <= MAX_LOGPROB_DIFF
         tokens = [list(completion.tokens) for completion in completions(answers)]
     return tokens
 

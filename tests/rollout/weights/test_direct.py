@@ -63,7 +63,7 @@ def test_copies_of_neighbors_to_neighbors_become_one():
     def copy(begin: int, num: int, at: int, shape: tuple[int, ...] = (), stride: tuple[int, ...] = (1,)) -> Copy:
         return Copy(Piece(0, torch.float32, Place(begin, shape or (num,), stride)), storage, at, stride)
 
-    # Two matrices of two rows, a gap in the engine, and a matrix that is transposed in both.
+    # Two matrices of two rows, a difference in the engine, and a matrix that is transposed in both.
     whole = [copy(0, 6, 0, (2, 3), (3, 1)), copy(6, 6, 6, (2, 3), (3, 1))]
     direct = DirectMap([*whole, copy(12, 2, 14), copy(14, 6, 16, (2, 3), (1, 2))], 1)
     assert [target.numel() for target in direct._targets[0]] == [12, 2, 6]

@@ -9,16 +9,16 @@ import pyarrow.compute as pc
 import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 
-from services.common.batches.routes import from_parts
+from services.common.batches.routed_experts import from_parts
 from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.rollout.weights.test_publication import (
     LENGTH,
-    MAX_LOGPROB_GAP,
+    MAX_LOGPROB_DIFF,
     SEEDS,
     TRAINER,
     export,
     forward,
-    largest_gap,
+    largest_diff,
     to_batch,
     train,
 )
@@ -48,7 +48,7 @@ async def test_an_engine_samples_as_the_trainer_computes(
     is_routed = kind.endswith("moe")
     rank = LORA["rank"] if "lora" in changes else 0
     stack = Stack(stack.trainer, stack.replicas[:1])  # test_publication.py has two replicas
-    await stack.open(model(kind), TRAINER | changes, adapter_rank=rank, return_routes=is_routed)
+    await stack.open(model(kind), TRAINER | changes, adapter_rank=rank, return_routed_experts=is_routed)
     greedy_before = None
     for version in range(2):
         stamp = await stack.publish(version)
@@ -59,29 +59,30 @@ async def test_an_engine_samples_as_the_trainer_computes(
         greedy_before = expected
 
         prompts = LONG_PROMPTS if version else PROMPTS
-        sampling = {"temperature": 1.0, "max_tokens": LENGTH, "return_routes": True}
+        sampling = {"temperature": 1.0, "max_tokens": LENGTH, "return_routed_experts": True}
         answers = await stack.replicas[0].generate(stamp, prompts, seeds=SEEDS, **sampling)
         assert bool(version) == any(answer.num_cached_tokens for answer in answers)
         batch = routed(to_batch(completions(answers), stamp, prompts), answers)
-        assert batch["routes"].null_count == (0 if is_routed else batch.num_rows)
-        assert largest_gap(batch, await forward(stack, batch, 1.0)) <= MAX_LOGPROB_GAP
+        assert batch["routed_experts"].null_count == (0 if is_routed else batch.num_rows)
+        assert largest_diff(batch, await forward(stack, batch, 1.0)) <= MAX_LOGPROB_DIFF
         trained = await train(stack, batch, stamp)
-        assert trained.metrics["logprob_gap_max"] <= MAX_LOGPROB_GAP
+        assert trained.metrics["logprob_diff_max"] <= MAX_LOGPROB_DIFF
         if is_routed:
             # All tokens are replayed, also those that the engine took from its prefix cache. In float32 the trainer's
-            # routers choose the same experts, so routes of other rows or layers would show.
+            # routers choose the same experts, so routed experts of other rows or layers would show.
             num_tokens = pc.sum(pc.list_value_length(batch["prompt_tokens"])).as_py() + batch.num_rows * (LENGTH - 1)
             assert trained.metrics["moe_replayed_tokens"] == num_tokens
-            assert trained.metrics["moe_route_agreement"] == 1.0
+            assert trained.metrics["moe_router_agreement"] == 1.0
     if is_routed:
-        other = routed(batch, answers, change=lambda routes: bytes(3 - expert for expert in routes))
-        assert largest_gap(batch, await forward(stack, other, 1.0)) > 100 * MAX_LOGPROB_GAP
+        other = routed(batch, answers, change=lambda routed_experts: bytes(3 - expert for expert in routed_experts))
+        assert largest_diff(batch, await forward(stack, other, 1.0)) > 100 * MAX_LOGPROB_DIFF
 
 
 def routed(batch: pa.Table, answers: Sequence[pb.GenerateResponse], change: Callable = bytes) -> pa.Table:
-    """Returns the batch with the routes of its samples, each passed through `change`; without any if there are none."""
-    routes = [change(one) for answer in answers for one in from_parts(answer.routes, len(SEEDS))]
-    index = batch.schema.get_field_index("routes")
+    """Returns the batch with the routed experts of its samples, each passed through `change`; without any if there are
+    none."""
+    routed_experts = [change(one) for answer in answers for one in from_parts(answer.routed_experts, len(SEEDS))]
+    index = batch.schema.get_field_index("routed_experts")
     return batch.set_column(
-        index, batch.schema.field(index), pa.array(routes or [None] * batch.num_rows, pa.large_binary())
+        index, batch.schema.field(index), pa.array(routed_experts or [None] * batch.num_rows, pa.large_binary())
     )

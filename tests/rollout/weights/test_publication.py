@@ -20,16 +20,16 @@ from services.coordinator.clients.trainer import whole_batch
 from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.support import PATIENCE_S
 
-# Both ends compute in float32. The gap was measured as 3e-5 for a model of 9.5M parameters; a wrong weight, temperature
-# or position shows above 1e-2.
-MAX_LOGPROB_GAP = 1e-4
+# Both ends compute in float32. The difference was measured as 3e-5 for a model of 9.5M parameters; a wrong weight,
+# temperature or position shows above 1e-2.
+MAX_LOGPROB_DIFF = 1e-4
 SEEDS = (11, 12, 13, 14)
 LENGTH = 40  # an engine sends 1 token, then 32, then the rest
 # An Adam step moves every weight by about lr, a tenth of the spread that the weights were drawn with.
 TRAINER = {
     "num_ranks": 2,
     "max_tokens_per_microbatch": 256,
-    "max_logprob_gap": MAX_LOGPROB_GAP,
+    "max_logprob_diff": MAX_LOGPROB_DIFF,
     "optim": {"lr": 1e-2, "max_grad_norm": 1e9},
 }
 
@@ -94,7 +94,7 @@ async def train(stack: Stack, batch: pa.Table, stamp: PolicyStamp) -> trainer_pb
     return await stack.trainer.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)
 
 
-def largest_gap(batch: pa.Table, forwarded: pa.Table) -> float:
+def largest_diff(batch: pa.Table, forwarded: pa.Table) -> float:
     behavior, trainer = (np.concatenate(t["logprobs"].to_pylist()) for t in (batch, forwarded))
     return float(np.abs(behavior - trainer).max())
 
@@ -119,13 +119,13 @@ async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened
             samples = completions(answers)
             assert [sample.seed for sample in samples] == list(SEEDS) * len(PROMPTS)
             batch = to_batch(samples, stamp)
-            assert largest_gap(batch, await forward(opened, batch, temperature)) <= MAX_LOGPROB_GAP
+            assert largest_diff(batch, await forward(opened, batch, temperature)) <= MAX_LOGPROB_DIFF
         # The wrong temperature must not pass for the right one.
-        assert largest_gap(batch, await forward(opened, batch, 0.7)) > 100 * MAX_LOGPROB_GAP
+        assert largest_diff(batch, await forward(opened, batch, 0.7)) > 100 * MAX_LOGPROB_DIFF
 
         trained = await train(opened, batch, stamp)  # the last batch, at temperature 1
         assert trained.version == version + 1
-        assert trained.metrics["logprob_gap_max"] <= MAX_LOGPROB_GAP
+        assert trained.metrics["logprob_diff_max"] <= MAX_LOGPROB_DIFF
     assert len(digests) == 3
 
 

@@ -1,4 +1,4 @@
-"""Tests the values of `old_logprobs`, and the gap between engine and trainer, through the FSDP backend."""
+"""Tests the values of `old_logprobs`, and the difference between engine and trainer, through the FSDP backend."""
 
 from pathlib import Path
 
@@ -37,11 +37,11 @@ def test_old_logprobs(harness: Harness, kind: str, forwards: int) -> None:
         if kind == "recompute" or row["group"] < 2
     ]
     logs = np.concatenate(log_weights)
-    assert metrics["logprob_gap_mean"] == pytest.approx(np.abs(logs).mean(), rel=1e-5)
-    assert metrics["logprob_gap_max"] == pytest.approx(np.abs(logs).max(), rel=1e-5)
-    assert metrics["logprob_gap_kl"] == pytest.approx((np.exp(logs) - 1 - logs).mean(), rel=1e-5)
+    assert metrics["logprob_diff_mean"] == pytest.approx(np.abs(logs).mean(), rel=1e-5)
+    assert metrics["logprob_diff_max"] == pytest.approx(np.abs(logs).max(), rel=1e-5)
+    assert metrics["logprob_diff_kl"] == pytest.approx((np.exp(logs) - 1 - logs).mean(), rel=1e-5)
     ess = np.exp(logs).sum() ** 2 / (len(logs) * (np.exp(logs) ** 2).sum())
-    assert metrics["logprob_gap_ess"] == pytest.approx(ess, rel=1e-5)
+    assert metrics["logprob_diff_ess"] == pytest.approx(ess, rel=1e-5)
     if kind == "on_policy":
         assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
     else:
@@ -60,7 +60,7 @@ def test_engine_is_the_denominator_of_the_first_update(harness: Harness) -> None
 @pytest.mark.parametrize("kind", ["recompute", "engine", "on_policy"])
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_gap_is_that_of_trained_tokens(harness: Harness, kind: str, is_trained: bool) -> None:
-    harness.open("untied", {"max_logprob_gap": 3.0, "num_minibatches": 2, "loss": {"old_logprobs": kind}})
+    harness.open("untied", {"max_logprob_diff": 3.0, "num_minibatches": 2, "loss": {"old_logprobs": kind}})
     table, before = samples(), harness.parameters()
     index = table.schema.get_field_index("logprobs")
     rows = zip(table["logprobs"].to_pylist(), table["loss_mask"].to_pylist(), strict=True)
@@ -69,7 +69,7 @@ def test_gap_is_that_of_trained_tokens(harness: Harness, kind: str, is_trained: 
     if not is_trained:
         assert np.isfinite(list(harness.train(table).values())).all()
         return
-    with raises(PreconditionFailed, reason=Reason.LOGPROB_GAP):
+    with raises(PreconditionFailed, reason=Reason.LOGPROB_DIFF):
         harness.train(table)
     assert all(torch.equal(tensor, before[name]) for name, tensor in harness.parameters().items())
 
@@ -97,7 +97,7 @@ def test_engine_and_trainer_are_compared_before_the_first_epoch(harness: Harness
     gaps = []
     for num_epochs in (1, 3):
         harness.open("untied", changes | {"num_epochs": num_epochs})
-        gaps.append(harness.train(samples())["logprob_gap_mean"])
+        gaps.append(harness.train(samples())["logprob_diff_mean"])
     assert gaps[0] == gaps[1]
 
 
@@ -115,4 +115,4 @@ def test_sft_needs_neither_advantages_nor_an_engine(harness: Harness) -> None:
         table = table.set_column(index, table.schema.field(index), pa.array(values, pa.list_(pa.float32())))
     metrics = harness.train(table)
     assert metrics["loss"] == pytest.approx(np.mean(means), rel=1e-5)
-    assert not any(name.startswith("logprob_gap") for name in metrics)
+    assert not any(name.startswith("logprob_diff") for name in metrics)

@@ -1,6 +1,6 @@
 """Tests that every policy loss gives the same update for any split over micro-batches and ranks of both backends.
 
-One FSDP rank with a mini-batch in one pack is the reference. It is compared with plain torch.
+One FSDP rank with a mini-batch in one micro-batch is the reference. It is compared with plain torch.
 """
 
 import functools
@@ -60,9 +60,10 @@ def result(directory: Path, layout: str, loss: str) -> tuple[Tensors, dict[str, 
 
 
 def worst_move(got: Tensors, want: Tensors, before: Tensors) -> float:
-    """Returns the largest gap of any tensor between `got` and `want`, relative to the largest move of that tensor.
+    """Returns the largest difference of any tensor between `got` and `want`, relative to the largest move of that
+    tensor.
 
-    What may be rounding of the tensor's weights does not count as a gap.
+    What may be rounding of the tensor's weights does not count as a difference.
     """
     assert got.keys() == want.keys() == before.keys()
     gaps = []

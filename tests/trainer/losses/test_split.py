@@ -1,4 +1,4 @@
-"""Tests that loss and gradient of a mini-batch, cut into packs in any way, equal those of plain arithmetic."""
+"""Tests that loss and gradient of a mini-batch, cut into micro-batches in any way, equal those of plain arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,12 +92,12 @@ def splits(draw: st.DrawFn, num_sequences: int) -> list[list[int]]:
     return [list(order[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def in_packs(
-    batch: Batch, packs: Sequence[Sequence[int]], config: LossConfig
+def in_microbatches(
+    batch: Batch, microbatches: Sequence[Sequence[int]], config: LossConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     built = []
-    for pack in packs:
-        parts = [batch.sequences[i] for i in pack]
+    for microbatch in microbatches:
+        parts = [batch.sequences[i] for i in microbatch]
         outputs = torch.stack([torch.cat([part[k] for part in parts]) for k in (0, 1)])
         columns = {name: torch.cat([held[name] for _, _, held in parts]) for name in parts[0][2]}
         built.append((outputs, columns, tuple(len(logprobs) for logprobs, _, _ in parts)))
@@ -105,7 +105,7 @@ def in_packs(
         means = covariance_sums([columns for _, columns, _ in built]) / batch.totals.num_tokens
         for _, columns, _ in built:
             columns["covariance"] = covariance(columns, means)
-    results = [policy_loss(*pack, batch.totals, config) for pack in built]
+    results = [policy_loss(*microbatch, batch.totals, config) for microbatch in built]
     names = results[0][1].keys()
     return sum(loss for loss, _ in results), {name: sum(metrics[name] for _, metrics in results) for name in names}
 
@@ -123,11 +123,11 @@ def test_loss_of_any_split_is_the_plain_one(kind: dict[str, Any], data: st.DataO
         entropy_coef=data.draw(st.sampled_from([0.0, 0.05])),
     )
     batch = data.draw(batches())
-    packs = data.draw(splits(len(batch.sequences)))
+    microbatches = data.draw(splits(len(batch.sequences)))
     want = batch_loss(batch.sequences, config)
     want_gradients = batch.gradients(want)
-    whole, whole_metrics = in_packs(batch, [range(len(batch.sequences))], config)
-    split, split_metrics = in_packs(batch, packs, config)
+    whole, whole_metrics = in_microbatches(batch, [range(len(batch.sequences))], config)
+    split, split_metrics = in_microbatches(batch, microbatches, config)
     # These are some 100 float64 operations on numbers of size 1 to 10.
     for loss in (whole, split):
         assert loss.item() == pytest.approx(want.item(), rel=1e-12, abs=1e-12)
@@ -148,9 +148,9 @@ def test_the_comparison_sees_bounds_bind() -> None:
         sequences.append((-1.5 + 0.3 * random[5], random[6], held))
     batch = Batch(sequences)
     for kind in KINDS:
-        _, metrics = in_packs(batch, [range(30)], LossConfig(**kind))
+        _, metrics = in_microbatches(batch, [range(30)], LossConfig(**kind))
         for name in ("clip_fraction", "clip_dual_fraction", "covariance_fraction"):
             assert name not in metrics or 0.02 < metrics[name] < 0.98, (kind, name)
     for correction in CORRECTIONS[1:]:
-        _, metrics = in_packs(batch, [range(30)], LossConfig(correction=correction))
+        _, metrics = in_microbatches(batch, [range(30)], LossConfig(correction=correction))
         assert 0.02 < metrics["correction_masked"] + metrics["correction_truncated"] < 0.98, correction

@@ -96,8 +96,8 @@ def test_loss_of_any_split_is_the_plain_one(
     sequences, config = batch(seed, masks), ValueLossConfig(value_clip=0.3, **mean)
     count = totals(sequences)
     cut = data.draw(st.integers(1, len(sequences) - 1))
-    packs = [joined(part) for part in (sequences[:cut], sequences[cut:])]
-    results = [value_loss(held["now"], held, count, config) for held in packs]
+    microbatches = [joined(part) for part in (sequences[:cut], sequences[cut:])]
+    results = [value_loss(held["now"], held, count, config) for held in microbatches]
     want = 0.0
     for held in sequences:
         errors = []

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support import make_model, with_routes
+from tests.support import make_model, with_routed_experts
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, Harness, samples
 from tests.trainer.harness_processes import run_harness
@@ -148,7 +148,7 @@ def test_replayed_routes_are_used_by_every_layer_and_the_router_learns(megatron:
         rows = samples(seed).to_pylist()
         num_tokens = sum(len(row["prompt_tokens"]) + len(row["tokens"]) - 1 for row in rows)
         assert update["moe_replayed_tokens"] == num_tokens
-        assert 0.3 < update["moe_route_agreement"] < 0.7  # a random half of the experts
+        assert 0.3 < update["moe_router_agreement"] < 0.7  # a random half of the experts
     moved = [(result.after[key] - tensor).abs().max() for key, tensor in result.before.items() if "mlp.gate." in key]
     assert min(moved) > 1e-3
     with pytest.raises(AssertionError):  # the comparisons of layouts would see routers that choose for themselves
@@ -221,7 +221,10 @@ def transformers_logprobs(model_path: Path) -> list[list[float]]:
 def test_updates_are_those_of_fsdp(megatron: Path, harness: Harness, name: str) -> None:
     layout, result = LAYOUTS[name], Result(megatron, name)
     harness.open(layout.kind, {"loss": LOSS, **layout.changes})
-    batches = [with_routes(samples(seed)) if layout.has_routes else samples(seed) for seed in range(layout.num_updates)]
+    batches = [
+        with_routed_experts(samples(seed)) if layout.has_routed_experts else samples(seed)
+        for seed in range(layout.num_updates)
+    ]
     updates = [harness.train(batch, version=seed) for seed, batch in enumerate(batches)]
     assert_updates_close(result.updates, updates, METRIC_TOLERANCE)
     weights = {key: tensor.clone() for key, tensor in harness.backend.weights()}
@@ -233,7 +236,7 @@ def test_updates_are_those_of_fsdp(megatron: Path, harness: Harness, name: str) 
 def test_bfloat16_follows_float32(megatron: Path) -> None:
     got, want = Result(megatron, "untied-1-bf16"), Result(megatron, "untied-1-small")
     assert all(tensor.dtype == torch.bfloat16 for tensor in got.after.values())
-    # Each rounding of activations is 2^-9 relative, over 2 layers, in logits of size 5; the gap is 0.05 here.
+    # Each rounding of activations is 2^-9 relative, over 2 layers, in logits of size 5; the difference is 0.05 here.
     assert_rows_close(got.logprobs, want.logprobs, 0.2)
     assert [update["loss"] for update in got.updates] == pytest.approx(
         [update["loss"] for update in want.updates], abs=0.02

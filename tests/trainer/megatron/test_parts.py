@@ -11,29 +11,30 @@ from hypothesis import strategies as st
 
 import services.trainer.megatron  # noqa: F401  (before megatron itself)
 from services.common.errors import InvalidInput
-from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, least_sizes, zigzag
+from services.trainer.megatron.microbatch import Cut, MicrobatchShard, cut_microbatches, least_sizes, zigzag
 from services.trainer.megatron.settings import make
 from services.trainer.offload import Offloader
-from services.trainer.updates.packing import Pack
+from services.trainer.updates.packing import Microbatch
 
 quick = settings(max_examples=60, deadline=None)
 
 # ---- Micro-batches
 
-# A pack is drawn as a list of (prompt tokens, completion tokens), one pair for each of its sequences.
-packs_of = st.lists(
+# A micro-batch is drawn as a list of (prompt tokens, completion tokens), one pair for each of its sequences.
+microbatches_of = st.lists(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4), min_size=1, max_size=4
 )
 
 
-def make_pack(sizes: Sequence[tuple[int, int]], first_token: int) -> Pack:
-    """Makes a pack whose tokens count up from `first_token`, so that each shows its place; targets are token + 1000."""
+def make_microbatch(sizes: Sequence[tuple[int, int]], first_token: int) -> Microbatch:
+    """Makes a micro-batch whose tokens count up from `first_token`, so that each shows its place; targets are token +
+    1000."""
     lengths = [prompt + completion - 1 for prompt, completion in sizes]
     total = sum(lengths)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     predict = torch.cat([torch.arange(end - c, end) for end, (_, c) in zip(ends, sizes, strict=True)])
     tokens = torch.arange(first_token, first_token + total)
-    return Pack(
+    return Microbatch(
         tokens_T=tokens,
         positions_T=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens_B1=torch.tensor([0, *ends], dtype=torch.int32),
@@ -47,10 +48,10 @@ def make_pack(sizes: Sequence[tuple[int, int]], first_token: int) -> Pack:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Holds packs, and how they are cut for every context-parallel rank: `cut[rank][pack]`."""
+    """Holds micro-batches, and how they are cut for every context-parallel rank: `cut[rank][micro-batch]`."""
 
-    packs: list[Pack]
-    cut: list[list[MicroBatch]]
+    microbatches: list[Microbatch]
+    cut: list[list[MicrobatchShard]]
     align: int
     is_packed: bool
     is_fixed_size: bool
@@ -58,72 +59,74 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    first, packs = 1, []
-    for sizes in draw(packs_of):
-        packs.append(make_pack(sizes, first))
-        first += len(packs[-1].tokens_T)
+    first, microbatches = 1, []
+    for sizes in draw(microbatches_of):
+        microbatches.append(make_microbatch(sizes, first))
+        first += len(microbatches[-1].tokens_T)
     cp, tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     align = tp * (2 * cp if cp > 1 else 1)
     is_packed, is_fixed = draw(st.booleans()), draw(st.booleans())
     cuts = [Cut(cp, rank, align, is_packed) for rank in range(cp)]
-    sizes = least_sizes(packs, cuts[0])
+    sizes = least_sizes(microbatches, cuts[0])
     if is_fixed:
         sizes[:] = sizes.max(0)
-    cut = [cut_packs(packs, one, sizes) for one in cuts]
-    return Case(packs, cut, align, is_packed, is_fixed)
+    cut = [cut_microbatches(microbatches, one, sizes) for one in cuts]
+    return Case(microbatches, cut, align, is_packed, is_fixed)
 
 
 @quick
 @given(cases())
 def test_every_token_is_on_exactly_one_context_parallel_rank(case: Case) -> None:
-    for index, pack in enumerate(case.packs):
-        held = torch.cat([micros[index].tokens.flatten() for micros in case.cut])
-        assert held[held > 0].sort().values.tolist() == pack.tokens_T.tolist()
+    for index, microbatch in enumerate(case.microbatches):
+        held = torch.cat([shards[index].tokens.flatten() for shards in case.cut])
+        assert held[held > 0].sort().values.tolist() == microbatch.tokens_T.tolist()
 
 
 @quick
 @given(cases())
 def test_every_prediction_is_made_once_by_the_row_of_its_token(case: Case) -> None:
-    for index, pack in enumerate(case.packs):
+    for index, microbatch in enumerate(case.microbatches):
         seen: list[int] = []
-        for micros in case.cut:
-            micro = micros[index]
-            tokens_SB = micro.tokens.T.flatten()  # like the model's [S, B] output
-            assert torch.equal(micro.targets_M, pack.targets_N[micro.where_M])
-            assert torch.equal(tokens_SB[micro.rows_M] + 1000, micro.targets_M)
-            seen += micro.where_M.tolist()
-        assert sorted(seen) == list(range(len(pack.targets_N)))
+        for shards in case.cut:
+            shard = shards[index]
+            tokens_SB = shard.tokens.T.flatten()  # like the model's [S, B] output
+            assert torch.equal(shard.targets_M, microbatch.targets_N[shard.where_M])
+            assert torch.equal(tokens_SB[shard.rows_M] + 1000, shard.targets_M)
+            seen += shard.where_M.tolist()
+        assert sorted(seen) == list(range(len(microbatch.targets_N)))
 
 
 @quick
 @given(cases())
 def test_padded_lengths_divide_and_follow_the_packs(case: Case) -> None:
     cp = len(case.cut)
-    for micros in case.cut:
-        for pack, micro in zip(case.packs, micros, strict=True):
-            assert micro.num_rows == micro.tokens.numel()
+    for shards in case.cut:
+        for microbatch, shard in zip(case.microbatches, shards, strict=True):
+            assert shard.num_rows == shard.tokens.numel()
             if not case.is_packed:
-                assert micro.packed is None
-                assert micro.tokens.size(1) * cp % case.align == 0
+                assert shard.packed is None
+                assert shard.tokens.size(1) * cp % case.align == 0
                 continue
-            starts = micro.packed.cu_seqlens_q
-            assert torch.equal(starts, micro.packed.cu_seqlens_kv) and starts.dtype == torch.int32
+            starts = shard.packed.cu_seqlens_q
+            assert torch.equal(starts, shard.packed.cu_seqlens_kv) and starts.dtype == torch.int32
             padded = starts.diff().tolist()
-            assert sum(padded) == micro.tokens.numel() * cp
+            assert sum(padded) == shard.tokens.numel() * cp
             assert all(length > 0 and length % case.align == 0 for length in padded)
-            assert all(0 <= full - n < case.align for n, full in zip(pack.lengths, padded, strict=False))
-            assert micro.packed.max_seqlen_q == micro.packed.max_seqlen_kv == max(padded)
+            assert all(0 <= full - n < case.align for n, full in zip(microbatch.lengths, padded, strict=False))
+            assert shard.packed.max_seqlen_q == shard.packed.max_seqlen_kv == max(padded)
 
 
 @quick
 @given(cases())
 def test_micro_batches_have_one_shape_where_the_pipeline_needs_it(case: Case) -> None:
-    shapes = {micro.tokens.shape for micros in case.cut for micro in micros}
+    shapes = {shard.tokens.shape for shards in case.cut for shard in shards}
     if case.is_fixed_size:
         assert len(shapes) == 1
     elif case.is_packed:
-        for index, pack in enumerate(case.packs):
-            assert case.cut[0][index].num_rows * len(case.cut) < sum(pack.lengths) + case.align * len(pack.lengths)
+        for index, microbatch in enumerate(case.microbatches):
+            assert case.cut[0][index].num_rows * len(case.cut) < sum(microbatch.lengths) + case.align * len(
+                microbatch.lengths
+            )
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -33,8 +33,8 @@ def plain(
     return torch.stack([scores_MV.gather(1, targets_M[:, None])[:, 0], -(scores_MV.exp() * scores_MV).sum(-1)])
 
 
-def kept_sets(targets_M: torch.Tensor) -> torch.Tensor:
-    """Returns kept sets of up to three tokens beside each target, padded with -1, int32 [M, 4].
+def sampling_masks(targets_M: torch.Tensor) -> torch.Tensor:
+    """Returns sampling masks of up to three tokens beside each target, padded with -1, int32 [M, 4].
 
     The first row has no token beside its target, the second no set at all, and the third only tokens of the lower half
     of the vocabulary. For that, the third of `targets_M` is changed in place.
@@ -101,7 +101,7 @@ def test_gradients_are_those_of_finite_differences(temperature: float) -> None:
 @pytest.mark.usefixtures("chunked")
 def test_over_kept_sets_values_and_gradients_are_those_of_a_dense_softmax() -> None:
     hidden, weight, targets = inputs()
-    kept_MK = kept_sets(targets)
+    kept_MK = sampling_masks(targets)
     got = linear_logprobs(hidden, weight, targets, 0.7, kept_MK=kept_MK)
     want = plain_over_kept(hidden, weight, targets, kept_MK)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -267,7 +267,7 @@ def _rank(rank: int, directory: Path) -> None:
     grad_hidden, grad_part = torch.autograd.grad(_mixed(got), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([got.detach(), grad_hidden, grad_part], directory / f"{rank}.pt")
-    kept_MK = kept_sets(targets)
+    kept_MK = sampling_masks(targets)
     cut = linear_logprobs(hidden, part, targets, 0.7, dist.group.WORLD, kept_MK)
     grad_hidden, grad_part = torch.autograd.grad(_mixed(cut), (hidden, part))
     dist.all_reduce(grad_hidden)
@@ -290,7 +290,7 @@ def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
     hidden, weight, targets = inputs()
     whole = linear_logprobs(hidden, weight, targets, 0.7)
     assert_split([tmp_path / f"{rank}.pt" for rank in range(2)], whole, hidden, weight)
-    over_kept = plain_over_kept(hidden, weight, targets, kept_sets(targets))
+    over_kept = plain_over_kept(hidden, weight, targets, sampling_masks(targets))
     assert_split([tmp_path / f"{rank}-kept.pt" for rank in range(2)], over_kept, hidden, weight)
 
 

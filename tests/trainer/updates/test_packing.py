@@ -1,4 +1,5 @@
-"""Tests that packs have every sample once, within the budget, and that every rank has the same number of packs."""
+"""Tests that micro-batches have every sample once, within the budget, and that every rank has the same number of
+microbatches."""
 
 import itertools
 from collections.abc import Callable
@@ -12,18 +13,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.common.batches import batch as batches
-from services.common.batches.batch import decode_kept, encode_kept
-from services.common.batches.routes import RouteShape
+from services.common.batches.batch import decode_sampling_masks, encode_sampling_masks
+from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
-from services.trainer.samples import check_kept, check_routes, forward_parts
-from services.trainer.updates.packing import assign, build_pack
-from tests.support import with_kept, with_routes
+from services.trainer.samples import check_routed_experts, check_sampling_masks, forward_parts
+from services.trainer.updates.packing import assign, build_microbatch
+from tests.support import with_routed_experts, with_sampling_masks
 from tests.trainer.fsdp_harness import samples
 from tests.trainer.updating import whole_parts
 
-SHAPE = RouteShape(2, 4, 2)
+SHAPE = RoutedExpertsShape(2, 4, 2)
 
 
 @settings(max_examples=300, deadline=None)
@@ -32,7 +33,9 @@ SHAPE = RouteShape(2, 4, 2)
     num_ranks=st.integers(1, 5),
     spare=st.integers(0, 100),
 )
-@example(lengths=[10, 10, 10], num_ranks=2, spare=0)  # 3 packs cannot be dealt to 2 ranks, and none can be filled
+@example(
+    lengths=[10, 10, 10], num_ranks=2, spare=0
+)  # 3 micro-batches cannot be dealt to 2 ranks, and none can be filled
 @example(lengths=[10, 10, 1], num_ranks=2, spare=1)
 def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
     budget = max(lengths) + spare
@@ -42,12 +45,12 @@ def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
         # It is refused only if there are too few samples, or where not even pairs could be formed.
         assert len(lengths) < num_ranks or (len(lengths) % num_ranks and budget < 2 * max(lengths))
         return
-    packs = list(itertools.chain(*ranks))
-    assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
+    microbatches = list(itertools.chain(*ranks))
+    assert sorted(itertools.chain(*microbatches)) == list(range(len(lengths)))
     assert len(ranks) == num_ranks
     assert len({len(rank) for rank in ranks}) == 1
-    assert all(pack and pack == sorted(pack) for pack in packs)
-    assert max(sum(lengths[i] for i in pack) for pack in packs) <= budget
+    assert all(microbatch and microbatch == sorted(microbatch) for microbatch in microbatches)
+    assert max(sum(lengths[i] for i in microbatch) for microbatch in microbatches) <= budget
     assert ranks == assign(lengths, num_ranks=num_ranks, max_tokens=budget)
 
 
@@ -55,12 +58,12 @@ def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
 @given(lengths=st.lists(st.integers(50, 100), min_size=8, max_size=64), num_ranks=st.sampled_from([1, 2, 4]))
 def test_ranks_and_packs_are_balanced(lengths: list[int], num_ranks: int) -> None:
     ranks = assign(lengths, num_ranks=num_ranks, max_tokens=400)
-    totals = [sum(lengths[i] for pack in rank for i in pack) for rank in ranks]
-    # Packs are dealt back and forth, so that ranks differ by at most the spread of packs. Packs that get the longest
-    # samples first (LPT) differ by at most one sample.
+    totals = [sum(lengths[i] for microbatch in rank for i in microbatch) for rank in ranks]
+    # Packs are dealt back and forth, so that ranks differ by at most the spread of microbatches. Packs that get the
+    # longest samples first (LPT) differ by at most one sample.
     assert max(totals) - min(totals) <= max(lengths)
-    # There are no more packs than a greedy filling makes that leaves up to one sample's room in each, and one round
-    # over the ranks.
+    # There are no more micro-batches than a greedy filling makes that leaves up to one sample's room in each, and one
+    # round over the ranks.
     assert len(ranks[0]) <= -(-sum(lengths) // (300 * num_ranks)) + 1
 
 
@@ -80,20 +83,20 @@ def test_pack_is_what_its_description_says() -> None:
     for name, value in {"prompt_tokens": [5, 6], "tokens": [7, 8], "logprobs": [-1.0, -2.0]}.items():
         index = table.schema.get_field_index(name)
         table = table.set_column(index, table.schema.field(index), pa.array([value], table.schema.field(index).type))
-    pack = build_pack(
+    microbatch = build_microbatch(
         table.drop_columns(["ref_logprobs"]).append_column(
             table.schema.field("ref_logprobs"), pa.array([[-1.5, -2.5]], pa.list_(pa.float32()))
         )
     )
-    assert pack.tokens_T.tolist() == [5, 6, 7]
-    assert pack.predict_N.tolist() == [1, 2]
-    assert pack.targets_N.tolist() == [7, 8]
+    assert microbatch.tokens_T.tolist() == [5, 6, 7]
+    assert microbatch.predict_N.tolist() == [1, 2]
+    assert microbatch.targets_N.tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("rows", [[0], [3, 1], list(range(12)), [11, 0, 7]])
 def test_pack_against_a_naive_construction(rows: list[int]) -> None:
     table = samples().take(pa.array(rows))
-    pack = build_pack(table)
+    microbatch = build_microbatch(table)
     tokens, positions, starts, predict, targets = [], [], [0], [], []
     names = ("behavior_logprobs", "loss_mask", "advantages", "ref_logprobs", "completion_length")
     flat: dict[str, list[float]] = {name: [] for name in names}
@@ -111,16 +114,16 @@ def test_pack_against_a_naive_construction(rows: list[int]) -> None:
         tokens += whole[:-1]
         positions += range(len(whole) - 1)
         starts.append(len(tokens))
-    assert pack.tokens_T.tolist() == tokens
-    assert pack.positions_T.tolist() == positions
-    assert pack.cu_seqlens_B1.tolist() == starts
-    assert pack.cu_seqlens_B1.dtype == torch.int32
-    assert pack.max_seqlen == max(b - a for a, b in itertools.pairwise(starts))
-    assert (pack.predict_N.tolist(), pack.targets_N.tolist()) == (predict, targets)
-    assert pack.columns.keys() == flat.keys()
+    assert microbatch.tokens_T.tolist() == tokens
+    assert microbatch.positions_T.tolist() == positions
+    assert microbatch.cu_seqlens_B1.tolist() == starts
+    assert microbatch.cu_seqlens_B1.dtype == torch.int32
+    assert microbatch.max_seqlen == max(b - a for a, b in itertools.pairwise(starts))
+    assert (microbatch.predict_N.tolist(), microbatch.targets_N.tolist()) == (predict, targets)
+    assert microbatch.columns.keys() == flat.keys()
     for name, values in flat.items():
-        np.testing.assert_array_equal(pack.columns[name].numpy(), np.array(values, dtype=np.float32))
-    cut = pack.per_sample(pack.columns["behavior_logprobs"])
+        np.testing.assert_array_equal(microbatch.columns[name].numpy(), np.array(values, dtype=np.float32))
+    cut = microbatch.per_sample(microbatch.columns["behavior_logprobs"])
     assert [part.tolist() for part in cut] == [
         np.array(row["logprobs"], dtype=np.float32).tolist() for row in table.to_pylist()
     ]
@@ -130,7 +133,7 @@ def test_reference_column_is_there_only_if_all_have_it() -> None:
     table = samples()
     index = table.schema.get_field_index("ref_logprobs")
     none = table.set_column(index, table.schema.field(index), pa.nulls(len(table), pa.list_(pa.float32())))
-    assert "ref_logprobs" not in build_pack(none).columns
+    assert "ref_logprobs" not in build_microbatch(none).columns
 
 
 @pytest.mark.parametrize(("num_ranks", "minibatches"), [(1, 1), (2, 1), (3, 2), (2, 4)])
@@ -169,101 +172,112 @@ def test_forward_order_undoes_the_packing(num_ranks: int) -> None:
 
 
 def test_routes_go_with_their_tokens_into_the_packs() -> None:
-    table = with_routes(samples())
-    pack = build_pack(table, SHAPE)
-    assert pack.routes_TLK is not None and pack.routes_TLK.shape == (len(pack.tokens_T), 2, 2)
-    rows = [np.frombuffer(row, np.uint8).reshape(-1, 2, 2) for row in table["routes"].to_pylist()]
-    assert np.array_equal(pack.routes_TLK.numpy(), np.concatenate(rows))
-    assert build_pack(table).routes_TLK is None
+    table = with_routed_experts(samples())
+    microbatch = build_microbatch(table, SHAPE)
+    assert microbatch.experts_TLK is not None and microbatch.experts_TLK.shape == (len(microbatch.tokens_T), 2, 2)
+    rows = [np.frombuffer(row, np.uint8).reshape(-1, 2, 2) for row in table["routed_experts"].to_pylist()]
+    assert np.array_equal(microbatch.experts_TLK.numpy(), np.concatenate(rows))
+    assert build_microbatch(table).experts_TLK is None
 
 
 def test_kept_sets_go_with_their_tokens_into_the_packs() -> None:
-    table = with_kept(samples())
-    pack = build_pack(table)
-    assert pack.kept_NK is not None and pack.kept_NK.dtype == torch.int32
-    rows = zip(table["kept"].to_pylist(), table["tokens"].to_pylist(), strict=True)
-    decoded = [decode_kept(kept, len(tokens)) for kept, tokens in rows]
+    table = with_sampling_masks(samples())
+    microbatch = build_microbatch(table)
+    assert microbatch.kept_NK is not None and microbatch.kept_NK.dtype == torch.int32
+    rows = zip(table["sampling_mask"].to_pylist(), table["tokens"].to_pylist(), strict=True)
+    decoded = [decode_sampling_masks(kept, len(tokens)) for kept, tokens in rows]
     counts_N, kept = (np.concatenate(parts) for parts in zip(*decoded, strict=True))
-    is_kept_NK = pack.kept_NK.numpy() >= 0
+    is_kept_NK = microbatch.kept_NK.numpy() >= 0
     assert is_kept_NK.sum(1).tolist() == counts_N.tolist() and counts_N.max() == is_kept_NK.shape[1]
-    assert pack.kept_NK.numpy()[is_kept_NK].tolist() == kept.tolist()
+    assert microbatch.kept_NK.numpy()[is_kept_NK].tolist() == kept.tolist()
     assert (is_kept_NK[:, 1:] <= is_kept_NK[:, :-1]).all()  # the padding comes last
 
 
 def test_only_models_with_a_distribution_get_kept_sets() -> None:
     config = TrainerConfig()
     for role in (Role.POLICY, Role.REFERENCE, Role.CRITIC):
-        (part,), _ = forward_parts(with_kept(samples()), config, 1, role)
-        assert ("kept" in batches.decode(part.frames).column_names) == (role is not Role.CRITIC)
+        (part,), _ = forward_parts(with_sampling_masks(samples()), config, 1, role)
+        assert ("sampling_mask" in batches.decode(part.frames).column_names) == (role is not Role.CRITIC)
         (part,), _ = forward_parts(samples(), config, 1, role)
-        assert "kept" not in batches.decode(part.frames).column_names
+        assert "sampling_mask" not in batches.decode(part.frames).column_names
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda sets, tokens: None, "kept: row 1 is missing"),
-        (lambda sets, tokens: encode_kept(sets[1:]), "kept: row 1: .* not the kept sets of"),
-        (lambda sets, tokens: encode_kept([[*sets[0], 64], *sets[1:]]), "kept: row 1 names token 64 of 64"),
-        (lambda sets, tokens: encode_kept([[tokens[0] ^ 1], *sets[1:]]), "kept: row 1 .* without the sampled token"),
-        (lambda sets, tokens: encode_kept([[], *sets[1:]]), "kept: row 1 .* without the sampled token .* at 0"),
+        (lambda sets, tokens: None, "sampling_mask: row 1 is missing"),
+        (lambda sets, tokens: encode_sampling_masks(sets[1:]), "sampling_mask: row 1: .* not the sampling masks of"),
+        (
+            lambda sets, tokens: encode_sampling_masks([[*sets[0], 64], *sets[1:]]),
+            "sampling_mask: row 1 names token 64 of 64",
+        ),
+        (
+            lambda sets, tokens: encode_sampling_masks([[tokens[0] ^ 1], *sets[1:]]),
+            "sampling_mask: row 1 .* without the sampled token",
+        ),
+        (
+            lambda sets, tokens: encode_sampling_masks([[], *sets[1:]]),
+            "sampling_mask: row 1 .* without the sampled token .* at 0",
+        ),
     ],
 )
 def test_kept_sets_that_are_not_those_of_the_samples_are_refused(spoil: Callable[..., Any], message: str) -> None:
-    table = with_kept(samples())
-    check_kept(table, vocab_size=64)
-    check_kept(samples(), vocab_size=64)
-    rows, tokens = table["kept"].to_pylist(), table["tokens"][1].as_py()
-    counts, kept = decode_kept(rows[1], len(tokens))
+    table = with_sampling_masks(samples())
+    check_sampling_masks(table, vocab_size=64)
+    check_sampling_masks(samples(), vocab_size=64)
+    rows, tokens = table["sampling_mask"].to_pylist(), table["tokens"][1].as_py()
+    counts, kept = decode_sampling_masks(rows[1], len(tokens))
     rows[1] = spoil([part.tolist() for part in np.split(kept, counts.cumsum()[:-1])], tokens)
     column = pa.array(rows, pa.large_binary())
     with pytest.raises(InvalidInput, match=message) as raised:
-        check_kept(table.set_column(table.schema.names.index("kept"), "kept", column), vocab_size=64)
-    assert raised.value.metadata["field"] == "kept"
+        check_sampling_masks(
+            table.set_column(table.schema.names.index("sampling_mask"), "sampling_mask", column), vocab_size=64
+        )
+    assert raised.value.metadata["field"] == "sampling_mask"
 
 
 def test_only_a_masked_token_may_have_no_kept_set() -> None:
     table = samples()
     counts = [len(tokens) for tokens in table["tokens"].to_pylist()]
-    empty = pa.array([encode_kept([[]] * count) for count in counts], pa.large_binary())
+    empty = pa.array([encode_sampling_masks([[]] * count) for count in counts], pa.large_binary())
     masked = pa.array([[False] * count for count in counts])
-    table = table.set_column(table.schema.names.index("kept"), "kept", empty)
+    table = table.set_column(table.schema.names.index("sampling_mask"), "sampling_mask", empty)
     table = table.set_column(table.schema.names.index("loss_mask"), "loss_mask", masked)
-    check_kept(table, vocab_size=64)
-    assert build_pack(table).kept_NK.shape == (sum(counts), 0)
+    check_sampling_masks(table, vocab_size=64)
+    assert build_microbatch(table).kept_NK.shape == (sum(counts), 0)
 
 
 def _sent(role: Role, routed: bool = True, **moe: str) -> list[str]:
-    table, config = with_routes(samples()) if routed else samples(), TrainerConfig.model_validate({"moe": moe})
+    table, config = with_routed_experts(samples()) if routed else samples(), TrainerConfig.model_validate({"moe": moe})
     parts, _ = forward_parts(table, config, 1, role)
     return batches.decode(parts[0].frames).column_names
 
 
 def test_only_a_policy_that_replays_gets_routes() -> None:
-    assert "routes" in _sent(Role.POLICY)
-    assert "routes" not in _sent(Role.POLICY, replay_routes="off")
-    assert "routes" not in _sent(Role.POLICY, routed=False)
-    assert "routes" not in _sent(Role.REFERENCE)
+    assert "routed_experts" in _sent(Role.POLICY)
+    assert "routed_experts" not in _sent(Role.POLICY, router_replay="off")
+    assert "routed_experts" not in _sent(Role.POLICY, routed=False)
+    assert "routed_experts" not in _sent(Role.REFERENCE)
 
 
 def test_a_batch_without_routes_is_refused_if_they_must_be_replayed() -> None:
-    config = TrainerConfig.model_validate({"moe": {"replay_routes": "on"}})
-    with pytest.raises(InvalidInput, match="routes: required"):
+    config = TrainerConfig.model_validate({"moe": {"router_replay": "on"}})
+    with pytest.raises(InvalidInput, match="routed_experts: required"):
         whole_parts(samples(), config, 1)
-    assert whole_parts(with_routes(samples()), config, 1)
+    assert whole_parts(with_routed_experts(samples()), config, 1)
 
 
 def _changed(change: dict[int, bytes | None]) -> pa.Table:
-    table = with_routes(samples())
-    rows = table["routes"].to_pylist()
+    table = with_routed_experts(samples())
+    rows = table["routed_experts"].to_pylist()
     for index, row in change.items():
         rows[index] = row
     column = pa.array(rows, pa.large_binary())
-    return table.set_column(table.schema.names.index("routes"), table.schema.field("routes"), column)
+    return table.set_column(table.schema.names.index("routed_experts"), table.schema.field("routed_experts"), column)
 
 
-WHOLE = with_routes(samples())["routes"][2].as_py()
-BAD_ROUTES = {
+WHOLE = with_routed_experts(samples())["routed_experts"][2].as_py()
+BAD_ROUTED_EXPERTS = {
     "one is missing": ({2: None}, "row 2 is missing"),
     "a row too few": ({2: WHOLE[:-4]}, "row 2 has another number of tokens"),
     "a row too many": ({2: WHOLE + WHOLE[:4]}, "row 2 has another number of tokens"),
@@ -272,16 +286,16 @@ BAD_ROUTES = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ROUTES)
+@pytest.mark.parametrize("case", BAD_ROUTED_EXPERTS)
 def test_routes_that_are_not_those_of_the_samples_are_refused(case: str) -> None:
-    change, why = BAD_ROUTES[case]
+    change, why = BAD_ROUTED_EXPERTS[case]
     with pytest.raises(InvalidInput, match=why):
-        check_routes(_changed(change), SHAPE)
+        check_routed_experts(_changed(change), SHAPE)
 
 
 def test_routes_are_checked_only_if_there_are_any_and_a_dense_model_has_none() -> None:
-    check_routes(with_routes(samples()), SHAPE)
-    check_routes(samples(), SHAPE)
-    check_routes(samples(), None)
+    check_routed_experts(with_routed_experts(samples()), SHAPE)
+    check_routed_experts(samples(), SHAPE)
+    check_routed_experts(samples(), None)
     with pytest.raises(InvalidInput, match="no layers of experts"):
-        check_routes(with_routes(samples()), None)
+        check_routed_experts(with_routed_experts(samples()), None)

@@ -36,32 +36,32 @@ class GetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., samples_in_flight: _Optional[int] = ..., num_workers: _Optional[int] = ..., max_samples: _Optional[int] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "config_json", "model_card", "seed", "adapter_rank", "can_sleep", "return_routes")
+    __slots__ = ("run_id", "config_json", "model_card", "seed", "adapter_rank", "can_sleep", "return_routed_experts")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_CARD_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     CAN_SLEEP_FIELD_NUMBER: _ClassVar[int]
-    RETURN_ROUTES_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_json: str
     model_card: _types_pb2.ModelCard
     seed: int
     adapter_rank: int
     can_sleep: bool
-    return_routes: bool
-    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., seed: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., can_sleep: bool = ..., return_routes: bool = ...) -> None: ...
+    return_routed_experts: bool
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., seed: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., can_sleep: bool = ..., return_routed_experts: bool = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("num_workers", "max_samples", "returns_routes")
+    __slots__ = ("num_workers", "max_samples", "returns_routed_experts")
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MAX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    RETURNS_ROUTES_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     num_workers: int
     max_samples: int
-    returns_routes: bool
-    def __init__(self, num_workers: _Optional[int] = ..., max_samples: _Optional[int] = ..., returns_routes: bool = ...) -> None: ...
+    returns_routed_experts: bool
+    def __init__(self, num_workers: _Optional[int] = ..., max_samples: _Optional[int] = ..., returns_routed_experts: bool = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -95,7 +95,7 @@ class GenerateRequest(_message.Message):
     report_unfinished: bool
     def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., report_unfinished: bool = ...) -> None: ...
 
-class Routes(_message.Message):
+class RoutedExperts(_message.Message):
     __slots__ = ("completion", "num_shared_bytes", "data")
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -118,7 +118,7 @@ class Drafts(_message.Message):
     def __init__(self, num_drafts: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routes", "unfinished", "drafts", "kept")
+    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routed_experts", "unfinished", "drafts", "kept")
     class UnfinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,7 +133,7 @@ class GenerateResponse(_message.Message):
     PROMPT_SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
-    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
@@ -144,11 +144,11 @@ class GenerateResponse(_message.Message):
     prompt_sha256: str
     num_cached_tokens: int
     sha256: bytes
-    routes: _containers.RepeatedCompositeFieldContainer[Routes]
+    routed_experts: _containers.RepeatedCompositeFieldContainer[RoutedExperts]
     unfinished: _containers.ScalarMap[str, int]
     drafts: Drafts
-    kept: _containers.RepeatedCompositeFieldContainer[Routes]
-    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routes: _Optional[_Iterable[_Union[Routes, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., kept: _Optional[_Iterable[_Union[Routes, _Mapping]]] = ...) -> None: ...
+    kept: _containers.RepeatedCompositeFieldContainer[RoutedExperts]
+    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., kept: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
     __slots__ = ("group", "base_rank", "plan")

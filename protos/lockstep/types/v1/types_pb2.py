@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dlockstep/types/v1/types.proto\x12\x11lockstep.types.v1\".\n\x0bPolicyStamp\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"q\n\tModelCard\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\'.lockstep.types.v1.ModelCard.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xd2\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\r\n\x05min_p\x18\x07 \x01(\x02\x12\x15\n\rreturn_routes\x18\x08 \x01(\x08\x12\x13\n\x0breturn_kept\x18\t \x01(\x08\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12\x33\n\tbad_words\x18\x0e \x03(\x0b\x32 .lockstep.types.v1.TokenSequence\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"t\n\nCompletion\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x36\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1f.lockstep.types.v1.FinishReason\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\xc2\x01\n\x0bWeightGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x19\n\x0cstore_secret\x18\x08 \x01(\x0c\x42\x03\x80\x01\x01\x12\x19\n\x11num_trainer_ranks\x18\t \x01(\r\"U\n\rTestBroadcast\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\r\n\x05route\x18\x04 \x01(\t\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"1\n\nSenderSlot\x12\x0e\n\x06sender\x18\x01 \x01(\r\x12\x13\n\x0bnum_tensors\x18\x02 \x01(\r\"8\n\x0fPublicationCost\x12\x10\n\x08\x64igest_s\x18\x01 \x01(\x01\x12\x13\n\x0b\x65xtra_bytes\x18\x02 \x01(\x04\"\xc4\x01\n\x0c\x44\x65viceMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x13\n\x0b\x66reed_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btaken_bytes\x18\x03 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12\x64\x65vice_total_bytes\x18\x05 \x01(\x04\x12\x19\n\x11\x64\x65vice_free_bytes\x18\x06 \x01(\x04\x12\x12\n\nhost_bytes\x18\x07 \x01(\x04\x12\x12\n\nduration_s\x18\x08 \x01(\x01\"\xcc\x01\n\nWeightPlan\x12.\n\x07tensors\x18\x01 \x03(\x0b\x32\x1d.lockstep.types.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12\x18\n\x10num_base_tensors\x18\x03 \x01(\r\x12\x1b\n\x13\x61\x64\x61pter_config_json\x18\x04 \x01(\t\x12\x13\n\x0bnum_senders\x18\x05 \x01(\r\x12,\n\x05slots\x18\x06 \x03(\x0b\x32\x1d.lockstep.types.v1.SenderSlot\"\xff\x01\n\x0bServiceInfo\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x15\n\rconfig_digest\x18\x06 \x01(\t\x12@\n\tlibraries\x18\x07 \x03(\x0b\x32-.lockstep.types.v1.ServiceInfo.LibrariesEntry\x12\x0f\n\x07time_ns\x18\x08 \x01(\x03\x1a\x30\n\x0eLibrariesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TURN_LIMIT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dlockstep/types/v1/types.proto\x12\x11lockstep.types.v1\".\n\x0bPolicyStamp\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"q\n\tModelCard\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\'.lockstep.types.v1.ModelCard.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xe3\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\r\n\x05min_p\x18\x07 \x01(\x02\x12\x1d\n\x15return_routed_experts\x18\x08 \x01(\x08\x12\x1c\n\x14return_sampling_mask\x18\t \x01(\x08\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12\x33\n\tbad_words\x18\x0e \x03(\x0b\x32 .lockstep.types.v1.TokenSequence\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"t\n\nCompletion\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x36\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1f.lockstep.types.v1.FinishReason\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\xc2\x01\n\x0bWeightGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nstore_host\x18\x03 \x01(\t\x12\x12\n\nstore_port\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12\x19\n\x0cstore_secret\x18\x08 \x01(\x0c\x42\x03\x80\x01\x01\x12\x19\n\x11num_trainer_ranks\x18\t \x01(\r\"U\n\rTestBroadcast\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\r\n\x05route\x18\x04 \x01(\t\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"1\n\nSenderSlot\x12\x0e\n\x06sender\x18\x01 \x01(\r\x12\x13\n\x0bnum_tensors\x18\x02 \x01(\r\"8\n\x0fPublicationCost\x12\x10\n\x08\x64igest_s\x18\x01 \x01(\x01\x12\x13\n\x0b\x65xtra_bytes\x18\x02 \x01(\x04\"\xc4\x01\n\x0c\x44\x65viceMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x13\n\x0b\x66reed_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btaken_bytes\x18\x03 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12\x64\x65vice_total_bytes\x18\x05 \x01(\x04\x12\x19\n\x11\x64\x65vice_free_bytes\x18\x06 \x01(\x04\x12\x12\n\nhost_bytes\x18\x07 \x01(\x04\x12\x12\n\nduration_s\x18\x08 \x01(\x01\"\xcc\x01\n\nWeightPlan\x12.\n\x07tensors\x18\x01 \x03(\x0b\x32\x1d.lockstep.types.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x12\x18\n\x10num_base_tensors\x18\x03 \x01(\r\x12\x1b\n\x13\x61\x64\x61pter_config_json\x18\x04 \x01(\t\x12\x13\n\x0bnum_senders\x18\x05 \x01(\r\x12,\n\x05slots\x18\x06 \x03(\x0b\x32\x1d.lockstep.types.v1.SenderSlot\"\xff\x01\n\x0bServiceInfo\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x15\n\rconfig_digest\x18\x06 \x01(\t\x12@\n\tlibraries\x18\x07 \x03(\x0b\x32-.lockstep.types.v1.ServiceInfo.LibrariesEntry\x12\x0f\n\x07time_ns\x18\x08 \x01(\x03\x1a\x30\n\x0eLibrariesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TURN_LIMIT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTGROUP'].fields_by_name['store_secret']._serialized_options = b'\200\001\001'
   _globals['_SERVICEINFO_LIBRARIESENTRY']._loaded_options = None
   _globals['_SERVICEINFO_LIBRARIESENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1822
-  _globals['_FINISHREASON']._serialized_end=1947
+  _globals['_FINISHREASON']._serialized_start=1839
+  _globals['_FINISHREASON']._serialized_end=1964
   _globals['_POLICYSTAMP']._serialized_start=52
   _globals['_POLICYSTAMP']._serialized_end=98
   _globals['_MODELCARD']._serialized_start=100
@@ -46,27 +46,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELCARD_FILESENTRY']._serialized_start=169
   _globals['_MODELCARD_FILESENTRY']._serialized_end=213
   _globals['_SAMPLINGPARAMS']._serialized_start=216
-  _globals['_SAMPLINGPARAMS']._serialized_end=554
-  _globals['_TOKENSEQUENCE']._serialized_start=556
-  _globals['_TOKENSEQUENCE']._serialized_end=587
-  _globals['_COMPLETION']._serialized_start=589
-  _globals['_COMPLETION']._serialized_end=705
-  _globals['_WEIGHTGROUP']._serialized_start=708
-  _globals['_WEIGHTGROUP']._serialized_end=902
-  _globals['_TESTBROADCAST']._serialized_start=904
-  _globals['_TESTBROADCAST']._serialized_end=989
-  _globals['_TENSORSPEC']._serialized_start=991
-  _globals['_TENSORSPEC']._serialized_end=1047
-  _globals['_SENDERSLOT']._serialized_start=1049
-  _globals['_SENDERSLOT']._serialized_end=1098
-  _globals['_PUBLICATIONCOST']._serialized_start=1100
-  _globals['_PUBLICATIONCOST']._serialized_end=1156
-  _globals['_DEVICEMEMORY']._serialized_start=1159
-  _globals['_DEVICEMEMORY']._serialized_end=1355
-  _globals['_WEIGHTPLAN']._serialized_start=1358
-  _globals['_WEIGHTPLAN']._serialized_end=1562
-  _globals['_SERVICEINFO']._serialized_start=1565
-  _globals['_SERVICEINFO']._serialized_end=1820
-  _globals['_SERVICEINFO_LIBRARIESENTRY']._serialized_start=1772
-  _globals['_SERVICEINFO_LIBRARIESENTRY']._serialized_end=1820
+  _globals['_SAMPLINGPARAMS']._serialized_end=571
+  _globals['_TOKENSEQUENCE']._serialized_start=573
+  _globals['_TOKENSEQUENCE']._serialized_end=604
+  _globals['_COMPLETION']._serialized_start=606
+  _globals['_COMPLETION']._serialized_end=722
+  _globals['_WEIGHTGROUP']._serialized_start=725
+  _globals['_WEIGHTGROUP']._serialized_end=919
+  _globals['_TESTBROADCAST']._serialized_start=921
+  _globals['_TESTBROADCAST']._serialized_end=1006
+  _globals['_TENSORSPEC']._serialized_start=1008
+  _globals['_TENSORSPEC']._serialized_end=1064
+  _globals['_SENDERSLOT']._serialized_start=1066
+  _globals['_SENDERSLOT']._serialized_end=1115
+  _globals['_PUBLICATIONCOST']._serialized_start=1117
+  _globals['_PUBLICATIONCOST']._serialized_end=1173
+  _globals['_DEVICEMEMORY']._serialized_start=1176
+  _globals['_DEVICEMEMORY']._serialized_end=1372
+  _globals['_WEIGHTPLAN']._serialized_start=1375
+  _globals['_WEIGHTPLAN']._serialized_end=1579
+  _globals['_SERVICEINFO']._serialized_start=1582
+  _globals['_SERVICEINFO']._serialized_end=1837
+  _globals['_SERVICEINFO_LIBRARIESENTRY']._serialized_start=1789
+  _globals['_SERVICEINFO_LIBRARIESENTRY']._serialized_end=1837
 # @@protoc_insertion_point(module_scope)

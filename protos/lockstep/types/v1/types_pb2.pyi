@@ -40,7 +40,7 @@ class ModelCard(_message.Message):
     def __init__(self, files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "max_tokens", "stop_token_ids", "stop", "top_p", "top_k", "min_p", "return_routes", "return_kept", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
+    __slots__ = ("temperature", "max_tokens", "stop_token_ids", "stop", "top_p", "top_k", "min_p", "return_routed_experts", "return_sampling_mask", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -48,8 +48,8 @@ class SamplingParams(_message.Message):
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
-    RETURN_ROUTES_FIELD_NUMBER: _ClassVar[int]
-    RETURN_KEPT_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_SAMPLING_MASK_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
@@ -62,14 +62,14 @@ class SamplingParams(_message.Message):
     top_p: float
     top_k: int
     min_p: float
-    return_routes: bool
-    return_kept: bool
+    return_routed_experts: bool
+    return_sampling_mask: bool
     min_tokens: int
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     bad_words: _containers.RepeatedCompositeFieldContainer[TokenSequence]
-    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., return_routes: bool = ..., return_kept: bool = ..., min_tokens: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., return_routed_experts: bool = ..., return_sampling_mask: bool = ..., min_tokens: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("tokens",)

@@ -52,8 +52,8 @@ _PANELS = (
     _Panel("Entropy, nats per token", {"entropy": "train/entropy"}),
     _Panel("Gradient norm", {"norm": "train/grad_norm"}),
     _Panel(
-        "Log-probability gap, engine to trainer",
-        {"mean": "train/logprob_gap_mean", "max": "train/logprob_gap_max"},
+        "Log-probability difference, engine to trainer",
+        {"mean": "train/logprob_diff_mean", "max": "train/logprob_diff_max"},
         is_log=True,
     ),
     _Panel("Effective sample size, share of the tokens", {"of the importance weights": "lag/ess"}),

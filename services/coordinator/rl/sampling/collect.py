@@ -127,6 +127,8 @@ class Collector:
             top_p=request.sampling.top_p,
             top_k=request.sampling.top_k,
             min_p=request.sampling.min_p,
-            return_routes=not request.keep_failed,  # an evaluation trains on nothing
-            return_kept=request.sampling.is_truncated and request.sampling.temperature > 0 and not request.keep_failed,
+            return_routed_experts=not request.keep_failed,  # an evaluation trains on nothing
+            return_sampling_mask=request.sampling.is_truncated
+            and request.sampling.temperature > 0
+            and not request.keep_failed,
         )

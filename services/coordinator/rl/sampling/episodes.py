@@ -10,7 +10,7 @@ from lockstep.reward.v1.environment_pb2 import Message
 from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
-from services.common.batches.batch import join_kept
+from services.common.batches.batch import join_sampling_masks
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rewards import total, weighted_sum
@@ -60,7 +60,7 @@ class _Played:
     completion: Completion
     episode: Episode
     failure: EpisodeFailed | None = None
-    routes: bytes = b""
+    routed_experts: bytes = b""
     kept: bytes = b""
 
 
@@ -119,10 +119,16 @@ class EpisodeCollector(Collector):
                     raise
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
-            routes = [one.routes for one in played] if any(one.routes for one in played) else []
-            kept = [one.kept for one in played] if any(one.kept for one in played) else []
+            routed_experts = [one.routed_experts for one in played] if any(one.routed_experts for one in played) else []
+            kept = [one.sampling_mask for one in played] if any(one.sampling_mask for one in played) else []
             group = SampledGroup(
-                index, _shared_prompt(played), completions, request.stamp, episodes=episodes, routes=routes, kept=kept
+                index,
+                _shared_prompt(played),
+                completions,
+                request.stamp,
+                episodes=episodes,
+                routed_experts=routed_experts,
+                kept=kept,
             )
             with self._rewards.least_loaded() as reward:
                 scored = await reward.score(group, self._tokenizer, keep_failed=request.keep_failed)
@@ -202,7 +208,7 @@ class EpisodeCollector(Collector):
             self._count_drafts(group, request)
             if turn:
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
-            stream.add_turn(completion, *(group.routes or [b""]), *group.kept)
+            stream.add_turn(completion, *(group.routed_experts or [b""]), *group.sampling_mask)
             text = self._dialog.text(completion.tokens)
             reasons = self._dialog.opens_reasoning(context.tokens)
             reply = await client.step(text, len(completion.tokens), completion.finish_reason, is_reasoning=reasons)
@@ -220,8 +226,8 @@ class EpisodeCollector(Collector):
                 taken.append((completion.tokens, reply.messages))
         self._compare(prompt, messages, taken, sample)
         completion, episode = stream.end(reason, self._turn_seed(prompt, request, sample, 0), client.environment)
-        kept = join_kept(stream.kept) if any(sets for sets, _ in stream.kept) else b""
-        return _Played(first, completion, episode, routes=bytes(stream.routes), kept=kept)
+        kept = join_sampling_masks(stream.sampling_mask) if any(sets for sets, _ in stream.sampling_mask) else b""
+        return _Played(first, completion, episode, routed_experts=bytes(stream.routed_experts), kept=kept)
 
     def _begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         try:

@@ -35,8 +35,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from services.common.batches.batch import decode_kept, encode_kept, keeps_sampled
-from services.common.batches.routes import RouteShape, route_shape
+from services.common.batches.batch import decode_sampling_masks, encode_sampling_masks, keeps_sampled
+from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
 from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached, last_outputs
@@ -195,7 +195,7 @@ class ReturnsMasks(SchedulerMixin):
         elif output.new_token_ids and output.request_id in masks:
             self._masks.setdefault(output.request_id, []).append(masks[output.request_id])
         if output.finish_reason is not None and (collected := self._masks.pop(output.request_id, None)):
-            attach(output, MASKS, encode_kept(collected))
+            attach(output, MASKS, encode_sampling_masks(collected))
 
 
 def masks_of(output: RequestOutput) -> bytes:
@@ -207,11 +207,11 @@ def masks_of(output: RequestOutput) -> bytes:
     tokens = np.array(output.outputs[0].token_ids)
     data = attached(output, MASKS, b"")
     try:
-        counts, kept = decode_kept(data, len(tokens))
+        counts, kept = decode_sampling_masks(data, len(tokens))
     except ValueError as error:
-        raise InternalError(f"vLLM returned no kept sets of a sample: {error}") from error
+        raise InternalError(f"vLLM returned no sampling masks of a sample: {error}") from error
     if num_missing := np.count_nonzero(~keeps_sampled(tokens, counts, kept)):
-        raise InternalError(f"vLLM returned kept sets without {num_missing} of {len(tokens)} sampled tokens")
+        raise InternalError(f"vLLM returned sampling masks without {num_missing} of {len(tokens)} sampled tokens")
     return data
 
 
@@ -274,9 +274,9 @@ class ReturnsExperts(SchedulerMixin):
         return np.asarray(np.memmap(path, shape.dtype, "r")).reshape(-1, shape.num_layers, shape.top_k)
 
 
-def _slots_of(vllm_config: VllmConfig) -> tuple[Path, RouteShape]:
+def _slots_of(vllm_config: VllmConfig) -> tuple[Path, RoutedExpertsShape]:
     """Returns the file with the experts of all slots, and their shape."""
     model = Path(vllm_config.model_config.model)
-    shape = route_shape((model / "config.json").read_bytes())
+    shape = routed_experts_shape((model / "config.json").read_bytes())
     assert shape is not None, "experts are asked for only of such a model"
-    return model / "routes.slots", shape
+    return model / "routed_experts.slots", shape

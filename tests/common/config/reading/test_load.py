@@ -210,7 +210,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
     """YAML itself would keep the second value and silently forget the first."""
-    text = yaml.safe_dump(SMALLEST) + "trainer: {num_ranks: 2}\ntrainer: {max_logprob_gap: 0.5}\n"
+    text = yaml.safe_dump(SMALLEST) + "trainer: {num_ranks: 2}\ntrainer: {max_logprob_diff: 0.5}\n"
     message = refused(write(tmp_path, "twice.yaml", text))
     first, second = (number for number, line in enumerate(text.splitlines(), 1) if line.startswith("trainer:"))
     assert message.endswith(f"twice.yaml: trainer is set twice, in lines {first} and {second}: remove one")

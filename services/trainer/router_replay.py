@@ -1,4 +1,5 @@
-"""Replays routes: makes the layers of experts of a model choose what the engine chose, and counts that they did.
+"""Replays routed_experts: makes the layers of experts of a model choose what the engine chose, and counts that they
+did.
 
 Suffixes: R rows that a layer computes (tokens, some of them padding), K experts for each row, L layers, E experts.
 """
@@ -11,8 +12,8 @@ import torch
 from services.common.errors import InternalError
 from services.trainer.compat.torch import is_in_backward
 
-# Stands for the routes of padding, which the router chooses itself.
-NO_ROUTE = -1
+# Stands for the routed experts of padding, which the router chooses itself.
+NO_EXPERT = -1
 
 
 class LayerReplay:
@@ -30,23 +31,25 @@ class LayerReplay:
         """Rows that were replayed in forward passes, and the experts among them that the router would have chosen too;
         without padding, float64."""
 
-    def feed(self, routes_RK: torch.Tensor | None) -> None:
+    def feed(self, experts_RK: torch.Tensor | None) -> None:
         """Sets the experts of the forward pass that follows; None lets the router choose."""
-        self._next_RK = routes_RK
+        self._next_RK = experts_RK
 
     def choose(self, own_RK: torch.Tensor) -> torch.Tensor:
         """Returns the experts to compute with, int64, instead of the router's `own_RK`."""
         is_again = is_in_backward()
-        routes_RK = self._computed.popleft() if is_again else self._next_RK
+        experts_RK = self._computed.popleft() if is_again else self._next_RK
         if not is_again:
-            self._computed.append(routes_RK)
+            self._computed.append(experts_RK)
             self._num_computed += 1
-        if routes_RK is None:
+        if experts_RK is None:
             return own_RK
-        if routes_RK.shape != own_RK.shape:
-            raise InternalError(f"a router computes {list(own_RK.shape)}, and its routes are {list(routes_RK.shape)}")
-        chosen_RK = routes_RK.long()
-        is_padding_R1 = chosen_RK[:, :1] == NO_ROUTE
+        if experts_RK.shape != own_RK.shape:
+            raise InternalError(
+                f"a router computes {list(own_RK.shape)}, and its routed experts are {list(experts_RK.shape)}"
+            )
+        chosen_RK = experts_RK.long()
+        is_padding_R1 = chosen_RK[:, :1] == NO_EXPERT
         if not is_again:
             self._count(chosen_RK, own_RK, is_padding_R1)
         return torch.where(is_padding_R1, own_RK, chosen_RK)
@@ -60,7 +63,7 @@ class LayerReplay:
         """Checks that all micro-batches were recomputed since `begin`, or none.
 
         Raises:
-            InternalError: Some were, so that routes may have been those of another micro-batch.
+            InternalError: Some were, so that routed experts may have been those of another micro-batch.
         """
         if len(self._computed) not in (0, self._num_computed):
             done = self._num_computed - len(self._computed)
