@@ -149,7 +149,7 @@ def _experts(output: RequestOutput, shape: RoutedExpertsShape) -> bytes:
     experts_TLK = output.outputs[0].routed_experts
     num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
     if experts_TLK is None or len(experts_TLK) != num_tokens:
-        found = "no routed_experts" if experts_TLK is None else f"routed_experts of {len(experts_TLK)} tokens"
+        found = "no routed experts" if experts_TLK is None else f"routed experts of {len(experts_TLK)} tokens"
         raise InternalError(
             f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; to train without them, set "
             "trainer.moe.router_replay to off"

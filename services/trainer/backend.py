@@ -12,7 +12,7 @@ import torch
 
 from services.common.config.trainer import TrainerConfig
 from services.common.weights.buckets import Item
-from services.trainer.updates.packing import Pack
+from services.trainer.updates.packing import Microbatch
 
 
 class Role(StrEnum):
@@ -23,9 +23,9 @@ class Role(StrEnum):
     CRITIC = "critic"
 
 
-# (outputs_KN, pack) -> (loss, metrics), both to be summed over all packs of all ranks. A language model's outputs are
-# log-probability and entropy, K = 2; a critic's output is the value, K = 1.
-LossFunction = Callable[[torch.Tensor, Pack], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (outputs_KN, microbatch) -> (loss, metrics), both to be summed over all micro-batches of all ranks. A language model's
+# outputs are log-probability and entropy, K = 2; a critic's output is the value, K = 1.
+LossFunction = Callable[[torch.Tensor, Microbatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Backend(Protocol):
@@ -38,20 +38,22 @@ class Backend(Protocol):
         """Returns this rank's number among the ranks with different samples. Ranks with the same samples share it."""
         ...
 
-    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        """Returns the model's outputs at each pack's targets, float32 [K, N], without gradient."""
+    def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
+        """Returns the model's outputs at each micro-batch's targets, float32 [K, N], without gradient."""
         ...
 
     def accumulate(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction, *, is_whole: bool
+        self, microbatches: Sequence[Microbatch], temperature: float, loss: LossFunction, *, is_whole: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Runs forward and backward on all packs of one block of an update; sums gradients over packs and ranks.
+        """Runs forward and backward on all micro-batches of one block of an update; sums gradients over micro-batches
+        and ranks.
 
         With `is_whole`, the block is the whole update, and its gradient can be applied. Without it, the gradient is
         added to those of the blocks since `step` or `discard_gradients`, and `complete_blocks` must be called before
         `step`; `forward` may be called between blocks.
 
-        Returns each pack's outputs [K, N], without gradient, and the metrics, also summed over packs and ranks.
+        Returns the outputs of each micro-batch [K, N], without gradient, and the metrics, also summed over
+        micro-batches and ranks.
         """
         ...
 
@@ -104,7 +106,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class ReplaysRouting(Protocol):
-    """Describes a backend that, for packs with routed experts, computes with the experts that the routed experts
+    """Describes a backend that, for micro-batches with routed experts, computes with the experts that they
     name."""
 
     def replayed(self) -> torch.Tensor:
@@ -145,7 +147,7 @@ class PublishesSpans(Protocol):
 class Adapters(Protocol):
     """Describes a backend that can train adapters beside a frozen base. Call these only if the config has adapters."""
 
-    def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+    def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         """Returns the outputs of `forward` as they would be without the adapters."""
         ...
 

@@ -1,4 +1,4 @@
-"""Replays routed_experts: makes the layers of experts of a model choose what the engine chose, and counts that they
+"""Replays routed experts: makes the layers of experts of a model choose what the engine chose, and counts that they
 did.
 
 Suffixes: R rows that a layer computes (tokens, some of them padding), K experts for each row, L layers, E experts.

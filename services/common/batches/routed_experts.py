@@ -1,4 +1,4 @@
-"""Encodes routed_experts: for each token, the experts that every layer of a mixture-of-experts model chose.
+"""Encodes routed experts: for each token, the experts that every layer of a mixture-of-experts model chose.
 
 The routed experts of a sample of n tokens (prompt and completion) are n - 1 rows, because the model does not read the
 last token. A row has `num_layers` x `top_k` expert numbers, in the order of layers, as uint8, or as little-endian
@@ -31,7 +31,7 @@ class RoutedExpertsShape:
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes of a token's routed_experts."""
+        """Number of bytes of a token's routed experts."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
     def encode(self, experts_TLK: np.ndarray) -> bytes:
@@ -94,7 +94,7 @@ def from_parts(parts: Iterable[RoutedExperts], num_completions: int) -> list[byt
             )
         found[-1] += part.data
     if found and len(found) != num_completions:
-        raise InternalError(f"{len(found)} of {num_completions} completions came with routed_experts")
+        raise InternalError(f"{len(found)} of {num_completions} completions came with routed experts")
     return [bytes(data) for data in found]
 
 

@@ -278,7 +278,13 @@ def _prefixes(path: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
+# Keys that were renamed to something that does not look like them.
+_RENAMED = {"trainer.moe.replay_routes": "trainer.moe.router_replay"}
+
+
 def _suggest(model: type[BaseModel], path: str, value: object) -> str:
+    if path in _RENAMED:
+        return f"; it is called {_RENAMED[path]} now"
     meant = suggest([key.path for key in keys(model)], path, value)
     return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
 

@@ -295,7 +295,7 @@ class Model:
     def _needed(self, batch: pa.Table) -> pa.Table:
         """Returns the batch without what this model does not read. That can be most of its bytes.
 
-        Only the policy replays routed_experts. A critic has no distribution that sampling masks could cut.
+        Only the policy replays routed experts. A critic has no distribution that sampling masks could cut.
         """
         unread = {
             pb.ROLE_POLICY: (),

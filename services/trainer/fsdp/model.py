@@ -68,7 +68,7 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTra
 def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> None:
     """Checks the model, whose weights are on the meta device and whose config is supported.
 
-    Its logits must depend only on the output layer's weight, and no layer may mix the sequences of a microbatch.
+    Its logits must depend only on the output layer's weight, and no layer may mix the sequences of a micro-batch.
     """
     output_layer = getattr(causal_lm, "lm_head", None)
     if output_layer is None:

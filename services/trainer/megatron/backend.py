@@ -46,7 +46,7 @@ from services.trainer.megatron.stream import (
 )
 from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
 from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
-from services.trainer.updates.packing import Pack
+from services.trainer.updates.packing import Microbatch
 
 T = TypeVar("T")
 
@@ -111,28 +111,28 @@ class MegatronBackend(
     def data_rank(self) -> int:
         return self._model.parallelism.data_rank
 
-    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+    def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         self._offloader.load(PARAMS)
-        values = self._model.forward(packs, temperature)
+        values = self._model.forward(microbatches, temperature)
         self._offloader.release(PARAMS)
         return values
 
-    def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+    def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         with without_adapters(self._model.bare_chunks()):
-            return self.forward(packs, temperature)
+            return self.forward(microbatches, temperature)
 
     def accumulate(
-        self, packs: Sequence[Pack], temperature: float, loss: LossFunction, *, is_whole: bool
+        self, microbatches: Sequence[Microbatch], temperature: float, loss: LossFunction, *, is_whole: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         if is_whole or not self._has_blocks:
             self._zero_gradients()
         self._offloader.load(PARAMS)  # a forward since the last block has released them
         self._has_blocks = not is_whole
-        shards = self._model.cut(packs)
+        shards = self._model.cut(microbatches)
         # Megatron divides a whole update by all ranks' rows, which its auxiliary losses need; ours is divided already.
         collect = self._collect(loss, self._count_rows(shards) if is_whole else 1)
         kept = self._model.accumulate(shards, temperature, collect, is_whole=is_whole)
-        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], packs)  # on all stages
+        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], microbatches)  # on all stages
         return values, self._sum_metrics([metrics for _, metrics in kept])
 
     def complete_blocks(self, factor: float) -> None:
@@ -140,7 +140,9 @@ class MegatronBackend(
         self._model.complete_blocks(factor)
 
     def replayed(self) -> torch.Tensor:
-        assert self._model.replay is not None, "only the policy's packs have routed experts, of a model with experts"
+        assert self._model.replay is not None, (
+            "only the policy's micro-batches have routed experts, of a model with experts"
+        )
         return self._model.replay.counts()
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -276,7 +278,7 @@ class MegatronBackend(
         """Returns what the schedule calls with a micro-batch: the loss times `factor`, the rows, and what to keep."""
 
         def collect(shard: MicrobatchShard, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            value, metrics = loss(outputs_KN, shard.pack)
+            value, metrics = loss(outputs_KN, shard.microbatch)
             rows = torch.full((), shard.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
             return value * factor, rows, (outputs_KN.detach(), metrics)
 

@@ -42,7 +42,7 @@ from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.memory import MemoryCommands, reserve_workspaces, return_free_memory
 from services.trainer.ranks.publish import SendingMember, join_epoch, send
 from services.trainer.updates.batch import BatchUpdate, CriticUpdate
-from services.trainer.updates.packing import Pack, build_pack
+from services.trainer.updates.packing import Microbatch, build_microbatch
 from services.trainer.updates.profiler import Profiler
 
 # The config class of each role.
@@ -133,13 +133,15 @@ class Worker(MemoryCommands):
             dist.destroy_process_group()
 
     @rank_command
-    def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
+    def forward(self, *, role: str, microbatches: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
         """Returns log-probabilities and entropy, or a critic's values, of this rank's samples in their order."""
-        held = self._packs(batches.decode(frames), packs)
+        held = self._microbatches(batches.decode(frames), microbatches)
         outputs = self._forward_of(Role(role))(held, temperature)
         columns = {}
         for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
-            rows = [row for pack, out in zip(held, outputs, strict=True) for row in pack.per_sample(out[index])]
+            rows = [
+                row for microbatch, out in zip(held, outputs, strict=True) for row in microbatch.per_sample(out[index])
+            ]
             columns[name] = pa.array(rows, pa.list_(pa.float32()))
         return Message({}, list(batches.encode(pa.table(columns))))
 
@@ -158,12 +160,13 @@ class Worker(MemoryCommands):
 
     @rank_command
     def add_block(self, *, role: str, minibatches: list[tuple[int, list[int]]], frames: Sequence[bytes]) -> None:
-        """Takes this rank's samples of a block; `minibatches` has numbers of mini-batches and the sizes of packs."""
+        """Takes this rank's samples of a block; `minibatches` has numbers of mini-batches and the sizes of
+        micro-batches."""
         samples, begin = batches.decode(frames), 0
         with self._profiled.pop_all() as profiled:  # an error ends the profile
             for number, sizes in minibatches:
-                packs = self._packs(samples.slice(begin, sum(sizes)), sizes)
-                self._updates[Role(role)].add(packs, number)
+                microbatches = self._microbatches(samples.slice(begin, sum(sizes)), sizes)
+                self._updates[Role(role)].add(microbatches, number)
                 begin += sum(sizes)
             self._profiled = profiled.pop_all()
 
@@ -292,10 +295,10 @@ class Worker(MemoryCommands):
             raise storage_error(final, error) from error
         return Message({"num_bytes": num_bytes})
 
-    def _packs(self, samples: pa.Table, sizes: Sequence[int]) -> list[Pack]:
+    def _microbatches(self, samples: pa.Table, sizes: Sequence[int]) -> list[Microbatch]:
         begins = itertools.accumulate(sizes, initial=0)
         parts = [samples.slice(begin, size) for begin, size in zip(begins, sizes, strict=False)]
-        return [build_pack(part, self._routed_experts).to(self._device) for part in parts]
+        return [build_microbatch(part, self._routed_experts).to(self._device) for part in parts]
 
     def _make_plan(self, bucket_bytes: int) -> Plan:
         backend, lora = self._open(), self._configs[Role.POLICY].lora
@@ -347,7 +350,7 @@ class Worker(MemoryCommands):
         assert isinstance(backend, Adapters), "only such a backend accepts a config with adapters"
         return backend
 
-    def _forward_of(self, role: Role) -> Callable[[Sequence[Pack], float], list[torch.Tensor]]:
+    def _forward_of(self, role: Role) -> Callable[[Sequence[Microbatch], float], list[torch.Tensor]]:
         """Returns a role's forward. For a reference that is not open it is the base of a policy with adapters."""
         is_base = role is Role.REFERENCE and role not in self._backends and self._configs[Role.POLICY].lora.rank
         return self._adapters().forward_base if is_base else self._open(role).forward

@@ -277,7 +277,7 @@ def require_agreement(
         PreconditionFailed: The mean difference is above the config's limit or, with a lag, the effective sample size is
             below its limit. The gradients are discarded.
     """
-    assert diffs.sums_4 is not None and diffs.largest is not None, "there is at least one microbatch"
+    assert diffs.sums_4 is not None and diffs.largest is not None, "there is at least one micro-batch"
     diff, kl, weight, weight_square = backend.reduce(diffs.sums_4, dist.ReduceOp.SUM) / num_tokens
     found = {
         "logprob_diff_mean": float(diff),
@@ -336,7 +336,7 @@ class Replayed:
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of replayed tokens, prompts included, and the share of their experts that the trainer's
-        router would have chosen too; nothing if the batch has no routed_experts."""
+        router would have chosen too; nothing if the batch has no routed experts."""
         if not self._num_tokens:
             return {}
         return {

@@ -61,7 +61,7 @@ CROSS_FIELD = {
         ["lag.versions 1 with loss.old_logprobs recompute", "to engine"],
         ["trainer.lag.versions=1", "trainer.loss.old_logprobs=engine"],
     ),
-    "a fused router ignores routed_experts": (
+    "a fused router ignores routed experts": (
         [
             "trainer.moe.router_replay=on",
             "trainer.strategy=megatron",
@@ -175,7 +175,7 @@ CROSS_FIELD = {
         ["min_match 4 is above max_match 3"],
         ["rollout.speculation={kind: ngram, min_match: 3, max_match: 3}"],
     ),
-    "sinkhorn ignores routed_experts": (
+    "sinkhorn ignores routed experts": (
         [
             "trainer.moe.router_replay=on",
             "trainer.strategy=megatron",
@@ -188,7 +188,7 @@ CROSS_FIELD = {
             "trainer.megatron.moe.load_balancing_type=sinkhorn",
         ],
     ),
-    "stop strings end without routed_experts": (
+    "stop strings end without routed experts": (
         ["trainer.moe.router_replay=on", "rollout.sampling.stop=[x]"],
         ["trainer.moe.router_replay on", "rollout.sampling.stop"],
         ["trainer.moe.router_replay=auto", "rollout.sampling.stop=[x]"],
@@ -357,3 +357,7 @@ def test_routes_are_asked_for_where_they_can_be_replayed() -> None:
 def test_on_and_off_may_be_written_without_quotes(tmp_path: Path, word: str) -> None:
     path = write(tmp_path, "c.yaml", json.dumps(SMALLEST)[:-1] + f", trainer: {{moe: {{router_replay: {word}}}}}}}")
     assert load(Config, [path]).trainer.moe.router_replay == word
+
+
+def test_a_renamed_key_names_the_new_one(file: str):
+    assert "it is called trainer.moe.router_replay now" in refused(file, "trainer.moe.replay_routes=on")

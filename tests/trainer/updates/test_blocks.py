@@ -41,7 +41,7 @@ def test_only_an_error_before_the_first_update_leaves_a_trainer_that_may_go_on(
 
     monkeypatch.setattr(Replayed, "add", add)
     # A rank survives only Lockstep's own errors.
-    error, words = (RuntimeError, "update 2 of a batch") if failing else (InternalError, "some routed_experts")
+    error, words = (RuntimeError, "update 2 of a batch") if failing else (InternalError, "some routed experts")
     with pytest.raises(error, match=words) as caught:
         train(harness)
     assert type(caught.value) is error

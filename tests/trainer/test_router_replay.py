@@ -1,4 +1,4 @@
-"""Tests the replay of a layer's routed_experts: the experts that it chooses in each pass, and its counts."""
+"""Tests the replay of a layer's routed experts: the experts that it chooses in each pass, and its counts."""
 
 import pytest
 import torch
