@@ -37,7 +37,7 @@ class Sample:
     """Counts of drafted tokens; empty without speculative decoding."""
     routed_experts: bytes = b""
     """The experts of all tokens but the last (services.common.batches.routed_experts); empty if there are none."""
-    kept: bytes = b""
+    sampling_mask: bytes = b""
     """The sampling masks of its tokens (services.common.batches.batch); empty if they were not asked for."""
 
 
@@ -128,7 +128,7 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
         output.num_cached_tokens or 0,
         drafts_of(output),
         routed_experts=_experts(output, shape) if shape and sampling.return_routed_experts else b"",
-        kept=masks_of(output) if sampling.return_sampling_mask else b"",
+        sampling_mask=masks_of(output) if sampling.return_sampling_mask else b"",
     )
 
 

@@ -82,7 +82,7 @@ def open_run(w: World, rules: Rules, request: Request) -> World:
     if not t.is_open or (w.mode.lag and weights.version != request.about):  # with a lag it goes back: Trainer.go_back
         loaded = w.disk[request.about] if request.about else None
         weights, last, kept = (loaded.weights, loaded.last, loaded.kept) if loaded else (BASE, None, ())
-        changes |= {"is_open": True, "weights": weights, "last": last, "sampling_mask": kept, "is_published": False}
+        changes |= {"is_open": True, "weights": weights, "last": last, "kept": kept, "is_published": False}
     assert weights
     held = weights.version, last.version if last else None
     return trainer_answers(w, request, "opened", held, **changes)
@@ -133,11 +133,7 @@ def may_train(w: World, batch: Batch) -> bool:
     t = w.trainer
     if not t.is_published:
         return False
-    return (
-        batch.stamp == t.weights
-        if not w.mode.lag
-        else batch.version == t.weights.version and batch.stamp in t.sampling_mask
-    )
+    return batch.stamp == t.weights if not w.mode.lag else batch.version == t.weights.version and batch.stamp in t.kept
 
 
 def apply_gradients(w: World, batch: Batch, *, is_owners: bool) -> World:
@@ -161,7 +157,7 @@ def save(w: World, rules: Rules, request: Request) -> World:
         return save_answers(w, request, why)
     if why:
         return save_answers(w, request, why)
-    copied = Checkpoint(request.about, t.weights, t.last, request.token, t.sampling_mask)
+    copied = Checkpoint(request.about, t.weights, t.last, request.token, t.kept)
     return w._replace(trainer=taken(t, request)._replace(copied=copied, arrived=None))  # a save ends a stream of blocks
 
 

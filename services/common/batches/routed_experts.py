@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from lockstep.rollout.v1.rollout_pb2 import RoutedExperts
+from lockstep.rollout.v1.rollout_pb2 import CompletionPart
 
 from services.common.errors import InternalError, InvalidInput
 from services.common.families.architecture import make_architecture
@@ -70,19 +70,19 @@ def routed_experts_shape(config_json: bytes | str) -> RoutedExpertsShape | None:
 PART_BYTES = 1 << 20
 
 
-def to_parts(routed_experts: Sequence[bytes], *, part_bytes: int = PART_BYTES) -> Iterator[RoutedExperts]:
+def to_parts(routed_experts: Sequence[bytes], *, part_bytes: int = PART_BYTES) -> Iterator[CompletionPart]:
     """Yields the routed experts of a group's completions in parts, without bytes at the start that equal the first
     one's."""
     for index, data in enumerate(routed_experts):
         num_shared = _num_shared(routed_experts[0], data) if index else 0
         own = data[num_shared:]
         for begin in range(0, max(1, len(own)), part_bytes):
-            yield RoutedExperts(
+            yield CompletionPart(
                 completion=index, num_shared_bytes=0 if begin else num_shared, data=own[begin : begin + part_bytes]
             )
 
 
-def from_parts(parts: Iterable[RoutedExperts], num_completions: int) -> list[bytes]:
+def from_parts(parts: Iterable[CompletionPart], num_completions: int) -> list[bytes]:
     """Returns the routed experts of each completion; an empty list if there are no parts."""
     found: list[bytearray] = []
     for part in parts:

@@ -210,5 +210,5 @@ def _group_of(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb
         drafts=answer.drafts,
         num_cached_tokens=answer.num_cached_tokens,
         routed_experts=from_parts((part for message in answers for part in message.routed_experts), num_samples),
-        kept=from_parts((part for message in answers for part in message.kept), num_samples),
+        sampling_mask=from_parts((part for message in answers for part in message.sampling_mask), num_samples),
     )

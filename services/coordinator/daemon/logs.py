@@ -102,7 +102,7 @@ def _is_for_daemon(record: logging.LogRecord) -> bool:
 
 
 def split_by_run() -> None:
-    """RoutedExperts each run's records to its log; the process's own log keeps only their warnings and errors.
+    """CompletionPart each run's records to its log; the process's own log keeps only their warnings and errors.
 
     Call it once, after logging is configured.
     """

@@ -75,7 +75,7 @@ class Stream:
     ends: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     routed_experts: bytearray = field(default_factory=bytearray)
-    kept: list[tuple[bytes, int]] = field(default_factory=list)
+    sampling_mask: list[tuple[bytes, int]] = field(default_factory=list)
     """The sampling masks and number of tokens of each part of `tokens`, for
     common.batches.batch.join_sampling_masks."""
 
@@ -89,7 +89,7 @@ class Stream:
         """Returns the number of tokens that the engine has seen, as prompts or by sampling them."""
         return len(self.prompt) + (self.ends[-1] if self.ends else 0)
 
-    def add_turn(self, completion: Completion, routed_experts: bytes = b"", kept: bytes = b"") -> None:
+    def add_turn(self, completion: Completion, routed_experts: bytes = b"", sampling_mask: bytes = b"") -> None:
         """Appends a sampled turn with its sampling masks, and the routed experts of the tokens that have none yet.
 
         `routed_experts` are those of all tokens up to here but the last. Tokens of earlier turns keep the routed
@@ -99,14 +99,14 @@ class Stream:
         self.begins.append(len(self.tokens))
         self.tokens.extend(completion.tokens)
         self.logprobs.extend(completion.logprobs)
-        self.kept.append((kept, len(completion.tokens)))
+        self.sampling_mask.append((sampling_mask, len(completion.tokens)))
         self.ends.append(len(self.tokens))
 
     def add_context(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the policy did not sample."""
         self.tokens.extend(tokens)
         self.logprobs.extend([0.0] * len(tokens))
-        self.kept.append((b"", len(tokens)))
+        self.sampling_mask.append((b"", len(tokens)))
 
     def end(self, reason: FinishReason, seed: int, environment: str) -> tuple[Completion, Episode]:
         completion = Completion(tokens=self.tokens, logprobs=self.logprobs, finish_reason=reason, seed=seed)
@@ -148,7 +148,7 @@ class SampledGroup:
     routed_experts: Sequence[bytes] = field(default=(), kw_only=True)
     """The routed experts of each completion with its prompt (common.batches.routed_experts); empty if the engine
     returned none."""
-    kept: Sequence[bytes] = field(default=(), kw_only=True)
+    sampling_mask: Sequence[bytes] = field(default=(), kw_only=True)
     """The sampling masks of each completion (common.batches.batch); empty if nothing was truncated."""
 
     @property

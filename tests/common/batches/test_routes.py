@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from lockstep.rollout.v1.rollout_pb2 import RoutedExperts
+from lockstep.rollout.v1.rollout_pb2 import CompletionPart
 
 from services.common.batches.routed_experts import RoutedExpertsShape, from_parts, routed_experts_shape, to_parts
 from services.common.errors import InternalError
@@ -76,4 +76,4 @@ def test_a_group_without_routes_has_no_parts() -> None:
 @pytest.mark.parametrize("completions", [[0, 2], [1], [0, 1, 0], [0]])
 def test_missing_parts_and_parts_out_of_order_are_refused(completions: list[int]) -> None:
     with pytest.raises(InternalError, match="routed_experts"):
-        from_parts([RoutedExperts(completion=number, data=b"x") for number in completions], 2)
+        from_parts([CompletionPart(completion=number, data=b"x") for number in completions], 2)

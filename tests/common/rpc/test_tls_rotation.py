@@ -94,13 +94,13 @@ class Callers:
 
     def __init__(self, deployment: Deployment, kept: Client):
         self._deployment, self._kept, self._stop = deployment, kept, asyncio.Event()
-        self._counts = {"sampling_mask": 0, "new": 0}
+        self._counts = {"kept": 0, "new": 0}
         self._calling = [asyncio.create_task(self._over_one_channel()), asyncio.create_task(self._over_new_ones())]
 
     async def _over_one_channel(self) -> None:
         while not self._stop.is_set():
             await info(self._kept)
-            self._counts["sampling_mask"] += 1
+            self._counts["kept"] += 1
             await asyncio.sleep(0.002)
 
     async def _over_new_ones(self) -> None:

@@ -105,7 +105,7 @@ class KeepingReplica(FakeReplica):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         (prompt,) = request.prompts
         for part in to_parts([b"k%d" % index for index in range(len(prompt.seeds))]):
-            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, stamp=STAMP, kept=[part]))
+            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, stamp=STAMP, sampling_mask=[part]))
         async for answer in super().Generate(request, context):
             yield answer
 

@@ -16,7 +16,7 @@ def test_tokens_keep_the_routes_that_they_were_sampled_with() -> None:
 
 def test_tokens_of_the_environment_have_no_kept_sets() -> None:
     stream = Stream((5, 6))
-    stream.add_turn(Completion(tokens=[7, 8]), kept=encode_sampling_masks([[7, 1], [8]]))
+    stream.add_turn(Completion(tokens=[7, 8]), sampling_mask=encode_sampling_masks([[7, 1], [8]]))
     stream.add_context([9])
-    stream.add_turn(Completion(tokens=[10]), kept=encode_sampling_masks([[2, 10]]))
+    stream.add_turn(Completion(tokens=[10]), sampling_mask=encode_sampling_masks([[2, 10]]))
     assert join_sampling_masks(stream.sampling_mask) == encode_sampling_masks([[7, 1], [8], [], [2, 10]])

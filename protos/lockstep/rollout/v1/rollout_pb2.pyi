@@ -95,7 +95,7 @@ class GenerateRequest(_message.Message):
     report_unfinished: bool
     def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., report_unfinished: bool = ...) -> None: ...
 
-class RoutedExperts(_message.Message):
+class CompletionPart(_message.Message):
     __slots__ = ("completion", "num_shared_bytes", "data")
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -118,7 +118,7 @@ class Drafts(_message.Message):
     def __init__(self, num_drafts: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routed_experts", "unfinished", "drafts", "kept")
+    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routed_experts", "unfinished", "drafts", "sampling_mask")
     class UnfinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -136,7 +136,7 @@ class GenerateResponse(_message.Message):
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    KEPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_MASK_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     completions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Completion]
     stamp: _types_pb2.PolicyStamp
@@ -144,11 +144,11 @@ class GenerateResponse(_message.Message):
     prompt_sha256: str
     num_cached_tokens: int
     sha256: bytes
-    routed_experts: _containers.RepeatedCompositeFieldContainer[RoutedExperts]
+    routed_experts: _containers.RepeatedCompositeFieldContainer[CompletionPart]
     unfinished: _containers.ScalarMap[str, int]
     drafts: Drafts
-    kept: _containers.RepeatedCompositeFieldContainer[RoutedExperts]
-    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., kept: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ...) -> None: ...
+    sampling_mask: _containers.RepeatedCompositeFieldContainer[CompletionPart]
+    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routed_experts: _Optional[_Iterable[_Union[CompletionPart, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., sampling_mask: _Optional[_Iterable[_Union[CompletionPart, _Mapping]]] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
     __slots__ = ("group", "base_rank", "plan")

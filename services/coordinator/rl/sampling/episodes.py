@@ -61,7 +61,7 @@ class _Played:
     episode: Episode
     failure: EpisodeFailed | None = None
     routed_experts: bytes = b""
-    kept: bytes = b""
+    sampling_mask: bytes = b""
 
 
 class _Tries:
@@ -120,7 +120,7 @@ class EpisodeCollector(Collector):
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
             routed_experts = [one.routed_experts for one in played] if any(one.routed_experts for one in played) else []
-            kept = [one.sampling_mask for one in played] if any(one.sampling_mask for one in played) else []
+            sampling_mask = [one.sampling_mask for one in played] if any(one.sampling_mask for one in played) else []
             group = SampledGroup(
                 index,
                 _shared_prompt(played),
@@ -128,7 +128,7 @@ class EpisodeCollector(Collector):
                 request.stamp,
                 episodes=episodes,
                 routed_experts=routed_experts,
-                kept=kept,
+                sampling_mask=sampling_mask,
             )
             with self._rewards.least_loaded() as reward:
                 scored = await reward.score(group, self._tokenizer, keep_failed=request.keep_failed)
@@ -226,8 +226,12 @@ class EpisodeCollector(Collector):
                 taken.append((completion.tokens, reply.messages))
         self._compare(prompt, messages, taken, sample)
         completion, episode = stream.end(reason, self._turn_seed(prompt, request, sample, 0), client.environment)
-        kept = join_sampling_masks(stream.sampling_mask) if any(sets for sets, _ in stream.sampling_mask) else b""
-        return _Played(first, completion, episode, routed_experts=bytes(stream.routed_experts), kept=kept)
+        sampling_mask = (
+            join_sampling_masks(stream.sampling_mask) if any(sets for sets, _ in stream.sampling_mask) else b""
+        )
+        return _Played(
+            first, completion, episode, routed_experts=bytes(stream.routed_experts), sampling_mask=sampling_mask
+        )
 
     def _begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         try:

@@ -80,7 +80,7 @@ async def test_seeds_follow_from_run_seed_step_prompt_and_sample():
     assert len({*seeds[0], *seeds[2], *seeds[3]}) == 3 * len(seeds[0])
 
 
-@pytest.mark.parametrize(("policy", "sampling_mask"), [("zero", 12), ("drop_group", 10)])
+@pytest.mark.parametrize(("policy", "kept"), [("zero", 12), ("drop_group", 10)])
 async def test_a_sample_without_a_score(policy: str, kept: int):
     async with replicas(1) as fakes:
         groups = await collect(fakes, policy, failing={"p3", "p5"})

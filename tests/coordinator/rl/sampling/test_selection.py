@@ -131,7 +131,7 @@ async def test_arrival_keeps_the_fastest_and_aborts_the_rest():
     assert selected.metrics["sampling/aborted"] == 2
 
 
-@pytest.mark.parametrize(("on_budget", "sampling_mask"), [("train", [2, 5]), ("fail", None)])
+@pytest.mark.parametrize(("on_budget", "kept"), [("train", [2, 5]), ("fail", None)])
 async def test_a_budget_that_is_used_up(on_budget: str, kept: list[int] | None):
     selection = {"dynamic": {"enabled": True, "max_rounds": 2, "on_budget": on_budget}}
     config = config_of(selection=selection, trainer={"num_minibatches": 2})
