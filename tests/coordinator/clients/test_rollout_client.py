@@ -95,7 +95,7 @@ async def test_routes_arrive_with_their_samples():
         group = await generate(rollout, 0, num_samples=3)
         assert group.routed_experts == [b"a0", b"a1", b"a2"]
         fakes[0].num_lost = 1
-        with pytest.raises(InternalError, match="routed_experts"):
+        with pytest.raises(InternalError, match="routed experts"):
             await generate(rollout, 1, num_samples=3)
 
 
@@ -113,7 +113,7 @@ class KeepingReplica(FakeReplica):
 async def test_kept_sets_arrive_with_their_samples_and_are_missed():
     sampling = SamplingParams(temperature=1, max_tokens=10, top_k=3, return_sampling_mask=True)
     async with replicas(1, KeepingReplica) as fakes, serving(fakes) as rollout:
-        assert (await rollout.generate(0, make_prompt(0, 3), [1, 2], sampling, STAMP)).kept == [b"k0", b"k1"]
+        assert (await rollout.generate(0, make_prompt(0, 3), [1, 2], sampling, STAMP)).sampling_mask == [b"k0", b"k1"]
     async with replicas(1) as fakes, serving(fakes) as rollout:
         with pytest.raises(InternalError, match="returned no sampling masks"):
             await rollout.generate(0, make_prompt(0, 3), [1, 2], sampling, STAMP)
