@@ -1,8 +1,8 @@
 """Defines the config section `advantage`: how the coordinator turns rewards into advantages."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
@@ -35,11 +35,9 @@ class KlConfig(Strict):
     horizon: float = Field(default=10000.0, gt=0, allow_inf_nan=False)
     """Number of samples over which the adaptive coefficient changes by at most 20 % (arXiv 1909.08593, section 2.2)."""
 
-    @model_validator(mode="after")
-    def _target_needs_a_start(self) -> Self:
+    def check_rules(self) -> None:
         if self.target is not None and not self.coef:
             raise ValueError("kl.target multiplies the coefficient of the previous step: set kl.coef above 0")
-        return self
 
 
 class AdvantageConfig(Strict):
@@ -94,12 +92,10 @@ class AdvantageConfig(Strict):
     kl: KlConfig = KlConfig()
     """KL penalty in the reward; trainer.loss.kl_coef is the KL penalty in the loss."""
 
-    @model_validator(mode="after")
-    def _keys_are_read(self) -> Self:
+    def check_rules(self) -> None:
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
         require_read(self, self.kind, _READ_BY)
-        return self
 
     @property
     def whitening(self) -> Literal["none", "group", "batch"]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Mapping
 from types import UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Self, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
@@ -13,7 +13,6 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """A duration. The limit is 31 years: clocks and deadlines overflow with far longer ones."""
-
 
 Table = dict[str, Any]
 """A table whose keys and values are not fixed, such as arguments for a function or a library."""
@@ -41,16 +40,23 @@ class Strict(BaseModel):
                 raise ValidationError.from_exception_data(cls.__name__, errors)
         return cast(object, values)
 
+    @model_validator(mode="after")
+    def _follows_its_rules(self) -> Self:
+        self.check_rules()
+        return self
+
+    def check_rules(self) -> None:
+        """Raises ValueError for the first rule between keys that is broken; a rule may assume all earlier ones."""
+
 
 def _truth_values(model: type[BaseModel], values: Mapping[str, object]) -> Iterator[InitErrorDetails]:
     for name, field in model.model_fields.items():
-        given, annotation = values.get(name), field.annotation
-        is_list = isinstance(given, list | tuple)
-        types = _types(*get_args(annotation)) if is_list else _types(annotation)
-        wanted = next((kind for kind in (float, int) if kind in types and bool not in types), None)
-        for one in cast(list[object], given) if is_list else (given,):
-            if wanted and isinstance(one, bool):
-                yield InitErrorDetails(type=f"{wanted.__name__}_type", loc=(name,), input=one)
+        value, is_list = values.get(name), isinstance(values.get(name), list | tuple)
+        types = _types(*get_args(field.annotation)) if is_list else _types(field.annotation)
+        number = next((kind for kind in (float, int) if kind in types and bool not in types), None)
+        for entry in cast(list[object], value) if is_list else (value,):
+            if number and isinstance(entry, bool):
+                yield InitErrorDetails(type=f"{number.__name__}_type", loc=(name,), input=entry)
 
 
 def _not_finite(value: object, at: tuple[str | int, ...]) -> Iterator[InitErrorDetails]:
@@ -67,11 +73,12 @@ def _not_finite(value: object, at: tuple[str | int, ...]) -> Iterator[InitErrorD
 
 def _types(*annotations: object) -> set[object]:
     """Returns the types among `annotations`, with the members of unions and of the tuples in them."""
-    found: set[object] = set()
+    types: set[object] = set()
     for one in annotations:
+        # What follows the type in Annotated are limits, not types.
         parts = get_args(one)[:1] if get_origin(one) is Annotated else get_args(one)
-        found |= _types(*parts) if get_origin(one) in (Union, UnionType, tuple, Annotated) else {one}
-    return found
+        types |= _types(*parts) if get_origin(one) in (Union, UnionType, tuple, Annotated) else {one}
+    return types
 
 
 def require_read(section: Strict, kind: str, kinds_of: Mapping[str, Collection[str]]) -> None:

@@ -4,9 +4,9 @@ import datetime
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Literal, cast
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator
 
 from services.common.config.base import NAME, Strict
 
@@ -119,11 +119,9 @@ class DataConfig(FilesConfig):
     value is a metric of its own, reward[column=value], in training and in every held-out set. It must be among
     extra_columns."""
 
-    @model_validator(mode="after")
-    def _metrics_column_is_kept(self) -> Self:
+    def check_rules(self) -> None:
         wanted, column = self.extra_columns, self.metrics_column
         if column in (self.prompt_column, self.answer_column):
             raise ValueError(f"metrics_column {column} must be another column than those of prompts and answers")
         if column and wanted is not None and column not in wanted:
             raise ValueError(f"metrics_column {column} must be among extra_columns: add it there, or set that to null")
-        return self

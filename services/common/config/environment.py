@@ -1,8 +1,8 @@
 """Defines the config of environments, which answer the policy in episodes of several turns."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, RootModel, field_validator, model_validator
+from pydantic import Field, RootModel, field_validator
 
 from services.common.config.base import NAME, Strict, Table
 from services.common.import_path import IMPORT_PATH
@@ -130,11 +130,9 @@ class McpToolConfig(Strict):
     def place(self) -> str:
         return self.url or " ".join(self.command)
 
-    @model_validator(mode="after")
-    def _has_one_place(self) -> Self:
+    def check_rules(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ValueError("a tool of kind mcp needs either command or url")
-        return self
 
 
 ToolConfig = Annotated[
@@ -156,11 +154,9 @@ class ToolSyntax(ReasoningTags):
     `information`, without the chat template. By default, and with the other syntaxes, a result is a message of role
     tool."""
 
-    @model_validator(mode="after")
-    def _tag_is_used(self) -> Self:
+    def check_rules(self) -> None:
         if self.result_tag and self.syntax != "tags":
             raise ValueError(f"result_tag {self.result_tag}: used only with syntax tags, not {self.syntax}")
-        return self
 
 
 class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
@@ -174,8 +170,8 @@ class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
         """Returns how long a reply may take; programs and searches may wait for others."""
         return self.episode_s if {"python", "search"} & {tool.kind for tool in self.tools} else self.turn_s
 
-    @model_validator(mode="after")
-    def _tools_fit(self) -> Self:
+    def check_rules(self) -> None:
+        super().check_rules()
         known = [tool for tool in self.tools if tool.kind != "mcp"]  # an MCP server's tools are known only once it runs
         names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in known]
         if len(set(names)) < len(names):
@@ -183,7 +179,6 @@ class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
         for tool in self.tools:
             if isinstance(tool, PythonToolConfig | McpToolConfig) and tool.timeout_s >= self.turn_s:
                 raise ValueError(f"{tool.kind}: timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")
-        return self
 
 
 class TextArenaEnvironmentConfig(WorkerEnvironmentConfig, ReasoningTags):

@@ -3,15 +3,13 @@
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
-from services.common.config.placement import Placement
-from services.common.config.rollout import BadWords, EvalTemperature, RolloutConfig, SpeculationConfig
-from services.common.config.trainer import TrainerConfig
+from services.common.config.rollout import BadWords, EvalTemperature, RolloutConfig
 from services.common.rewards import is_above
 
 
@@ -113,8 +111,7 @@ class EvalSetConfig(Strict):
     pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
     """Minimum reward for a completion to count as passed in pass@k."""
 
-    @model_validator(mode="after")
-    def _samples_fit(self) -> Self:
+    def check_rules(self) -> None:
         if min(self.pass_k, default=1) < 1:
             raise ValueError(f"pass_k {min(self.pass_k)} must be at least 1")
         if max(self.pass_k, default=0) > self.num_samples:
@@ -131,7 +128,6 @@ class EvalSetConfig(Strict):
             )
         if not self.temperature > 0 and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
             raise ValueError("top_p, top_k and min_p need a temperature above 0: greedy decoding does not read them")
-        return self
 
 
 class EvaluationConfig(EvaluationFrequency):
@@ -164,46 +160,3 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: Ro
                 f"evaluation: data.max_prompt_tokens + max_tokens of set {name} = {longest} is above "
                 f"rollout.max_model_len = {rollout.max_model_len}; raise that to at least {longest}"
             )
-
-
-def check_speculation(
-    speculation: SpeculationConfig, placement: Placement, trainer: TrainerConfig, evaluation: EvaluationConfig
-) -> None:
-    """Raises ValueError if another section has a setting that speculative decoding does not support."""
-    if trainer.moe.router_replay == "on":
-        raise ValueError(
-            "trainer.moe.router_replay on: the routed experts of drafted tokens were not compared with the trainer's; "
-            "leave rollout.speculation out, or set trainer.moe.router_replay to auto"
-        )
-    if trainer.lora.published_rank:
-        raise ValueError(
-            "trainer.lora.publish adapter: drafted tokens were not verified with adapters in the engine; leave "
-            "rollout.speculation out, or set trainer.lora.publish to merged"
-        )
-    if speculation.kind == "eagle3" and placement == "colocated":
-        raise ValueError(
-            "rollout.speculation.kind eagle3: an engine that sleeps drops the weights of the head, which nobody "
-            "publishes again; set kind ngram or suffix, or placement disaggregated"
-        )
-    for name, settings in evaluation.sets.items():
-        reasons = {key: f"vLLM has no {key} with speculative decoding" for key in ("min_p", "min_tokens")}
-        reasons["bad_words"] = "it was not checked that no drafted token completes one"
-        for key, why in reasons.items():
-            if getattr(settings, key):
-                instead = "set top_p instead" if key == "min_p" else "leave it out"
-                raise ValueError(f"evaluation.sets.{name}.{key}: {why}; {instead}, or leave rollout.speculation out")
-
-
-def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:
-    """Raises ValueError if a sample may come so close to the engine's limit that vLLM stops drafting for all samples.
-
-    `longest` has the maximum number of tokens of a sample with its prompt, and the config keys that add up to it. vLLM
-    0.32 adds the tokens that are being verified and those that it would draft next. If that exceeds the limit for one
-    sample, it drafts token 0 for each sample of the step, which costs time and gains nothing.
-    """
-    tokens, parts = longest
-    if (least := tokens + 2 * speculation.num_tokens) > max_model_len:
-        raise ValueError(
-            f"{parts} = {tokens} leaves no room for twice rollout.speculation.num_tokens {speculation.num_tokens} "
-            f"below rollout.max_model_len = {max_model_len}; raise that to at least {least}"
-        )

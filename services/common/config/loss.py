@@ -1,8 +1,8 @@
 """Defines the config of the policy's and the critic's losses, and of the lag."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
@@ -22,8 +22,7 @@ class MeanConfig(Strict):
     """Constant that seq_mean_token_sum_norm divides by: set it to the longest possible completion in tokens,
     rollout.sampling.max_tokens. Required by seq_mean_token_sum_norm, not allowed otherwise."""
 
-    @model_validator(mode="after")
-    def _norm_is_given(self) -> Self:
+    def check_rules(self) -> None:
         is_read = self.aggregation == "seq_mean_token_sum_norm"
         if is_read and self.norm_tokens is None:
             raise ValueError(
@@ -32,7 +31,6 @@ class MeanConfig(Strict):
             )
         if not is_read and self.norm_tokens is not None:
             raise ValueError(f"norm_tokens is not read by aggregation {self.aggregation}: leave it out")
-        return self
 
 
 class GspoConfig(Strict):
@@ -119,15 +117,13 @@ class CorrectionConfig(Strict):
     veto: float | None = Field(default=None, gt=0, lt=1)
     """Drop every sequence that has a token with a ratio below this, such as 1e-4."""
 
-    @model_validator(mode="after")
-    def _bounds_are_used(self) -> Self:
+    def check_rules(self) -> None:
         for name in ("token_mask", "geometric_mask"):
             bounds = getattr(self, name)
             if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
                 raise ValueError(f"{name} {list(bounds)} must be [low, high] with 0 <= low <= 1 <= high")
         if self.weight == "none" and self.weight_cap != type(self).model_fields["weight_cap"].default:
             raise ValueError("weight_cap has no effect while weight is none: set weight to token or sequence")
-        return self
 
 
 # The kinds that read a key. Keys that are not listed are read by all kinds.
@@ -195,17 +191,13 @@ class LossConfig(MeanConfig):
     correction: CorrectionConfig = CorrectionConfig()
     """Importance weights and masks that correct for differences between engine and trainer."""
 
-    @model_validator(mode="after")
-    def _settings_are_of_the_kind(self) -> Self:
+    def check_rules(self) -> None:
+        super().check_rules()
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
         require_read(self, self.kind, _READ_BY)
-        return self
-
-    @model_validator(mode="after")
-    def _correction_has_a_meaning(self) -> Self:
         if self.correction == CorrectionConfig():
-            return self
+            return
         if self.old_logprobs == "engine":
             raise ValueError(
                 "with old_logprobs engine the ratio already contains the difference of engine and trainer, which "
@@ -213,7 +205,6 @@ class LossConfig(MeanConfig):
             )
         if not self.is_sampled:
             raise ValueError(f"kind {self.kind} trains on tokens that no engine sampled: leave correction out")
-        return self
 
     @property
     def is_sampled(self) -> bool:
@@ -252,11 +243,9 @@ class LagConfig(Strict):
     share of its tokens, is below this. The weights are exp(trainer - engine log-probability); the share is 1 if both
     agree exactly. Read only with a lag."""
 
-    @model_validator(mode="after")
-    def _gate_is_used(self) -> Self:
+    def check_rules(self) -> None:
         if not self.versions and self.min_ess != type(self).model_fields["min_ess"].default:
             raise ValueError("lag.min_ess has no effect while lag.versions is 0: set lag.versions, or leave it out")
-        return self
 
 
 def check_lag(lag: LagConfig, loss: LossConfig, num_minibatches: int) -> None:

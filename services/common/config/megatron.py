@@ -1,8 +1,8 @@
 """Defines the settings of Megatron-Core: parallelism, memory, experts, and options passed to its dataclasses."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.config.base import Strict, Table
 
@@ -33,14 +33,12 @@ class MoeConfig(Strict):
     freeze_router: bool = False
     """Keep the router's weights fixed."""
 
-    @model_validator(mode="after")
-    def _balancing_is_whole(self) -> Self:
+    def check_rules(self) -> None:
         if (self.load_balancing_type in ("none", "sinkhorn")) != (self.aux_loss_coeff == 0):
             raise ValueError(
                 f"load_balancing_type {self.load_balancing_type} does not go with aux_loss_coeff "
                 f"{self.aux_loss_coeff:g}: the auxiliary losses need a coefficient above 0, none and sinkhorn need 0"
             )
-        return self
 
 
 class MegatronConfig(Strict):

@@ -1,9 +1,9 @@
 """Defines the config section `reward`: the scorers, their weights, and the treatment of samples without a score."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.config.base import Strict, Table
 from services.common.config.scorers import (
@@ -58,13 +58,11 @@ class FormatConfig(BaseScorerConfig):
     pattern: str
     """Python regular expression that the whole completion must match; `.` also matches line breaks."""
 
-    @model_validator(mode="after")
-    def _compiles(self) -> Self:
+    def check_rules(self) -> None:
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:
             raise ValueError(f"pattern {self.pattern!r} is not a regular expression: {error}") from error
-        return self
 
 
 class LengthConfig(BaseScorerConfig):
@@ -76,11 +74,9 @@ class LengthConfig(BaseScorerConfig):
     max_tokens: int = Field(ge=1)
     """Number of tokens from which on the score is -1."""
 
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
+    def check_rules(self) -> None:
         if self.max_tokens <= self.target_tokens:
             raise ValueError(f"max_tokens {self.max_tokens} must be above target_tokens {self.target_tokens}")
-        return self
 
 
 class PythonConfig(BaseScorerConfig):
@@ -98,12 +94,10 @@ class PythonConfig(BaseScorerConfig):
     """Maximum number of calls of an async function that run at the same time, in all workers together. A function that
     is not async has one call at a time in each worker."""
 
-    @model_validator(mode="after")
-    def _no_clash(self) -> Self:
+    def check_rules(self) -> None:
         taken = sorted(set(self.kwargs) & set(ITEM_FIELDS))
         if taken:
             raise ValueError(f"kwargs {', '.join(taken)}: already passed by the service; use other names")
-        return self
 
 
 ScorerConfig = Annotated[
@@ -155,15 +149,13 @@ class RewardConfig(Strict):
     def reads_answers(self) -> bool:
         return any(map(_reads_answer, self.scorers))
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def check_rules(self) -> None:
         names = [scorer.component for scorer in self.scorers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"scorers: {', '.join(twice)} is used twice; give each scorer a different `name`")
         if taken := sorted(set(names) & set(METRICS_OF_REWARDS)):
             raise ValueError(f"scorers: the name {taken[0]} is taken by another metric; give the scorer another `name`")
-        return self
 
 
 def _reads_answer(scorer: ScorerConfig) -> bool:

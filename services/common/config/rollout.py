@@ -1,7 +1,7 @@
 """Defines the config section `rollout`: sampling, the engine, speculative decoding, and where replicas are found."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -23,11 +23,9 @@ class NgramSpeculationConfig(_Speculation):
     max_match: int = Field(default=5, ge=1)
     """Largest number of last tokens that are looked for; the longest match is used."""
 
-    @model_validator(mode="after")
-    def _range_is_not_empty(self) -> Self:
+    def check_rules(self) -> None:
         if self.min_match > self.max_match:
             raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}; make it at most that")
-        return self
 
     def for_vllm(self) -> dict[str, object]:
         return {
@@ -188,8 +186,7 @@ class SamplingConfig(Strict):
                 raise ValueError(f"{key} is refused: {why}")
         return cast(object, values)
 
-    @model_validator(mode="after")
-    def _samples_are_those_of_the_trainers_distribution(self) -> Self:
+    def check_rules(self) -> None:
         penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         for key, neutral in penalties.items():
             if getattr(self, key) != neutral:
@@ -207,10 +204,6 @@ class SamplingConfig(Strict):
                 f"{key} needs top_k from 1 to {MAX_KEPT}: {what}, and the trainer learns only from the sampling masks "
                 "of truncated sampling which tokens could be"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _kept_sets_are_bounded(self) -> Self:
         if self.is_truncated and not 0 < self.top_k <= MAX_KEPT:
             raise ValueError(
                 f"top_k {self.top_k}: truncated sampling needs top_k from 1 to {MAX_KEPT}, because every token is sent "
@@ -222,7 +215,6 @@ class SamplingConfig(Strict):
                 "stop with top_p, top_k or min_p: vLLM does not return the tokens that it kept for a sample that ends "
                 "at a stop string; leave stop out, or set top_p to 1, top_k to 0 and min_p to 0"
             )
-        return self
 
 
 class RolloutConfig(Strict):
@@ -253,14 +245,12 @@ class RolloutConfig(Strict):
     engine: Table = Field(default={})
     """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused: set speculation."""
 
-    @model_validator(mode="after")
-    def _nothing_is_drafted_of_kept_sets(self) -> Self:
+    def check_rules(self) -> None:
         if self.speculation and self.sampling.is_truncated:
             raise ValueError(
                 "sampling.top_k with speculation: it was not checked which tokens vLLM keeps for drafted tokens; leave "
                 "speculation out, or set sampling.top_p to 1, top_k to 0 and min_p to 0"
             )
-        return self
 
     @field_validator("engine")
     @classmethod

@@ -1,22 +1,14 @@
 """Defines the config of a run. Each service reads its own section; the coordinator reads all of it."""
 
 from pathlib import Path
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import NAME, Seconds, Strict, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.evaluation import (
-    BestConfig,
-    EvaluationConfig,
-    check_best,
-    check_evaluation,
-    check_length,
-    check_speculation,
-)
+from services.common.config.evaluation import BestConfig, EvaluationConfig, check_best, check_evaluation
 from services.common.config.layout import (
     Layout,
     check_layout,
@@ -27,7 +19,7 @@ from services.common.config.layout import (
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement
 from services.common.config.reward import RewardConfig
-from services.common.config.rollout import RolloutConfig
+from services.common.config.rollout import RolloutConfig, SpeculationConfig
 from services.common.config.selection import SelectionConfig, check_selection
 from services.common.config.trainer import CriticConfig, ReferenceConfig, TrainerConfig, require_used
 
@@ -194,11 +186,22 @@ class Config(AnyRun):
         key = "environment.max_tokens" if self.environment else "rollout.sampling.max_tokens"
         return self.data.max_prompt_tokens + self.max_response_tokens, f"data.max_prompt_tokens + {key}"
 
-    def _is_own(self, name: str) -> bool:
-        return name != "trainer" and getattr(self, name).deployment == "own"
+    @property
+    def wants_routed_experts(self) -> bool:
+        """Whether the engines are asked for the experts that they choose."""
+        # vLLM returns none for a sample that ends at a stop string; those of drafted tokens were not compared with the
+        # trainer's.
+        return self.trainer.uses_router_replay and not (self.rollout.sampling.stop or self.rollout.speculation)
 
-    @model_validator(mode="after")
-    def _other_strategy_is_not_set(self) -> Self:
+    def check_rules(self) -> None:
+        self._check_models()  # first, because the rules of a batch count data-parallel ranks
+        self._check_batch()
+        self._check_sampling()
+        self._check_rewards()
+        check_evaluation(self.evaluation, self.data, self.rollout)
+        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
+
+    def _check_models(self) -> None:
         policys = self.trainer.strategy
         roles = {name: role for name in ("reference", "critic") if (role := getattr(self, name))}
         inherited = {role.strategy for role in roles.values() if role.strategy and not getattr(role, role.strategy)}
@@ -206,26 +209,15 @@ class Config(AnyRun):
             require_used(self.trainer, policys, key="trainer")
         for name, role in roles.items():
             require_used(role, role.strategy or policys, key=name)
-        return self
-
-    @model_validator(mode="after")
-    def _layout_is_legal(self) -> Self:  # first: the rules below count data-parallel ranks
         for name, model in self.models.items():
             if model.strategy == "megatron":
                 tokens = model.max_tokens_per_microbatch
-                key, section = f"{name}.megatron", name if self._is_own(name) else "trainer"
+                is_own = name != "trainer" and getattr(self, name).deployment == "own"
+                key, section = f"{name}.megatron", name if is_own else "trainer"
                 check_layout(model.megatron, model.num_ranks, max_tokens=tokens, key=key, section=section)
-        return self
-
-    @model_validator(mode="after")
-    def _placement_is_possible(self) -> Self:
         if self.placement == "colocated":
             names = [name for name in self.models if name != "trainer"]
             check_placement(self.trainer, self.rollout, {name: getattr(self, name).deployment for name in names})
-        return self
-
-    @model_validator(mode="after")
-    def _critic_fits(self) -> Self:
         if self.advantage.needs_values != (self.critic is not None):
             raise ValueError(
                 f"advantage.kind {self.advantage.kind} {'needs' if self.advantage.needs_values else 'does not use'} a "
@@ -236,10 +228,8 @@ class Config(AnyRun):
                 "trainer.lag.versions is above 0: a critic's values would come from weights that change meanwhile; set "
                 "trainer.lag.versions to 0, or another advantage.kind without critic"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _samples_divide(self) -> Self:
+    def _check_batch(self) -> None:
         groups = self.data.prompts_per_step
         for name, model in self.models.items():
             minibatches = 1 if name == "reference" else model.num_minibatches
@@ -251,24 +241,18 @@ class Config(AnyRun):
                 )
             samples = groups // minibatches * self.rollout.completions_per_prompt
             if samples < samples_at_once(model):
+                fewest = microbatches_multiple(model)
                 raise ValueError(
                     f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
-                    f"for {_ranks(name, model)}; {_needs(model)}"
+                    f"for {_ranks(name, model)}; every rank needs at least {'one' if fewest == 1 else fewest}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
         longest, parts = self._longest
-        limits = {f"{name}.max_tokens_per_microbatch": m.max_tokens_per_microbatch for name, m in self.models.items()}
-        for key, limit in ({"rollout.max_model_len": self.rollout.max_model_len} | limits).items():
+        limits = {"rollout.max_model_len": self.rollout.max_model_len}
+        limits |= {f"{name}.max_tokens_per_microbatch": m.max_tokens_per_microbatch for name, m in self.models.items()}
+        for key, limit in limits.items():
             if longest > limit:
                 raise ValueError(f"{parts} = {longest} is above {key} = {limit}; raise {key} to at least {longest}")
-        return self
-
-    @model_validator(mode="after")
-    def _samples_split_evenly(self) -> Self:
-        group, longest = self.rollout.completions_per_prompt, self._longest[0]
+        group = self.rollout.completions_per_prompt
         for name, model in self.models.items():
             padded, budget = longest, model.max_tokens_per_microbatch
             if model.strategy == "megatron":
@@ -279,38 +263,20 @@ class Config(AnyRun):
                     f"long samples may be split unevenly: raise {name}.max_tokens_per_microbatch "
                     f"{budget} to at least {2 * padded}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _group_has_a_baseline(self) -> Self:
-        if self.advantage.needs_group and self.rollout.completions_per_prompt < 2:
+        if self.advantage.needs_group and group < 2:
             raise ValueError(
                 f"advantage.kind {self.advantage.kind} compares the samples of a prompt with each other: "
                 "rollout.completions_per_prompt must be at least 2"
             )
-        return self
 
-    @property
-    def wants_routed_experts(self) -> bool:
-        """Whether the engines are asked for the experts that they choose."""
-        # vLLM returns none for a sample that ends at a stop string; those of drafted tokens were not compared with the
-        # trainer's.
-        return self.trainer.uses_router_replay and not (self.rollout.sampling.stop or self.rollout.speculation)
-
-    @model_validator(mode="after")
-    def _features_go_together(self) -> Self:
+    def _check_sampling(self) -> None:
         if self.trainer.moe.router_replay == "on" and self.rollout.sampling.stop:
             raise ValueError(
                 "trainer.moe.router_replay on: vLLM returns no routed experts of a sample that ends at a stop string; "
                 "leave rollout.sampling.stop out, or set trainer.moe.router_replay to auto"
             )
         if self.rollout.speculation:
-            check_speculation(self.rollout.speculation, self.placement, self.trainer, self.evaluation)
-            check_length(self.rollout.speculation, self._longest, self.rollout.max_model_len)
-        return self
-
-    @model_validator(mode="after")
-    def _sampling_fits(self) -> Self:
+            self._check_speculation(self.rollout.speculation)
         sampling = self.rollout.sampling
         set_keys = [key for key in ("ignore_eos", "stop_token_ids") if getattr(sampling, key)]
         if self.environment and set_keys:
@@ -322,10 +288,41 @@ class Config(AnyRun):
             raise ValueError(
                 "rollout.sampling.temperature must be above 0: all greedy samples of a prompt are identical"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _rewards_fit(self) -> Self:
+    def _check_speculation(self, speculation: SpeculationConfig) -> None:
+        if self.trainer.moe.router_replay == "on":
+            raise ValueError(
+                "trainer.moe.router_replay on: the routed experts of drafted tokens were not compared with the "
+                "trainer's; leave rollout.speculation out, or set trainer.moe.router_replay to auto"
+            )
+        if self.trainer.lora.published_rank:
+            raise ValueError(
+                "trainer.lora.publish adapter: drafted tokens were not verified with adapters in the engine; leave "
+                "rollout.speculation out, or set trainer.lora.publish to merged"
+            )
+        if speculation.kind == "eagle3" and self.placement == "colocated":
+            raise ValueError(
+                "rollout.speculation.kind eagle3: an engine that sleeps drops the weights of the head, which nobody "
+                "publishes again; set kind ngram or suffix, or placement disaggregated"
+            )
+        for name, settings in self.evaluation.sets.items():
+            reasons = {key: f"vLLM has no {key} with speculative decoding" for key in ("min_p", "min_tokens")}
+            reasons["bad_words"] = "it was not checked that no drafted token completes one"
+            for key, why in reasons.items():
+                if getattr(settings, key):
+                    instead = "set top_p instead" if key == "min_p" else "leave it out"
+                    path = f"evaluation.sets.{name}.{key}"
+                    raise ValueError(f"{path}: {why}; {instead}, or leave rollout.speculation out")
+        # vLLM 0.32 adds the tokens that are being verified and those that it would draft next. If that exceeds the
+        # limit for one sample, it drafts token 0 for each sample of the step, which costs time and gains nothing.
+        (longest, parts), limit = self._longest, self.rollout.max_model_len
+        if (least := longest + 2 * speculation.num_tokens) > limit:
+            raise ValueError(
+                f"{parts} = {longest} leaves no room for twice rollout.speculation.num_tokens {speculation.num_tokens} "
+                f"below rollout.max_model_len = {limit}; raise that to at least {least}"
+            )
+
+    def _check_rewards(self) -> None:
         if not self.reward.scorers and not self.environment:
             raise ValueError("reward.scorers: set at least one scorer, or an environment")
         if self.environment and any(scorer.component == "environment" for scorer in self.reward.scorers):
@@ -339,13 +336,6 @@ class Config(AnyRun):
                 f"reward.group_timeout_s {limit_s:g} must be below timeouts.score_s {deadline_s:g}: a group would "
                 "reach the deadline of its call before its samples reach their limits"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_fits(self) -> Self:
-        check_evaluation(self.evaluation, self.data, self.rollout)
-        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
-        return self
 
 
 def _ranks(name: str, model: TrainerConfig) -> str:
@@ -353,8 +343,3 @@ def _ranks(name: str, model: TrainerConfig) -> str:
     of_all = "" if size == model.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
     stages = microbatches_multiple(model)
     return f"{name}.num_ranks {model.num_ranks}{of_all}" + (f" x PP {stages}, interleaved" if stages > 1 else "")
-
-
-def _needs(model: TrainerConfig) -> str:
-    stages = microbatches_multiple(model)
-    return f"every rank needs at least {'one' if stages == 1 else stages}"

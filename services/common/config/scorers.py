@@ -4,10 +4,10 @@ import ipaddress
 import math
 import re
 import string
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from services.common.config.base import Strict
 
@@ -104,10 +104,10 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
     """
     parts: list[tuple[str, str | None]] = []
     try:
-        found = list(string.Formatter().parse(template))
+        pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"template: {error}; write literal braces twice, as {{{{ and }}}}") from error
-    for literal, field, spec, conversion in found:
+    for literal, field, spec, conversion in pieces:
         if field is not None and (field not in TEMPLATE_FIELDS or spec or conversion):
             allowed = ", ".join(f"{{{name}}}" for name in TEMPLATE_FIELDS)
             raise ValueError(
@@ -156,12 +156,10 @@ class RemoteConfig(BaseScorerConfig):
     """Maximum number of scores (kind http: prompt groups) in progress. Others wait, and their timeout_s starts only
     when the wait ends."""
 
-    @model_validator(mode="after")
-    def _key_is_not_sent_in_clear(self) -> Self:
+    def check_rules(self) -> None:
         parts = urlsplit(self.url)
         if self.api_key_file and parts.scheme != "https" and not _is_loopback(parts.hostname or ""):
             raise ValueError("api_key_file: the key would be sent unencrypted; use an https url")
-        return self
 
 
 class JudgeConfig(RemoteConfig):
@@ -187,8 +185,8 @@ class JudgeConfig(RemoteConfig):
     request_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Time limit in seconds for one request; a request that takes longer is retried."""
 
-    @model_validator(mode="after")
-    def _can_be_used(self) -> Self:
+    def check_rules(self) -> None:
+        super().check_rules()
         if "completion" not in [field for _, field in parse_template(self.template)]:
             raise ValueError("template: must have the field {completion}; without it all samples look the same")
         try:
@@ -199,7 +197,6 @@ class JudgeConfig(RemoteConfig):
             raise ValueError(f"score_range {list(self.score_range)}: the first number must be the smaller one")
         if not num_groups:
             raise ValueError("score_pattern: must have a group around the number, such as Score: ([0-9]+)")
-        return self
 
     @property
     def limits(self) -> tuple[float, float]:

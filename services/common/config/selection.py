@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.config.base import Strict
 
@@ -66,11 +66,9 @@ class CurriculumConfig(Strict):
     """Number of most recent steps that success rates are computed over; null is all. Make it longer than an epoch, so
     that prompts outside the range are tried again after a while."""
 
-    @model_validator(mode="after")
-    def _low_is_below_high(self) -> Self:
+    def check_rules(self) -> None:
         if self.low > self.high:
             raise ValueError(f"low {self.low:g} must be at most high {self.high:g}")
-        return self
 
 
 class SelectionConfig(Strict):

@@ -1,6 +1,6 @@
 """Defines the config of a supervised run, `lockstep sft`: the same trainer section, its own data and evaluation."""
 
-from typing import Literal, Self, cast
+from typing import Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -86,7 +86,7 @@ class SftConfig(AnyRun):
     @model_validator(mode="before")
     @classmethod
     def _loss_is_supervised(cls, values: object) -> object:
-        """Sets loss.kind to sft if it is unset; `_loss_fits` rejects any other kind."""
+        """Sets loss.kind to sft if it is unset; `check_rules` rejects any other kind."""
         if not isinstance(values, dict):
             return values
         table = cast(dict[str, object], values)
@@ -99,8 +99,7 @@ class SftConfig(AnyRun):
             return table
         return {**table, "trainer": {**section, "loss": {"kind": "sft", **cast(dict[str, object], loss)}}}
 
-    @model_validator(mode="after")
-    def _loss_fits(self) -> Self:
+    def check_rules(self) -> None:
         loss = self.trainer.loss
         if loss.kind != "sft":
             raise ValueError(
@@ -110,20 +109,18 @@ class SftConfig(AnyRun):
             raise ValueError("trainer.loss.kl_coef must be 0: a supervised run has no reference model")
         if self.trainer.num_epochs > 1:
             raise ValueError("trainer.num_epochs repeats each batch: leave it out, and set num_epochs")
-        return self
-
-    @model_validator(mode="after")
-    def _run_is_possible(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ValueError("set either num_steps or num_epochs")
         require_used(self.trainer, self.trainer.strategy, key="trainer")
         if self.trainer.strategy == "megatron":
             tokens = self.trainer.max_tokens_per_microbatch
             check_layout(self.trainer.megatron, self.trainer.num_ranks, max_tokens=tokens)
-        return self
+        self._check_batch()
+        if self.evaluation.eval_freq and not self.data.eval:
+            raise ValueError("evaluation.eval_freq is set but data.eval names no file")
+        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
 
-    @model_validator(mode="after")
-    def _samples_divide(self) -> Self:
+    def _check_batch(self) -> None:
         samples, minibatches = self.data.samples_per_step, self.trainer.num_minibatches
         if samples % minibatches:
             raise ValueError(
@@ -135,10 +132,6 @@ class SftConfig(AnyRun):
                 f"a mini-batch has {samples // minibatches} samples (data.samples_per_step / trainer.num_minibatches), "
                 f"but trainer.num_ranks {self.trainer.num_ranks} need at least {fewest}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
         longest, budget = self.data.max_tokens, self.trainer.max_tokens_per_microbatch
         if self.trainer.strategy == "megatron":
             longest += -longest % Layout.of(self.trainer.megatron, self.trainer.num_ranks).align
@@ -150,11 +143,3 @@ class SftConfig(AnyRun):
                 f"trainer.max_tokens_per_microbatch {budget} must be at least {needed} for data.max_tokens "
                 f"{self.data.max_tokens}{why}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_fits(self) -> Self:
-        if self.evaluation.eval_freq and not self.data.eval:
-            raise ValueError("evaluation.eval_freq is set but data.eval names no file")
-        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
-        return self

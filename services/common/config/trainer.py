@@ -1,8 +1,8 @@
 """Defines the config section `trainer`: strategy, loss, optimizer, adapters, router replay and other roles."""
 
-from typing import Annotated, Literal, Self, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from services.common.config.base import Seconds, Strict
 from services.common.config.loss import LagConfig, LossConfig, ValueLossConfig, check_lag
@@ -79,8 +79,7 @@ class OptimConfig(Strict):
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of the decay phase of schedule wsd."""
 
-    @model_validator(mode="after")
-    def _decay_needs_steps(self) -> Self:
+    def check_rules(self) -> None:
         if self.schedule != "constant" and self.decay_steps is None:
             raise ValueError(f"schedule {self.schedule} needs decay_steps, the updates until the final learning rate")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
@@ -92,17 +91,12 @@ class OptimConfig(Strict):
                 f"wsd_decay_steps {self.wsd_decay_steps} must be at most decay_steps {self.decay_steps} "
                 f"- warmup_steps {self.warmup_steps}: the decay cannot start before the warmup has ended"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _weight_decay_is_whole(self) -> Self:
         changes = self.weight_decay_schedule != "constant"
         if changes != (self.weight_decay_end is not None) or changes != (self.weight_decay_steps is not None):
             raise ValueError(
                 "weight_decay_schedule linear and cosine need weight_decay_end and weight_decay_steps; constant allows "
                 "neither"
             )
-        return self
 
 
 class FsdpConfig(Strict):
@@ -150,14 +144,12 @@ class LoraConfig(Strict):
         """The rank of the adapters that are published to engines; 0 if merged weights are published."""
         return self.rank if self.publish == "adapter" else 0
 
-    @model_validator(mode="after")
-    def _adapter_can_be_published(self) -> Self:
+    def check_rules(self) -> None:
         if self.publish == "adapter" and not 0 < self.rank <= MAX_PUBLISHED_RANK:
             raise ValueError(
                 f"lora.publish adapter needs lora.rank from 1 to {MAX_PUBLISHED_RANK} (the largest that vLLM serves), "
                 f"not {self.rank}; set lora.rank, or lora.publish merged"
             )
-        return self
 
 
 class ProfilerConfig(Strict):
@@ -252,8 +244,7 @@ class TrainerConfig(Strict):
     def _off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # YAML reads off without quotes as false
 
-    @model_validator(mode="after")
-    def _features_go_together(self) -> Self:
+    def check_rules(self) -> None:
         check_lag(self.lag, self.loss, self.num_minibatches)
         if self.moe.router_replay == "on":
             if not self.loss.is_sampled:
@@ -267,7 +258,6 @@ class TrainerConfig(Strict):
                 )
         if self.lora.dropout and self.strategy != "megatron":
             raise ValueError("lora.dropout is above 0: it needs strategy megatron")
-        return self
 
 
 def require_used(section: Strict, strategy: str, *, key: str) -> None:
@@ -301,11 +291,9 @@ class RoleConfig(Strict):
     megatron: MegatronConfig | None = None
     """Megatron settings such as parallel sizes, used by strategy megatron; null uses trainer.megatron."""
 
-    @model_validator(mode="after")
-    def _shared_ranks_are_the_policys(self) -> Self:
+    def check_rules(self) -> None:
         if self.deployment == "shared" and self.num_ranks is not None:
             raise ValueError("num_ranks is only for deployment: own; set that, or leave num_ranks out")
-        return self
 
     def settings(self, trainer: TrainerConfig) -> TrainerConfig:
         names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
