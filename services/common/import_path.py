@@ -24,8 +24,8 @@ def require_takes(function: Callable[..., Any], name: str, args: Sequence[str], 
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = ", ".join([*args, *(f"{key}=..." for key in kwargs)])
-        raise TypeError(f"{name} is called with ({given}), but is defined as {signature}: {error}") from error
+        call = ", ".join([*args, *(f"{key}=..." for key in kwargs)])
+        raise TypeError(f"{name} is called with ({call}), but is defined as {signature}: {error}") from error
 
 
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"

@@ -15,7 +15,8 @@ _GIB = 2**30
 
 def host_memory(meminfo: Path = MEMINFO) -> tuple[float, float] | None:
     """Returns how many GiB this host has, and how many of them are available now; None if that is not known."""
-    known = {name: int(value.split()[0]) * 1024 / _GIB for name, _, value in map(_parts, _lines(meminfo)) if value}
+    parts = (line.partition(":") for line in _lines(meminfo))
+    known = {name: int(value.split()[0]) * 1024 / _GIB for name, _, value in parts if value}
     return (known["MemTotal"], known["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= known.keys() else None
 
 
@@ -35,10 +36,6 @@ def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = _CGROUP) ->
         parts.append(f"the kernel has killed {events['oom_kill']} processes of this container for memory")
     numbers = f" ({'; '.join(parts)})" if parts else ""
     return f"something killed it; usually that is the kernel when memory runs out{numbers}: lower {key}"
-
-
-def _parts(line: str) -> tuple[str, str, str]:
-    return line.partition(":")
 
 
 def _lines(path: Path) -> list[str]:

@@ -122,17 +122,17 @@ def require_suffix_decoding() -> None:
     """Checks that the package for suffix decoding is installed, in the version that was tested."""
     package, tested = _SUFFIX
     try:
-        found = version(package)
+        installed = version(package)
     except PackageNotFoundError:
-        found = ""
-    if found != tested:
+        installed = ""
+    if installed != tested:
         raise PreconditionFailed(
             f"rollout.speculation.kind suffix: host {socket.gethostname()} has "
-            f"{f'{package} {found}' if found else f'no {package}'}; every replica's host needs version {tested}: "
-            f"pip install {package}=={tested}",
+            f"{f'{package} {installed}' if installed else f'no {package}'}; every replica's host needs version "
+            f"{tested}: pip install {package}=={tested}",
             reason=Reason.UNSUPPORTED_VERSION,
             library=package,
-            installed=found,
+            installed=installed,
             supported=f"=={tested}",
         )
 

@@ -13,7 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from services.common.batches.routed_experts import RoutedExpertsShape
-from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_KEPT, MIN_TEMPERATURE
+from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_K, MIN_TEMPERATURE
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.rollout.compat.vllm.client import forbid
 from services.rollout.compat.vllm.recorded import ASKS, masks_of
@@ -74,10 +74,10 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
             f"temperature {sampling.temperature:g}: must be 0 or at least {MIN_TEMPERATURE}, which vLLM would use"
         )
     if sampling.return_sampling_mask and (
-        not sampling.temperature or sampling.stop or not 0 < sampling.top_k <= MAX_KEPT
+        not sampling.temperature or sampling.stop or not 0 < sampling.top_k <= MAX_TOP_K
     ):
         raise ValueError(
-            f"return_sampling_mask: needs a temperature above 0, top_k from 1 to {MAX_KEPT}, and no stop strings"
+            f"return_sampling_mask: needs a temperature above 0, top_k from 1 to {MAX_TOP_K}, and no stop strings"
         )
     penalties = sampling.repetition_penalty not in (0, 1) or sampling.presence_penalty or sampling.frequency_penalty
     if sampling.return_sampling_mask and penalties:

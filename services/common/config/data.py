@@ -76,13 +76,12 @@ class FilesConfig(Strict):
     @field_validator("eval", mode="before")
     @classmethod
     def _name_paths(cls, value: object) -> object:
-        given: object = (value,) if isinstance(value, str | Path) else value
-        if not isinstance(given, list | tuple):
+        entries = [value] if isinstance(value, str | Path) else value
+        if not isinstance(entries, list | tuple):
             return value
-        items = cast(Sequence[object], given)
-        paths = [path for path in items if isinstance(path, str | Path)]
-        if len(paths) < len(items):
-            return value
+        paths = [path for path in cast(Sequence[object], entries) if isinstance(path, str | Path)]
+        if len(paths) < len(cast(Sequence[object], entries)):
+            return value  # for pydantic to refuse
         named = {_name_of(Path(path)): path for path in paths}
         if len(named) < len(paths):
             raise ValueError("two files would get the same name: name them, as in {short: a.parquet, long: b.parquet}")

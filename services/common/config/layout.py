@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import lcm
 
-from services.common.config.megatron import MegatronConfig
+from services.common.config.megatron import MegatronConfig, MoeConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
@@ -26,13 +26,8 @@ _RESERVED = {
             for key in MegatronConfig.model_fields
             if key.endswith("_parallel_size") or key.startswith("recompute_") or key == "sequence_parallel"
         },
-        "moe_grouped_gemm": f"{_MOE}.grouped_gemm",
-        "moe_token_dispatcher_type": f"{_MOE}.token_dispatcher_type",
+        **{f"moe_{key}": f"{_MOE}.{key}" for key in MoeConfig.model_fields},
         "moe_router_load_balancing_type": f"{_MOE}.load_balancing_type",
-        "moe_aux_loss_coeff": f"{_MOE}.aux_loss_coeff",
-        "moe_router_dtype": f"{_MOE}.router_dtype",
-        "moe_router_score_function": f"{_MOE}.router_score_function",
-        "moe_router_enable_expert_bias": f"{_MOE}.router_enable_expert_bias",
         **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "trainer.compute_dtype"),
         **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels"), _MODEL),
         **dict.fromkeys(("num_attention_heads", "num_query_groups", "num_moe_experts", "moe_ffn_hidden_size"), _MODEL),
@@ -189,14 +184,17 @@ def _broken_rules(
     layout = Layout.of(megatron, num_ranks)
     if architecture is not None:
         yield from _tensor_parallel(layout, architecture)
-    if max_tokens is not None:
-        yield from _tokens(layout, max_tokens)
+    if max_tokens is not None and max_tokens % layout.align:
+        parts = f"TP x 2 x CP = {layout.tp} x 2 x {layout.cp}" if layout.cp > 1 else "TP"
+        yield (
+            "trainer.max_tokens_per_microbatch",
+            f"{max_tokens} must be a multiple of {parts} = {layout.align}, to which sequences are padded; nearest "
+            f"legal: {_nearest(max_tokens, lambda n: n % layout.align == 0, max_tokens + layout.align)}"
+            + ("; TP must also divide the model's attention heads" if layout.tp > 1 else ""),
+        )
     yield from _pass_through(megatron)
-    yield from _gradient_dtype(megatron)
-    yield from _optimizer(megatron)
     if architecture is not None:
-        yield from _pipeline(layout, architecture)
-        yield from (_experts if architecture.num_experts else _no_experts)(megatron, architecture)
+        yield from _pipeline_and_experts(megatron, layout, architecture)
 
 
 def _sizes(megatron: MegatronConfig, num_ranks: int) -> _Problems:
@@ -241,25 +239,11 @@ def _sequence_parallel(megatron: MegatronConfig) -> _Problems:
         )
 
 
-def _tokens(layout: Layout, max_tokens: int) -> _Problems:
-    if max_tokens % layout.align:
-        parts = f"TP x 2 x CP = {layout.tp} x 2 x {layout.cp}" if layout.cp > 1 else "TP"
-        yield (
-            "trainer.max_tokens_per_microbatch",
-            f"{max_tokens} must be a multiple of {parts} = {layout.align}, to which sequences are padded; nearest "
-            f"legal: {_nearest(max_tokens, lambda n: n % layout.align == 0, max_tokens + layout.align)}"
-            + ("; TP must also divide the model's attention heads" if layout.tp > 1 else ""),
-        )
-
-
 def _pass_through(megatron: MegatronConfig) -> _Problems:
     for table, reserved in _RESERVED.items():
         for key in getattr(megatron, table):
             if key in reserved:
                 yield f"{table}.{key}", f"is not for this table; use {reserved[key]}"
-
-
-def _gradient_dtype(megatron: MegatronConfig) -> _Problems:
     dtype = str(megatron.optimizer_config_kwargs.get("main_grads_dtype", "fp32"))
     if dtype.lower() != "fp32" and megatron.ddp_config.get("grad_reduce_in_fp32", True):
         yield (
@@ -267,16 +251,15 @@ def _gradient_dtype(megatron: MegatronConfig) -> _Problems:
             f"{dtype} alone changes nothing, because Megatron-Core 0.16 keeps gradients in float32 unless "
             "ddp_config.grad_reduce_in_fp32 is false; set that too, or remove main_grads_dtype",
         )
+    if megatron.optimizer_config_kwargs.get("optimizer_cpu_offload"):
+        yield from _optimizer_on_cpu(megatron)
 
 
-def _optimizer(megatron: MegatronConfig) -> _Problems:
-    given = megatron.optimizer_config_kwargs
-    if not given.get("optimizer_cpu_offload"):
-        return
-    key = "optimizer_config_kwargs.optimizer_cpu_offload"
-    if not given.get("optimizer_offload_fraction"):
+def _optimizer_on_cpu(megatron: MegatronConfig) -> _Problems:
+    key, options = "optimizer_config_kwargs.optimizer_cpu_offload", megatron.optimizer_config_kwargs
+    if not options.get("optimizer_offload_fraction"):
         yield key, "true: set optimizer_offload_fraction too, the share of the weights that is updated in host memory"
-    if not given.get("use_precision_aware_optimizer"):
+    if not options.get("use_precision_aware_optimizer"):
         yield key, "true: Megatron has it in its precision-aware optimizer; set use_precision_aware_optimizer too"
     for other in ("use_distributed_optimizer", "fully_reshardable"):
         if not getattr(megatron, other):
@@ -287,11 +270,13 @@ def _optimizer(megatron: MegatronConfig) -> _Problems:
 
 
 def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
+    # The sizes of a layer that TP cuts; those of heads have rules of their own.
+    cuts = [rows for weight in model.layer if not weight.is_expert and weight.cut == "rows" for rows in weight.rows]
     counts = {
         "num_attention_heads": model.num_attention_heads,
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
-        **{size: model.size(size) for size in _cut_sizes(model)},
+        **{size: model.size(size) for size in cuts if isinstance(size, str)},
         # q, k and v are one matrix, which is split evenly.
         "rows of q, k and v": model.query_size + 2 * model.key_value_size,
     }
@@ -312,14 +297,7 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
     )
 
 
-def _cut_sizes(model: Architecture) -> Iterator[str]:
-    """Returns the names of the sizes of a layer that TP cuts, except those of heads, which have rules of their own."""
-    for weight in model.layer:
-        if not weight.is_expert and weight.cut == "rows":
-            yield from (rows for rows in weight.rows if isinstance(rows, str))
-
-
-def _pipeline(layout: Layout, model: Architecture) -> _Problems:
+def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Architecture) -> _Problems:
     if model.num_layers % (layout.pp * layout.vpp):
         fits_pp = _nearest(layout.pp, lambda n: model.num_layers % (n * layout.vpp) == 0, model.num_layers)
         yield (
@@ -327,14 +305,22 @@ def _pipeline(layout: Layout, model: Architecture) -> _Problems:
             f"{layout.pp}: the model's num_hidden_layers {model.num_layers} must divide by PP x VPP = "
             f"{layout.pp} x {layout.vpp}; nearest legal PP with this VPP: {fits_pp or 'none'}",
         )
-
-
-def _experts(megatron: MegatronConfig, model: Architecture) -> _Problems:
-    ep, etp = megatron.expert_model_parallel_size, megatron.etp
-    yield from _divides("expert_model_parallel_size", ep, "num_experts", model.num_experts)
-    yield from _divides("expert_tensor_parallel_size", etp, "moe_intermediate_size", model.moe_intermediate_size)
+    if not model.num_experts:
+        if layout.ep > 1:
+            yield (
+                "expert_model_parallel_size",
+                f"{layout.ep}: model_type {model.model_type} has no experts; nearest legal: EP 1 with ETP {layout.tp} "
+                "or null",
+            )
+        return
+    counts = {"expert_model_parallel_size": (layout.ep, "num_experts", model.num_experts)}
+    counts["expert_tensor_parallel_size"] = (layout.etp, "moe_intermediate_size", model.moe_intermediate_size)
+    for key, (size, name, count) in counts.items():
+        if count % size:
+            fits = _nearest(size, lambda n, count=count: count % n == 0, count)
+            yield key, f"{size}: the model's {name} {count} must divide by it; nearest legal: {fits}"
     yield from _sequence_parallel(megatron)
-    if megatron.moe.token_dispatcher_type == "flex" and ep * etp == 1:
+    if megatron.moe.token_dispatcher_type == "flex" and layout.ep * layout.etp == 1:
         yield "moe.token_dispatcher_type", "flex needs EP x ETP of at least 2; nearest legal: alltoall, or EP 2"
     if megatron.moe.token_dispatcher_type == "allgather" and (why := _why_not_gathered(megatron)):
         yield "moe.token_dispatcher_type", f"allgather {why}; nearest legal: alltoall"
@@ -354,30 +340,15 @@ def gathers_tokens(megatron: MegatronConfig, num_experts_per_tok: int) -> bool:
 
 def _why_not_gathered(megatron: MegatronConfig) -> str:
     """Returns why the ranks of experts cannot gather all tokens, or "" if they can."""
-    given = megatron.transformer_config_kwargs
+    options = megatron.transformer_config_kwargs
     if not megatron.moe.grouped_gemm:
         return "needs moe.grouped_gemm"
     if megatron.etp > 1:
         return f"does not cut experts, and expert_tensor_parallel_size is {megatron.etp}"
-    if megatron.moe.aux_loss_coeff or given.get("moe_z_loss_coeff"):
+    if megatron.moe.aux_loss_coeff or options.get("moe_z_loss_coeff"):
         return "pads micro-batches to one size on all ranks, and the losses of the router would count the padding"
     others = ("moe_expert_capacity_factor", "moe_router_padding_for_quantization", "moe_shared_expert_overlap")
-    return next((f"does not work with transformer_config_kwargs.{name}" for name in others if given.get(name)), "")
-
-
-def _divides(key: str, size: int, name: str, count: int) -> _Problems:
-    if count % size:
-        fits = _nearest(size, lambda n: count % n == 0, count)
-        yield key, f"{size}: the model's {name} {count} must divide by it; nearest legal: {fits}"
-
-
-def _no_experts(megatron: MegatronConfig, model: Architecture) -> _Problems:
-    if megatron.expert_model_parallel_size > 1:
-        yield (
-            "expert_model_parallel_size",
-            f"{megatron.expert_model_parallel_size}: model_type {model.model_type} has no experts; nearest legal: EP 1 "
-            f"with ETP {megatron.tensor_model_parallel_size} or null",
-        )
+    return next((f"does not work with transformer_config_kwargs.{name}" for name in others if options.get(name)), "")
 
 
 def _nearest(value: int, is_legal: Callable[[int], bool], limit: int) -> str:

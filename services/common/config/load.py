@@ -195,11 +195,9 @@ def _parse_override(arg: str) -> Table:
     names = path.split(".")
     if len(names) > MAX_DEPTH:
         raise InvalidInput(f"{path[:_MAX_SHOWN]}...: no key has {len(names)} parts")
-    *tables, last = names
-    part: Table = {last: value}
-    for name in reversed(tables):
-        part = {name: part}
-    return part
+    for name in reversed(names):
+        value = {name: value}
+    return cast(Table, value)
 
 
 @dataclass(frozen=True)
@@ -235,17 +233,14 @@ def validate(model: type[Model], tree: Table, origin: Mapping[str, str]) -> Mode
 
 
 def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str]) -> InvalidInput:
-    found = error.errors(include_url=False)
+    problems = error.errors(include_url=False)
     # Pydantic also reports a list whose elements are invalid as too short; keep the errors of the elements only.
-    details = [one for one in found if not any(_is_below(other["loc"], one["loc"]) for other in found)]
+    elements = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
+    details = [problem for problem in problems if problem["loc"] not in elements]
     lines = [_explain_one(model, detail, origin) for detail in details]
     first = ".".join(str(part) for part in details[0]["loc"])
     text = lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines])
     return InvalidInput(text, reason=Reason.INVALID_CONFIG, field=first)
-
-
-def _is_below(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
-    return len(path) > len(parent) and path[: len(parent)] == parent
 
 
 def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[str, str]) -> str:
@@ -264,18 +259,14 @@ def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[s
 
 def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:
     """Returns where the value at `path` was set. For a table: where the keys that `message` names were, else all."""
-    for whole in _prefixes(path):
-        if whole in origin:
-            return [origin[whole]]
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):  # a table or list may have been set as a whole
+        if (parent := ".".join(parts[:end])) in origin:
+            return [origin[parent]]
     prefix = f"{path}." if path else ""
     below = {key.removeprefix(prefix): source for key, source in origin.items() if key.startswith(prefix)}
     named = [source for key, source in below.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", message)]
     return list(dict.fromkeys(named or (below.values() if path else ())))
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    parts = path.split(".")
-    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
 # Keys that were renamed to something that does not look like them.

@@ -67,18 +67,17 @@ def parse_yaml(text: str) -> object:
     return value
 
 
-def _count(value: object, counted: dict[int, int], depth: int) -> int:
-    """Returns the number of values in `value`, counting an alias each time that it is used. `counted` has results by
-    id."""
+def _count(value: object, sizes: dict[int, int], depth: int) -> int:
+    """Returns the number of values in `value`, with an alias counted wherever it is used; `sizes` has results by id."""
     if not isinstance(value, dict | list):
         return 1
     if depth > MAX_DEPTH:
         raise yaml.YAMLError(f"it nests more than {MAX_DEPTH} levels deep, or an alias contains itself")
     key = id(cast(object, value))
-    if key not in counted:
+    if key not in sizes:
         children = cast(Iterable[object], value.values() if isinstance(value, dict) else value)
-        counted[key] = 1 + sum(_count(child, counted, depth + 1) for child in children)
-    return counted[key]
+        sizes[key] = 1 + sum(_count(child, sizes, depth + 1) for child in children)
+    return sizes[key]
 
 
 # Names that other trainers (TRL, verl, OpenRLHF) use, and the last part of Lockstep's name.
@@ -110,21 +109,19 @@ def suggest(known: Sequence[str], path: str, value: object) -> str:
     while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
         ((name, value),) = table.items()
         path = f"{path}.{name}"
-    section, parent, leaf = path.partition(".")[0], *_split(path)
-    in_section = [key for key in known if key.startswith(f"{section}.")] or known
+    section, (parent, leaf) = path.partition(".")[0], _split(path)
+    prefix = f"{section}." if any(key.startswith(f"{section}.") for key in known) else ""
+    in_section = [key for key in known if key.startswith(prefix)]
     siblings = [key for key in known if _split(key)[0] == parent]
     leaf = _OTHER_NAMES.get(leaf, leaf)
     written = f"{parent}.{leaf}" if parent else leaf
-    if all(key.startswith(f"{section}.") for key in in_section):  # what all have in common makes none of them near
-        by_rest = {key.removeprefix(f"{section}."): key for key in reversed(in_section)}
-        near = difflib.get_close_matches(written.removeprefix(f"{section}."), by_rest, n=1, cutoff=0.8)
-        near_path = [by_rest[rest] for rest in near]
-    else:
-        near_path = difflib.get_close_matches(written, in_section, n=1, cutoff=0.8)
+    # Without the section, because what all keys have in common makes none of them near.
+    by_rest = {key.removeprefix(prefix): key for key in in_section}
+    near = difflib.get_close_matches(written.removeprefix(prefix), by_rest, n=1, cutoff=0.8)
     return (
         _by_leaf(siblings, leaf)
         or _best([key for key in in_section if _split(key)[1] == leaf], parent)
-        or next(iter(near_path), "")
+        or (by_rest[near[0]] if near else "")
         or _by_leaf([key for key in in_section if "[" not in key and "<" not in key], leaf)
     )
 
@@ -150,7 +147,7 @@ def _best(among: Sequence[str], parent: str) -> str:
     return next((key for key in plain if _split(key)[0].endswith(written)), plain[0] if plain else "")
 
 
-_WANTED = {
+_TYPES = {
     "model_type": "a table of keys",
     "model_attributes_type": "a table of keys",
     "dict_type": "a table of keys",
@@ -176,14 +173,14 @@ _BOUNDS = {
 
 def in_words(detail: ErrorDetails) -> str:
     """Returns what the value must be, and what it is."""
-    kind, context, given = detail["type"], detail.get("ctx", {}), detail["input"]
-    if kind in _WANTED:
-        return f"must be {_WANTED[kind]}, not {given!r}"
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind in _TYPES:
+        return f"must be {_TYPES[kind]}, not {value!r}"
     if kind in _BOUNDS:
         word, limit = _BOUNDS[kind]
-        return f"must be {word} {context[limit]}, not {given!r}"
+        return f"must be {word} {context[limit]}, not {value!r}"
     if kind == "literal_error":
-        return f"must be {context['expected']}, not {given!r}"
+        return f"must be {context['expected']}, not {value!r}"
     if kind == "union_tag_invalid":
         return f"{_bare(context['discriminator'])} {context['tag']!r} is none of {_bare(context['expected_tags'])}"
     if kind == "union_tag_not_found":
@@ -192,8 +189,8 @@ def in_words(detail: ErrorDetails) -> str:
         bound, limit = ("at least", "min_length") if kind == "too_short" else ("at most", "max_length")
         return f"must have {bound} {context[limit]} entries, not {context['actual_length']}"
     if kind == "string_pattern_mismatch" and IMPORT_PATH in context["pattern"]:
-        return f"must be package.module:name, such as my_rewards:score, not {given!r}"
-    return f"{re.sub('^(Input|String|Value) should ', 'must ', detail['msg'])}, not {given!r}"
+        return f"must be package.module:name, such as my_rewards:score, not {value!r}"
+    return f"{re.sub('^(Input|String|Value) should ', 'must ', detail['msg'])}, not {value!r}"
 
 
 def _bare(quoted: str) -> str:

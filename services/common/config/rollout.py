@@ -1,5 +1,6 @@
 """Defines the config section `rollout`: sampling, the engine, speculative decoding, and where replicas are found."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -101,33 +102,22 @@ DiscoveryConfig = Annotated[FileDiscoveryConfig | DnsDiscoveryConfig, Field(disc
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any temperature between 0 and this to this, and only logs that it did."""
-MAX_KEPT = 1024
+MAX_TOP_K = 1024
 """Largest top_k of samples that are trained on: every token brings the tokens that were kept for it."""
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
 """How many token sequences, with how many tokens together, vLLM takes as bad words."""
 
 
-_REFUSED = {
-    "logit_bias": "the trainer's log-probabilities do not have the bias, so every batch would be off-policy",
-}
-
-
-def _is_sampled(temperature: float) -> float:
+def _require_exact(temperature: float, *, advice: str) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that")
-    return temperature
-
-
-def _is_sampled_or_greedy(temperature: float) -> float:
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that, or 0 for greedy decoding")
+        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that{advice}")
     return temperature
 
 
 _Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-TrainTemperature = Annotated[_Temperature, AfterValidator(_is_sampled)]
+TrainTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, advice=""))]
 """A temperature that the engine uses exactly as given. A run refuses 0 (services/common/config/run.py)."""
-EvalTemperature = Annotated[_Temperature, AfterValidator(_is_sampled_or_greedy)]
+EvalTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, advice=", or 0 for greedy decoding"))]
 """A temperature that the engine uses exactly as given; 0 is greedy decoding."""
 BadWords = tuple[Annotated[str, Field(min_length=1)], ...]
 """Texts that cannot be sampled."""
@@ -150,7 +140,6 @@ class SamplingConfig(Strict):
     """Keep only this many most probable tokens, at most 1024; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Keep only tokens with at least this share of the largest probability; 0 keeps all. Needs top_k."""
-
     min_tokens: int = Field(default=0, ge=0)
     """Sample no stop token, and look for no stop string, before this many tokens. Needs top_k: the trainer must know
     that these tokens could not be sampled, which the sampling masks tell it."""
@@ -180,10 +169,11 @@ class SamplingConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _is_known_to_the_trainer(cls, values: object) -> object:
-        given = cast(dict[str, object], values) if isinstance(values, dict) else {}
-        for key, why in _REFUSED.items():
-            if given.get(key):
-                raise ValueError(f"{key} is refused: {why}")
+        if isinstance(values, dict) and cast(dict[str, object], values).get("logit_bias"):
+            raise ValueError(
+                "logit_bias is refused: the trainer's log-probabilities do not have the bias, so every batch would be "
+                "off-policy"
+            )
         return cast(object, values)
 
     def check_rules(self) -> None:
@@ -201,14 +191,14 @@ class SamplingConfig(Strict):
             if self.min_tokens:
                 key, what = f"min_tokens {self.min_tokens}", "until then no stop token can be sampled"
             raise ValueError(
-                f"{key} needs top_k from 1 to {MAX_KEPT}: {what}, and the trainer learns only from the sampling masks "
+                f"{key} needs top_k from 1 to {MAX_TOP_K}: {what}, and the trainer learns only from the sampling masks "
                 "of truncated sampling which tokens could be"
             )
-        if self.is_truncated and not 0 < self.top_k <= MAX_KEPT:
+        if self.is_truncated and not 0 < self.top_k <= MAX_TOP_K:
             raise ValueError(
-                f"top_k {self.top_k}: truncated sampling needs top_k from 1 to {MAX_KEPT}, because every token is sent "
-                f"with the tokens that were kept for it, and top_p or min_p alone may keep most of the vocabulary; set "
-                f"top_k to {MAX_KEPT}, or top_p to 1, top_k to 0 and min_p to 0"
+                f"top_k {self.top_k}: truncated sampling needs top_k from 1 to {MAX_TOP_K}, because every token is "
+                "sent with the tokens that were kept for it, and top_p or min_p alone may keep most of the vocabulary; "
+                f"set top_k to {MAX_TOP_K}, or top_p to 1, top_k to 0 and min_p to 0"
             )
         if self.is_truncated and self.stop:
             raise ValueError(

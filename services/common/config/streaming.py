@@ -97,13 +97,9 @@ def _tokens_per_pass(trainer: TrainerConfig) -> int:
 
 def _fewest_tokens(config: Config) -> int:
     """Returns the number of tokens that fill the fewest micro-batches that a block should have."""
-    return _tokens_per_pass(config.trainer) * _microbatches_per_rank(config.trainer)
-
-
-def _microbatches_per_rank(trainer: TrainerConfig) -> int:
-    """Returns the number of micro-batches that a block should have on each rank."""
+    trainer = config.trainer
     num_stages = trainer.megatron.pipeline_model_parallel_size if trainer.strategy == "megatron" else 1
-    return num_stages * _MICROBATCHES_PER_STAGE if num_stages > 1 else 1
+    return _tokens_per_pass(trainer) * (num_stages * _MICROBATCHES_PER_STAGE if num_stages > 1 else 1)
 
 
 def _is_exact(config: Config) -> bool:

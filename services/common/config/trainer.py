@@ -27,12 +27,12 @@ class RoutingConfig(Strict):
 
 def ignores_routed_experts(megatron: MegatronConfig) -> str:
     """Returns the setting with which Megatron would ignore routed experts; an empty string if there is none."""
-    given = megatron.transformer_config_kwargs
-    if given.get("moe_router_fusion"):
+    options = megatron.transformer_config_kwargs
+    if options.get("moe_router_fusion"):
         return "megatron.transformer_config_kwargs.moe_router_fusion"
-    if given.get("cuda_graph_impl", "none") != "none":
+    if options.get("cuda_graph_impl", "none") != "none":
         return "megatron.transformer_config_kwargs.cuda_graph_impl"
-    if "sinkhorn" in (megatron.moe.load_balancing_type, given.get("moe_router_load_balancing_type")):
+    if "sinkhorn" in (megatron.moe.load_balancing_type, options.get("moe_router_load_balancing_type")):
         return "megatron.moe.load_balancing_type sinkhorn"
     return ""
 
@@ -297,8 +297,8 @@ class RoleConfig(Strict):
 
     def settings(self, trainer: TrainerConfig) -> TrainerConfig:
         names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **given})
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **own})
 
 
 class ReferenceConfig(RoleConfig):
@@ -328,6 +328,6 @@ class CriticConfig(RoleConfig):
 
     def settings(self, trainer: TrainerConfig) -> CriticSettings:
         counts = {"num_minibatches": self.num_minibatches, "num_epochs": self.num_epochs}
-        given = {name: count for name, count in counts.items() if count is not None}
-        common = super().settings(trainer).model_copy(update={"optim": self.optim, **given})
+        own = {name: count for name, count in counts.items() if count is not None}
+        common = super().settings(trainer).model_copy(update={"optim": self.optim, **own})
         return CriticSettings(**dict(common), value_loss=self.loss)

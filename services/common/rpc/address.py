@@ -74,8 +74,9 @@ def route_to(host: str) -> Route:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # picks a route without sending a packet
         address = probe.getsockname()[0]
-    names = [name for name, found in psutil.net_if_addrs().items() if address in [entry.address for entry in found]]
-    return Route(names[0] if names else "", address)
+    interfaces = psutil.net_if_addrs().items()
+    names = (name for name, entries in interfaces if address in [entry.address for entry in entries])
+    return Route(next(names, ""), address)
 
 
 # Below the range that Linux uses for outgoing connections (net.ipv4.ip_local_port_range, from 32768). A port in that

@@ -78,7 +78,7 @@ async def repeated(
                 raise
 
 
-# What gRPC says when a peer has not answered a ping (see options.py).
+# What gRPC says when a peer has not answered a ping (see channel.py).
 _SILENT = "ping timeout"
 
 keep_early_status()
@@ -164,6 +164,7 @@ class Client:
             try:
                 yield stub, noted
             except grpc.aio.AioRpcError as error:
+                # gRPC says UNAVAILABLE for a refused certificate too; `explain` raises the real reason.
                 if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
                     await self._channel.explain()
                 raise self._failure(error, name) from error
@@ -172,16 +173,15 @@ class Client:
         self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Message], *, timeout_s: float
     ) -> AsyncGenerator[Answer, None]:
         """Yields the answers of a server stream. Closing the generator cancels the call."""
-        name, stub = method.__name__, self._channel.stub()
-        with noting(f"{self._kind}.{name}", self.address, request) as noted:
+        name = method.__name__
+        async with self._attempt(name, request) as (stub, noted):
             call = getattr(stub, name)(noted.sending(request), timeout=timeout_s, metadata=_metadata())
             try:
                 async for response in call:
+                    self._was_answered = True
                     self._require_message(response, name)
                     noted.got(response)
                     yield response
-            except grpc.aio.AioRpcError as error:
-                raise self._failure(error, name) from error
             finally:
                 call.cancel()
 

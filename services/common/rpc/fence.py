@@ -73,10 +73,9 @@ class Lease:
 HEADER = "lockstep-fencing-token"
 LEASE_HEADER = "lockstep-lease-s"
 
-_own: ContextVar[str] = ContextVar("lockstep_fencing_token", default=uuid.uuid4().hex)
-_own_lease: ContextVar[str] = ContextVar("lockstep_lease", default="0")
-_of_caller: ContextVar[str] = ContextVar("lockstep_fencing_token_of_caller", default="")
-_lease_of_caller: ContextVar[str] = ContextVar("lockstep_lease_of_caller", default="0")
+# The token and the lease in seconds, as their headers have them.
+_own: ContextVar[tuple[str, str]] = ContextVar("lockstep_fencing_token", default=(uuid.uuid4().hex, "0"))
+_of_caller: ContextVar[tuple[str, str]] = ContextVar("lockstep_fencing_token_of_caller", default=("", "0"))
 
 
 @contextmanager
@@ -85,20 +84,21 @@ def new_token(lease_s: float = 0.0) -> Generator[None]:
 
     A service closes a run that was opened in the block after `lease_s` seconds without a call; never, if it is 0.
     """
-    with scoped(_own, uuid.uuid4().hex), scoped(_own_lease, str(lease_s)):
+    with scoped(_own, (uuid.uuid4().hex, str(lease_s))):
         yield
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
     """Returns the gRPC metadata that sends the token and the lease with a call."""
-    return ((HEADER, _own.get()), (LEASE_HEADER, _own_lease.get()))
+    token, lease = _own.get()
+    return ((HEADER, token), (LEASE_HEADER, lease))
 
 
 @contextmanager
 def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Generator[None]:
     """Gives the work in the block the token and the lease that a caller sent in `metadata`."""
     sent = dict(metadata)
-    with scoped(_of_caller, str(sent.get(HEADER, ""))), scoped(_lease_of_caller, str(sent.get(LEASE_HEADER, "0"))):
+    with scoped(_of_caller, (str(sent.get(HEADER, "")), str(sent.get(LEASE_HEADER, "0")))):
         yield
 
 
@@ -108,7 +108,7 @@ async def _keep_open() -> None: ...
 class Fence:
     """Knows the token of the coordinator that opened a run on this service last, and those of all before it.
 
-    `close` closes the run, if its lease has ended (rpc/lease.py).
+    `close` closes the run, if its lease has ended.
     """
 
     def __init__(self, close: Callable[[], Awaitable[None]] = _keep_open) -> None:
@@ -119,7 +119,7 @@ class Fence:
     @property
     def is_open(self) -> bool:
         """Whether the caller's token is accepted."""
-        return self._token in ("", _of_caller.get())
+        return self._token in ("", _of_caller.get()[0])
 
     def take_over(self, run_id: str) -> None:
         """Accepts only the caller's token from now on, and begins the caller's lease.
@@ -128,12 +128,12 @@ class Fence:
             InvalidInput: The caller has sent no token, or a lease that is no number of seconds.
             PreconditionFailed: RUN_REPLACED, the caller was replaced before.
         """
-        token = _of_caller.get()
+        token, lease = _of_caller.get()
         if not token:
             raise InvalidInput(f"{HEADER}: required; send the same random string with every call", field=HEADER)
         if token in self._runs:
             self.require()
-        lease_s = _parsed_lease()
+        lease_s = _parsed_lease(lease)
         if self._token not in ("", token):
             line = "run %s is opened; the coordinator that opened run %s before is refused from now on"
             log.info(line, run_id, self._runs[self._token])
@@ -161,7 +161,7 @@ class Fence:
         if self.is_open:
             self.renew_lease()
             return
-        now, before = self._runs[self._token], self._runs.get(_of_caller.get(), "")
+        now, before = self._runs[self._token], self._runs.get(_of_caller.get()[0], "")
         if now == before:
             message = f"another coordinator has opened run {now} on this service and goes on with it; this one ends"
         elif before:
@@ -174,10 +174,9 @@ class Fence:
         raise PreconditionFailed(message, reason=Reason.RUN_REPLACED, run=now)
 
 
-def _parsed_lease() -> float:
-    """Returns the caller's lease in seconds."""
+def _parsed_lease(text: str) -> float:
     try:
-        lease_s = float(_lease_of_caller.get())
+        lease_s = float(text)
     except ValueError:
         lease_s = math.nan
     if not 0 <= lease_s < math.inf:

@@ -129,8 +129,8 @@ class LineFiles:
 
 def line_files(directory: Path) -> list[Path]:
     """Returns the files in `directory`, oldest first."""
-    found = [path for path in directory.glob("calls-*.jsonl") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    files = [path for path in directory.glob("calls-*.jsonl") if _NAME.fullmatch(path.name)]
+    return sorted(files, key=lambda path: (len(path.name), path.name))  # a number may outgrow its six digits
 
 
 _TEXTS = {"run_id", "batch_id", "last_batch_id", "prompt_id", "episode_id", "path", "checkpoint_path"}
@@ -139,28 +139,28 @@ _NUMBERS = {"version", "critic_version", "epoch", "world_size", "turn", "num_wor
 _FLAGS = {"replayed", "done"}
 _STAMPS = {"expected_stamp", "drawn_stamp", "stamp"}
 _PARTS = {"header", "block", "commit", "group"}
-_KEPT = _TEXTS | _HASHES | _NUMBERS | _FLAGS | _STAMPS | _PARTS | {"prompts", "metrics", "scores"}
+_NOTED = _TEXTS | _HASHES | _NUMBERS | _FLAGS | _STAMPS | _PARTS | {"prompts", "metrics", "scores"}
 # Hexadecimal digits of a hash: 128 bits, as many as those of the weights have.
 _DIGITS = 32
 
 
 def ids_of(message: Message) -> dict[str, object]:
-    """Returns the kept fields of `message`, as JSON values: a stamp is [version, digest], metrics and scores are
+    """Returns the noted fields of `message`, as JSON values: a stamp is [version, digest], metrics and scores are
     their hashes."""
-    found: dict[str, object] = {}
+    ids: dict[str, object] = {}
     for name, has_presence, read in _readers(message.DESCRIPTOR):
         if has_presence and not message.HasField(name):
             continue
         value = read(getattr(message, name))
         if value != "" and value is not False:
-            found[name] = value
-    return found
+            ids[name] = value
+    return ids
 
 
 @functools.cache
 def _readers(kind: Descriptor) -> list[tuple[str, bool, _Reader]]:
-    """Returns, for each field of `kind` that is kept, its name, whether it can be absent, and what reads its value."""
-    return [(field.name, field.has_presence, _reader(field)) for field in kind.fields if field.name in _KEPT]
+    """Returns, for each field of `kind` that is noted, its name, whether it can be absent, and what reads its value."""
+    return [(field.name, field.has_presence, _reader(field)) for field in kind.fields if field.name in _NOTED]
 
 
 def _reader(field: FieldDescriptor) -> _Reader:
@@ -172,24 +172,18 @@ def _reader(field: FieldDescriptor) -> _Reader:
     if name == "prompts":
         return lambda prompts: [prompt.prompt_id for prompt in prompts]
     if name == "metrics":
-        return _metrics_hash
+        return lambda metrics: _hash(sorted(metrics.items()))
     if name == "scores":
         return lambda scores: scores_hashes((score.reward, score.components) for score in scores)
-    return _short if name in _HASHES else lambda value: value
-
-
-def _short(value: str | bytes) -> str:
-    return (value if isinstance(value, str) else value.hex())[:_DIGITS]
+    if name in _HASHES:
+        return lambda value: (value if isinstance(value, str) else value.hex())[:_DIGITS]
+    return lambda value: value
 
 
 def scores_hashes(scores: Iterable[tuple[float, Mapping[str, float]]]) -> list[str]:
     """Returns the hash of the components, by name, and that of the rewards, of the samples of a group in order."""
     rewards, components = zip(*scores, strict=True) if (scores := list(scores)) else ((), ())
     return [_hash([sorted(one.items()) for one in components]), _hash(list(rewards))]
-
-
-def _metrics_hash(metrics: Mapping[str, float]) -> str:
-    return _hash(sorted(metrics.items()))
 
 
 def _hash(value: object) -> str:

@@ -1,7 +1,7 @@
 """Serves gRPC for every service, with typed errors, health, metrics and access control.
 
-Beyond loopback every connection uses mTLS, and every method is limited to the identities that identities.py lists for
-it. Plaintext is for loopback; on other interfaces it is refused unless the operator allows it with --insecure.
+Beyond loopback every connection uses mTLS, and every method is limited to the identities that tls.py lists for it.
+Plaintext is for loopback; on other interfaces it is refused unless the operator allows it with --insecure.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Never, NoReturn, TypeVar
@@ -24,13 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from lockstep.types.v1.types_pb2 import ServiceInfo
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.common.errors import (
-    InternalError,
-    InvalidInput,
-    LockstepError,
-    Reason,
-    to_status,
-)
+from services.common.errors import InternalError, InvalidInput, LockstepError, Reason, to_status
 from services.common.rpc import fence
 from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import server_options
@@ -48,30 +41,16 @@ class RpcMetrics:
     """Counts and times the calls that a server answers."""
 
     def __init__(self, registry: CollectorRegistry | None):
-        self._started = Counter(
-            "lockstep_rpc_started_total", "Calls that were received.", ["method"], registry=registry
-        )
-        self._seconds = Histogram(
-            "lockstep_rpc_seconds",
-            "Time from receiving a call to its end.",
-            ["method"],
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self._finished = Counter(
-            "lockstep_rpc_finished_total",
-            "Calls that ended, by gRPC status code.",
-            ["method", "code"],
-            registry=registry,
-        )
-        self._failures = Counter(
-            "lockstep_rpc_failures_total",
-            "Calls that failed, by typed reason.",
-            ["method", "reason"],
-            registry=registry,
-        )
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"lockstep_rpc_{name}_total", help, ["method", *labels], registry=registry)
 
-    @contextmanager
+        self._started = counter("started", "Calls that were received.")
+        self._finished = counter("finished", "Calls that ended, by gRPC status code.", "code")
+        self._failures = counter("failures", "Calls that failed, by typed reason.", "reason")
+        about = "Time from receiving a call to its end."
+        self._seconds = Histogram("lockstep_rpc_seconds", about, ["method"], registry=registry, buckets=SECONDS)
+
+    @contextlib.contextmanager
     def call(self, span: Span) -> Generator[None]:
         """Counts the block as the call that `span` is, which ends with it."""
         method, code, reason = span.name, "OK", ""
@@ -152,8 +131,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 if not is_shielded:
                     return await answer
                 task = asyncio.create_task(answer)
-                with _logging_end(task, method):
+                try:
                     return await asyncio.shield(task)
+                except asyncio.CancelledError:  # nobody else would hear of an error that the task ends with
+                    task.add_done_callback(functools.partial(_log_end, method))
+                    raise
 
         return call
 
@@ -184,16 +166,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 log.exception("%s failed", method)
                 why, where = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-4)
                 await _abort(context, InternalError(why, traceback=where))
-
-
-@contextlib.contextmanager
-def _logging_end(task: asyncio.Task[object], method: str) -> Generator[None]:
-    """Logs the error that `task` ends with, if the block, which waits for the task, is canceled before."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        task.add_done_callback(functools.partial(_log_end, method))
-        raise
 
 
 def _log_end(method: str, task: asyncio.Task[object]) -> None:
@@ -254,7 +226,7 @@ class Server:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """The gRPC server, for `add_XServicer_to_server`."""
+        """What `add_XServicer_to_server` takes."""
         return self._server
 
     async def start(self, address: str, names: list[str], *, insecure: bool = False) -> int:

@@ -46,21 +46,17 @@ _COORDINATOR = frozenset({Role.COORDINATOR})
 _OPERATORS = frozenset({Role.OPERATOR, Role.COORDINATOR})
 
 
-def _table() -> Iterator[tuple[str, frozenset[Role]]]:
-    for file in (rollout_pb2, trainer_pb2, reward_pb2, environment_pb2):
-        for name in _methods(file.DESCRIPTOR):
-            yield name, _ANYONE if name.endswith("/GetInfo") else _COORDINATOR
-    for name in _methods(coordinator_pb2.DESCRIPTOR):
-        yield name, _OPERATORS
-
-
-def _methods(file: FileDescriptor) -> Iterator[str]:
-    services: Mapping[str, ServiceDescriptor] = file.services_by_name
-    for service in services.values():
+def _methods(*files: FileDescriptor) -> Iterator[str]:
+    services: Iterator[ServiceDescriptor] = (each for file in files for each in file.services_by_name.values())
+    for service in services:
         yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
 
 
-MAY_CALL: Mapping[str, frozenset[Role]] = dict(_table())
+_SERVED = (rollout_pb2.DESCRIPTOR, trainer_pb2.DESCRIPTOR, reward_pb2.DESCRIPTOR, environment_pb2.DESCRIPTOR)
+MAY_CALL: Mapping[str, frozenset[Role]] = {
+    **{name: _ANYONE if name.endswith("/GetInfo") else _COORDINATOR for name in _methods(*_SERVED)},
+    **dict.fromkeys(_methods(coordinator_pb2.DESCRIPTOR), _OPERATORS),
+}
 """Maps the gRPC path of each method to the identities that may call it. Nobody may call a method that is not listed."""
 
 
@@ -84,9 +80,9 @@ def require_role(method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
     has, needs = " and ".join(sorted(roles)) or "no role", " or ".join(sorted(allowed)) or "nobody"
     # An operator may do less, so it is what to issue where either will do.
     role = Role.OPERATOR if Role.OPERATOR in allowed else min(allowed, default="")
-    advice = f"; issue one with `lockstep certs issue {role}`" if role else ""
+    fix = f"; issue one with `lockstep certs issue {role}`" if role else ""
     raise PermissionDenied(
-        f"the caller's certificate is for {has}, but {method} may only be called by {needs}{advice}",
+        f"the caller's certificate is for {has}, but {method} may only be called by {needs}{fix}",
         role=has,
         method=method,
         allowed=needs,

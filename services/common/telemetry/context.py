@@ -64,16 +64,16 @@ def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Generator[None]:
 
 def _parse(baggage: str) -> dict[str, object]:
     """Parses the known fields, if short and printable. The header is untrusted and its fields go into log lines."""
-    found: dict[str, object] = {}
+    known: dict[str, object] = {}
     for member in baggage.split(","):
         name, _, quoted = member.partition("=")
         value = unquote(quoted.partition(";")[0].strip())
         if (parse := FIELDS.get(name.strip())) and 0 < len(value) <= _MAX_CHARACTERS and value.isprintable():
             try:
-                found[name.strip()] = parse(value)
+                known[name.strip()] = parse(value)
             except ValueError:
                 continue
-    return found
+    return known
 
 
 LogFormat = Literal["text", "json"]
