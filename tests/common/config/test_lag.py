@@ -33,9 +33,9 @@ def test_losses_with_a_bounded_ratio_to_the_sampled_weights(case: str) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_others_are_refused(case: str) -> None:
-    changes, words = REFUSED[case]
+    changes, problem = REFUSED[case]
     TrainerConfig(**changes)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=problem):
         TrainerConfig(lag=LAG, **changes)
 
 

@@ -7,6 +7,7 @@ import pytest
 from services.common.config.load import parse_json
 from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
+from tests.support import raises
 
 
 def parse(scorers: object, **settings: object) -> RewardConfig:
@@ -33,7 +34,7 @@ def test_a_kind_may_be_used_twice_under_two_names():
 
 
 @pytest.mark.parametrize(
-    ("scorers", "words"),
+    ("scorers", "problem"),
     [
         (
             [{"kind": "regex"}],
@@ -69,11 +70,10 @@ def test_a_kind_may_be_used_twice_under_two_names():
         ([{"kind": "model", "path": "m", "trust_remote_code": True}], "trust_remote_code"),
     ],
 )
-def test_wrong_scorers_are_refused_in_words_that_help(scorers, words):
-    with pytest.raises(InvalidInput) as caught:
+def test_wrong_scorers_are_refused_in_words_that_help(scorers, problem):
+    with raises(InvalidInput, reason=Reason.INVALID_CONFIG) as caught:
         parse(scorers)
-    assert caught.value.reason is Reason.INVALID_CONFIG
-    assert words in caught.value.message
+    assert problem in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_key_may_go_over_tls_or_to_loopback(url):
     "setting", [{"timeout_s": 0}, {"num_workers": 0}, {"on_failure": "ignore"}, {"max_memory_gib": 0}, {"time_out": 1}]
 )
 def test_wrong_settings_are_refused_by_name(setting):
-    with pytest.raises(InvalidInput, match=next(iter(setting))):
+    with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field=next(iter(setting))):
         parse([{"kind": "exact"}], **setting)
 
 

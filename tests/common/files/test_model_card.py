@@ -9,6 +9,7 @@ from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.files.model_card import card_texts, read_model_card, write_model_card
+from tests.support import raises
 
 
 def directory_with(path: Path, **files: str) -> Path:
@@ -41,16 +42,15 @@ def test_a_vocabulary_that_is_no_text_is_in_the_card_only_without_tokenizer_json
     assert card.files["tokenizer.model"] == b"\xff\x00"
     write_model_card(card, target)
     assert (target / "tokenizer.model").read_bytes() == b"\xff\x00"
-    with pytest.raises(InvalidInput, match=r"unexpected file 'tokenizer\.model'"):
+    with raises(InvalidInput, field="model_card"):
         card_texts(card)
     assert "tokenizer.model" not in read_model_card(directory_with(source, tokenizer__json="{}")).files
 
 
 def test_missing_model_is_not_found(tmp_path: Path) -> None:
     for path in (tmp_path / "none", directory_with(tmp_path / "empty"), Path("org/name-on-a-hub")):
-        with pytest.raises(NotFound) as caught:
+        with raises(NotFound, field="model"):
             read_model_card(path)
-        assert caught.value.metadata["field"] == "model"
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
@@ -58,11 +58,10 @@ def test_missing_model_is_not_found(tmp_path: Path) -> None:
 def test_code_and_nonsense_are_refused_on_both_ends(tmp_path: Path, name: str, content: str) -> None:
     source = directory_with(tmp_path / "in", config__json="{}")
     (source / name).write_text(content)
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, field="model"):
         read_model_card(source)
-    assert caught.value.metadata["field"] == "model"
     card = ModelCard(files={"config.json": b"{}", name: content.encode()})
-    with pytest.raises(InvalidInput):
+    with raises(InvalidInput, field="model"):
         write_model_card(card, directory_with(tmp_path / "out"))
     assert not list((tmp_path / "out").iterdir())
 
@@ -72,7 +71,7 @@ def test_code_and_nonsense_are_refused_on_both_ends(tmp_path: Path, name: str, c
 def test_other_files_are_json_objects(tmp_path: Path, name: str, content: str) -> None:
     source = directory_with(tmp_path / "in", config__json="{}")
     (source / name).write_text(content)
-    with pytest.raises(InvalidInput, match=f"{name} is not"):
+    with raises(InvalidInput, field="model"):
         read_model_card(source)
 
 
@@ -90,7 +89,7 @@ def test_only_files_of_the_model_are_read(tmp_path: Path, name: str, kind: str) 
         "link outside": lambda: file.symlink_to(tmp_path / "secret"),
         "link up and outside": lambda: file.symlink_to("../secret"),
     }[kind]()
-    with pytest.raises(InvalidInput, match=f"{name} (is not a regular file|links to .*secret, outside the model)"):
+    with raises(InvalidInput, field="model"):
         read_model_card(source)
 
 
@@ -109,7 +108,7 @@ def test_snapshot_in_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     source = directory_with(tmp_path / "in", config__json="{}")
     (source / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidInput, match=r"chat_template\.jinja is not UTF-8"):
+    with raises(InvalidInput, field="model"):
         read_model_card(source)
 
 
@@ -119,7 +118,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 def test_file_that_no_card_has_is_refused(tmp_path: Path, name: str) -> None:
     target = directory_with(tmp_path / "out")
     card = ModelCard(files={"config.json": b"{}", "tokenizer.json": b"{}", name: b"x"})
-    with pytest.raises(InvalidInput, match="unexpected file"):
+    with raises(InvalidInput, field="model_card"):
         write_model_card(card, target)
     assert not list(target.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -129,19 +128,8 @@ def test_a_file_elsewhere_does_not_get_into_a_card(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     model = directory_with(tmp_path / "model", config__json="{}", real__json="{}")
     (model / "generation_config.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(InvalidInput, match=r"generation_config\.json links to .*secret, outside") as caught:
+    with raises(InvalidInput, field="model"):
         read_model_card(model)
-    assert caught.value.metadata["field"] == "model"
     (model / "generation_config.json").unlink()
     (model / "generation_config.json").symlink_to("real.json")
     assert set(read_model_card(model).files) == {"config.json", "generation_config.json"}
-
-
-def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
-    blobs = directory_with(tmp_path / "blobs", abc="{}")
-    (tmp_path / "snapshots").mkdir()
-    snapshot = directory_with(tmp_path / "snapshots" / "1")
-    (snapshot / "config.json").symlink_to("../../blobs/abc")
-    (tmp_path / "link").symlink_to(snapshot)
-    for directory in (snapshot, tmp_path / "link"):
-        assert read_model_card(directory).files["config.json"] == (blobs / "abc").read_bytes()

@@ -27,7 +27,7 @@ def test_whole_weights_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "header", "found"),
+    ("num_bytes", "header", "problem"),
     [
         (15, HEADER, "bytes, and its header describes"),
         (17, HEADER, "bytes, and its header describes"),
@@ -35,17 +35,17 @@ def test_whole_weights_are_accepted(tmp_path: Path) -> None:
         (16, {"w": {"dtype": "F32"}}, "its header cannot be read"),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path: Path, num_bytes: int, header: object, found: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, num_bytes: int, header: object, problem: str) -> None:
     write(tmp_path / WHOLE, header, num_bytes)
-    with pytest.raises(InvalidInput, match=f"{WHOLE} is not a whole safetensors file: .*{found}"):
+    with pytest.raises(InvalidInput, match=f"{WHOLE} is not a whole safetensors file: .*{problem}"):
         require_whole_weights(tmp_path)
 
 
-@pytest.mark.parametrize(("size", "found"), [(0, "it is empty"), (5, "cut off"), (20, "cut off")])
-def test_a_file_that_is_cut_in_its_header_is_refused(tmp_path: Path, size: int, found: str) -> None:
+@pytest.mark.parametrize(("size", "problem"), [(0, "it is empty"), (5, "cut off"), (20, "cut off")])
+def test_a_file_that_is_cut_in_its_header_is_refused(tmp_path: Path, size: int, problem: str) -> None:
     write(tmp_path / WHOLE, HEADER, 16)
     os.truncate(tmp_path / WHOLE, size)
-    with pytest.raises(InvalidInput, match=found):
+    with pytest.raises(InvalidInput, match=problem):
         require_whole_weights(tmp_path)
 
 

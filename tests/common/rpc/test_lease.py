@@ -8,7 +8,7 @@ import pytest
 
 from services.common.errors import InvalidInput
 from services.common.rpc.fence import HEADER, LEASE_HEADER, Fence, Lease, incoming, new_token, outgoing
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, raises
 
 
 class FakeService:
@@ -100,5 +100,5 @@ async def test_only_calls_of_the_coordinator_renew(service: FakeService):
 
 @pytest.mark.parametrize("lease", ["-1", "nan", "inf", "soon"])
 def test_a_lease_is_a_number_of_seconds(lease: str):
-    with incoming([(HEADER, "token"), (LEASE_HEADER, lease)]), pytest.raises(InvalidInput, match=LEASE_HEADER):
+    with incoming([(HEADER, "token"), (LEASE_HEADER, lease)]), raises(InvalidInput, field=LEASE_HEADER):
         Fence().take_over("a")

@@ -15,7 +15,7 @@ from services.common.rpc.client import repeated
 from services.common.rpc.server import Server
 from services.coordinator.clients.trainer import Trainer
 from tests.coordinator.fake_services import make_config
-from tests.support import PATIENCE_S, make_batch
+from tests.support import PATIENCE_S, make_batch, raises
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ async def test_what_the_service_itself_answers_is_final(error: LockstepError):
 @pytest.mark.parametrize(("timeout_s", "max_retry_s"), [(100.0, 0.0), (0.0, 100.0)])
 async def test_a_service_that_is_gone_is_an_error_in_the_end(timeout_s: float, max_retry_s: float):
     call = Failing(Unavailable("gone"))
-    with pytest.raises(Unavailable, match="gone"):
+    with raises(Unavailable):
         await repeated(call, timeout_s=timeout_s, max_retry_s=max_retry_s)
 
 
