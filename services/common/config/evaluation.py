@@ -1,6 +1,5 @@
 """Defines the config section `evaluation`, and which evaluation is the best."""
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -8,8 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
-from services.common.config.data import DataConfig
-from services.common.config.rollout import BadWords, EvalTemperature, RolloutConfig
+from services.common.config.rollout import BadWords, EvalTemperature
 from services.common.rewards import is_above
 
 
@@ -56,11 +54,13 @@ class EvaluationFrequency(Strict):
     """End the run, as if num_steps were reached, when this held-out metric stops improving; null trains all steps."""
 
 
-def check_best(
-    keep_best: BestConfig | None, evaluation: EvaluationFrequency, held_out: Mapping[str, Path], *, save_freq: int
+def check_held_out(
+    evaluation: EvaluationFrequency, held_out: Mapping[str, Path], keep_best: BestConfig | None, save_freq: int
 ) -> None:
-    """Checks the rules that involve several sections."""
+    """Raises ValueError if `evaluation` does not fit data.eval, which is `held_out`, or the section `checkpoint`."""
     eval_freq = evaluation.eval_freq
+    if eval_freq and not held_out:
+        raise ValueError("evaluation.eval_freq is set but data.eval names no file")
     named = {"checkpoint.keep_best": keep_best, "evaluation.early_stopping": evaluation.early_stopping}
     for key, config in named.items():
         if config is None:
@@ -142,21 +142,3 @@ class EvaluationConfig(EvaluationFrequency):
         """Returns the settings of the set `name`; `max_tokens` is None only if neither set nor section sets it."""
         settings = self.sets.get(name, EvalSetConfig())
         return settings.model_copy(update={"max_tokens": settings.max_tokens or self.max_tokens})
-
-
-def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutConfig) -> None:
-    """Checks the rules that involve several sections."""
-    if evaluation.eval_freq and not data.eval:
-        raise ValueError("evaluation.eval_freq is set but data.eval names no file")
-    for name in evaluation.sets:
-        if name not in data.eval:
-            close = difflib.get_close_matches(name, data.eval, n=1, cutoff=0.0)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"evaluation.sets.{name}: data.eval has {', '.join(data.eval) or 'no set'}{hint}")
-    for name in data.eval:
-        longest = data.max_prompt_tokens + (evaluation.settings(name).max_tokens or 0)
-        if longest > rollout.max_model_len:
-            raise ValueError(
-                f"evaluation: data.max_prompt_tokens + max_tokens of set {name} = {longest} is above "
-                f"rollout.max_model_len = {rollout.max_model_len}; raise that to at least {longest}"
-            )

@@ -1,5 +1,6 @@
 """Defines the config of a run. Each service reads its own section; the coordinator reads all of it."""
 
+import difflib
 from pathlib import Path
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import NAME, Seconds, Strict, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.evaluation import BestConfig, EvaluationConfig, check_best, check_evaluation
+from services.common.config.evaluation import BestConfig, EvaluationConfig, check_held_out
 from services.common.config.layout import (
     Layout,
     check_layout,
@@ -20,7 +21,7 @@ from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig, SpeculationConfig
-from services.common.config.selection import SelectionConfig, check_selection
+from services.common.config.selection import SelectionConfig
 from services.common.config.trainer import CriticConfig, ReferenceConfig, TrainerConfig, require_used
 
 
@@ -198,8 +199,8 @@ class Config(AnyRun):
         self._check_batch()
         self._check_sampling()
         self._check_rewards()
-        check_evaluation(self.evaluation, self.data, self.rollout)
-        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
+        self._check_sets()
+        check_held_out(self.evaluation, self.data.eval, self.checkpoint.keep_best, self.checkpoint.save_freq)
 
     def _check_models(self) -> None:
         policys = self.trainer.strategy
@@ -327,8 +328,18 @@ class Config(AnyRun):
             raise ValueError("reward.scorers: set at least one scorer, or an environment")
         if self.environment and any(scorer.component == "environment" for scorer in self.reward.scorers):
             raise ValueError("reward.scorers: the name `environment` is taken by the environment's rewards")
+        if self.selection.dynamic.enabled and self.rollout.completions_per_prompt < 2:
+            raise ValueError(
+                "selection.dynamic compares the samples of a prompt with each other: "
+                "rollout.completions_per_prompt must be at least 2"
+            )
         components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
-        check_selection(self.selection, self.rollout.completions_per_prompt, components)
+        for key in ("dynamic", "curriculum"):
+            component = getattr(self.selection, key).component
+            if component is not None and component not in components:
+                raise ValueError(
+                    f"selection.{key}.component {component} is not one of reward.scorers: {', '.join(components)}"
+                )
         limit_s, deadline_s = self.reward.group_timeout_s, self.timeouts.score_s
         kinds = {scorer.kind for scorer in self.reward.scorers} & {"math", "code"}
         if kinds and limit_s >= deadline_s:
@@ -336,6 +347,20 @@ class Config(AnyRun):
                 f"reward.group_timeout_s {limit_s:g} must be below timeouts.score_s {deadline_s:g}: a group would "
                 "reach the deadline of its call before its samples reach their limits"
             )
+
+    def _check_sets(self) -> None:
+        for name in self.evaluation.sets:
+            if name not in self.data.eval:
+                close = difflib.get_close_matches(name, self.data.eval, n=1, cutoff=0.0)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ValueError(f"evaluation.sets.{name}: data.eval has {', '.join(self.data.eval) or 'no set'}{hint}")
+        for name in self.data.eval:
+            longest = self.data.max_prompt_tokens + (self.evaluation.settings(name).max_tokens or 0)
+            if longest > (limit := self.rollout.max_model_len):
+                raise ValueError(
+                    f"evaluation: data.max_prompt_tokens + max_tokens of set {name} = {longest} is above "
+                    f"rollout.max_model_len = {limit}; raise that to at least {longest}"
+                )
 
 
 def _ranks(name: str, model: TrainerConfig) -> str:

@@ -102,19 +102,17 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
     Fields are {prompt}, {answer}, {completion} and {extra}; literal braces are doubled. Nothing else of str.format is
     supported: no attributes, indices, conversions or format specs.
     """
-    parts: list[tuple[str, str | None]] = []
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"template: {error}; write literal braces twice, as {{{{ and }}}}") from error
-    for literal, field, spec, conversion in pieces:
+    for _, field, spec, conversion in pieces:
         if field is not None and (field not in TEMPLATE_FIELDS or spec or conversion):
             allowed = ", ".join(f"{{{name}}}" for name in TEMPLATE_FIELDS)
             raise ValueError(
                 f"template: got {{{field}}}, but a field must be just one of {allowed}; write literal braces twice"
             )
-        parts.append((literal, field))
-    return parts
+    return [(literal, field) for literal, field, _, _ in pieces]
 
 
 def _check_url(url: str) -> str:

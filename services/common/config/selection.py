@@ -1,7 +1,6 @@
 """Defines the config section `selection`: the prompts that a step tries and the groups that it trains on."""
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -82,18 +81,3 @@ class SelectionConfig(Strict):
     """Treatment of truncated samples."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Order of prompts."""
-
-
-def check_selection(selection: SelectionConfig, completions_per_prompt: int, components: Sequence[str]) -> None:
-    """Checks the rules that involve several sections; `components` are the component names of reward.scorers."""
-    if selection.dynamic.enabled and completions_per_prompt < 2:
-        raise ValueError(
-            "selection.dynamic compares the samples of a prompt with each other: "
-            "rollout.completions_per_prompt must be at least 2"
-        )
-    for key in ("dynamic", "curriculum"):
-        component = getattr(selection, key).component
-        if component is not None and component not in components:
-            raise ValueError(
-                f"selection.{key}.component {component} is not one of reward.scorers: {', '.join(components)}"
-            )

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from services.common.config.base import NAME, nearest_multiples
 from services.common.config.data import FilesConfig
-from services.common.config.evaluation import EvaluationFrequency, check_best
+from services.common.config.evaluation import EvaluationFrequency, check_held_out
 from services.common.config.layout import Layout, check_layout, samples_at_once
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import BUCKET_BYTES, RestartConfig
@@ -116,9 +116,7 @@ class SftConfig(AnyRun):
             tokens = self.trainer.max_tokens_per_microbatch
             check_layout(self.trainer.megatron, self.trainer.num_ranks, max_tokens=tokens)
         self._check_batch()
-        if self.evaluation.eval_freq and not self.data.eval:
-            raise ValueError("evaluation.eval_freq is set but data.eval names no file")
-        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
+        check_held_out(self.evaluation, self.data.eval, self.checkpoint.keep_best, self.checkpoint.save_freq)
 
     def _check_batch(self) -> None:
         samples, minibatches = self.data.samples_per_step, self.trainer.num_minibatches

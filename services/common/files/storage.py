@@ -15,8 +15,11 @@ JsonObject = dict[str, Any]
 """A JSON object whose values were not checked."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
-_GONE = {errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO}
+_FIXES = {
+    **dict.fromkeys(_FULL, "free space on that disk or raise the limit"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable for this user"),
+    **dict.fromkeys((errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO), "bring the directory back"),
+}
 
 
 def is_of_disk(error: OSError) -> bool:
@@ -40,14 +43,7 @@ def storage_error(
     known."""
     path = os.path.abspath(error.filename if isinstance(error.filename, str) and error.filename else path)
     what = error.strerror or str(error)
-    if error.errno in _FULL:
-        fix = "free space on that disk or raise the limit"
-    elif error.errno in _FORBIDDEN:
-        fix = "make it writable for this user"
-    elif error.errno in _GONE:
-        fix = "bring the directory back"
-    else:
-        fix = "check the disk"
+    fix = _FIXES.get(error.errno or 0, "check the disk")
     who = "" if rank is None else f" (rank {rank})"
     return PreconditionFailed(
         f"{path} cannot be {done}: {what}{who}; {fix}, then run the same command again",
