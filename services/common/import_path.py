@@ -40,7 +40,7 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
     """
     module_name, _, name = path.partition(":")
     if (directory := os.getcwd()) not in sys.path:
-        sys.path.append(directory)
+        sys.path.append(directory)  # last, so that no file there hides an installed package
     try:
         function = getattr(import_module(module_name), name)
     except Exception as error:  # importing runs the user's module, which may raise anything

@@ -67,7 +67,7 @@ def allow_descriptors() -> None:
 def exit_with(pid: int) -> None:
     """Ends this process when process `pid` ends: with SIGTERM, or with os._exit if it still runs 10 s later."""
     try:
-        watched = os.pidfd_open(pid)
+        watched = os.pidfd_open(pid)  # unlike a number, it can never mean another process
     except ProcessLookupError:
         os._exit(1)
 

@@ -8,6 +8,7 @@ from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
 
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
+# What `whiten: auto` means for these kinds, as in their papers.
 _BATCH_WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"}
 # The kinds that read a key. Keys that are not listed are read by all kinds.
 _READ_BY = {

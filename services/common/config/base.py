@@ -22,6 +22,7 @@ class Strict(BaseModel):
     """The base of every config model: unknown keys, truth values as numbers and numbers that are not finite are
     refused."""
 
+    # The text below a key is its help, from which docs/configuration.md is made.
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )

@@ -65,7 +65,7 @@ class FilesConfig(Strict):
     @field_validator("eval")
     @classmethod
     def _are_names(cls, value: dict[str, Path]) -> dict[str, Path]:
-        for name, path in value.items():
+        for name, path in value.items():  # a name becomes part of the names of metrics and files
             if not re.fullmatch(NAME, name):
                 raise ValueError(
                     f"{name!r} is not a valid name: use letters, digits, '.', '_' and '-', starting with a letter or "

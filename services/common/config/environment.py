@@ -135,10 +135,8 @@ class McpToolConfig(Strict):
             raise ValueError("a tool of kind mcp needs either command or url")
 
 
-ToolConfig = Annotated[
-    FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig | McpToolConfig,
-    Field(discriminator="kind"),
-]
+_Tool = FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig | McpToolConfig
+ToolConfig = Annotated[_Tool, Field(discriminator="kind")]
 
 
 class ToolSyntax(ReasoningTags):
@@ -218,14 +216,9 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
         return self.episode_s
 
 
-EnvironmentConfig = Annotated[
-    PythonEnvironmentConfig
-    | ToolsEnvironmentConfig
-    | TextArenaEnvironmentConfig
-    | ReasoningGymEnvironmentConfig
-    | OpenEnvEnvironmentConfig,
-    Field(discriminator="kind"),
-]
+_OwnConfig = PythonEnvironmentConfig | ToolsEnvironmentConfig
+_LibraryConfig = TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig | OpenEnvEnvironmentConfig
+EnvironmentConfig = Annotated[_OwnConfig | _LibraryConfig, Field(discriminator="kind")]
 
 
 class EnvironmentSection(RootModel[EnvironmentConfig]):

@@ -50,7 +50,7 @@ def is_replaced(path: str, before: Mapping[str, object], value: object, open_pat
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_MAX_SHOWN = 200
+_MAX_SHOWN = 200  # characters of a wrong value in an error
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,12 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
             yield from keys(nested[0], f"{prefix}{name}.", listed)
             continue
         default = field.get_default(call_default_factory=True)
+        default = str(default) if isinstance(default, Path) else default
         again = f" as {listed[nested[0]]}" if nested and nested[0] in listed else ""
         yield Key(
             path=prefix + name,
             type=_type_name(field.annotation) + again,
-            default="required" if default is PydanticUndefined else _shown(default),
+            default="required" if default is PydanticUndefined else repr(default),
             help=" ".join((field.description or "").split()),
         )
         shared = _shared(nested) if get_origin(field.annotation) not in (tuple, dict) else frozenset[str]()
@@ -136,7 +137,8 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
             if option not in listed:
                 into = f"{prefix}{name}." if is_shared else prefix + _path_into(name, field.annotation, option)
                 options_keys = keys(option, into, {**listed} if is_shared else listed)
-                yield from (key for key in options_keys if (_first_name(key.path, into) in shared) is is_shared)
+                first_names = ((key, re.split(r"[.[]", key.path.removeprefix(into))[0]) for key in options_keys)
+                yield from (key for key, name in first_names if (name in shared) is is_shared)
 
 
 def _shared(options: Sequence[type[BaseModel]]) -> frozenset[str]:
@@ -150,21 +152,14 @@ def _shared(options: Sequence[type[BaseModel]]) -> frozenset[str]:
     return frozenset(name for name, one in described[0].items() if all(other.get(name) == one for other in described))
 
 
-def _first_name(path: str, prefix: str) -> str:
-    return path.removeprefix(prefix).partition(".")[0].partition("[")[0]
-
-
-def _shown(default: object) -> str:
-    """Returns a default as Python source, with a path as a string."""
-    return repr(str(default) if isinstance(default, Path) else default)
-
-
 def _path_into(name: str, annotation: object, option: type[BaseModel]) -> str:
     origin = get_origin(annotation)
     if origin is dict:
         return f"{name}.<name>."
-    is_one_of_several = origin is tuple or len(models_of(annotation)) > 1
-    return f"{name}[{_kind_of(option)}]." if is_one_of_several else f"{name}."
+    if origin is not tuple and len(models_of(annotation)) == 1:
+        return f"{name}."
+    kind = option.model_fields.get("kind")
+    return f"{name}[{get_args(kind.annotation)[0] if kind else option.__name__}]."
 
 
 def _read_yaml(path: Path) -> Table:
@@ -216,6 +211,7 @@ class _Merged:
             if isinstance(value, dict) and isinstance(before, list):
                 raise InvalidInput(f"{path} is a list, which can only be set as a whole: {path}=[...]", field=path)
             if not is_kept:
+                # What was set there before is gone, and an error must not name where it came from.
                 for replaced in [key for key in self.origin if key == path or key.startswith(f"{path}.")]:
                     del self.origin[replaced]
                 tree[name] = {} if isinstance(value, dict) else value
@@ -278,11 +274,6 @@ def _suggest(model: type[BaseModel], path: str, value: object) -> str:
         return f"; it is called {_RENAMED[path]} now"
     meant = suggest([key.path for key in keys(model)], path, value)
     return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
-
-
-def _kind_of(model: type[BaseModel]) -> str:
-    field = model.model_fields.get("kind")
-    return str(get_args(field.annotation)[0]) if field else model.__name__
 
 
 def _type_name(annotation: object) -> str:

@@ -5,7 +5,7 @@ The limits: a small text must not build a huge tree, and no table may set a key 
 
 import difflib
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
 
 import yaml
@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from services.common.import_path import IMPORT_PATH
 
+# A config has hundreds of values; the aliases of a text of ten lines can stand for billions.
 _MAX_VALUES = 100_000
 _MAX_MERGED = 1_000
 MAX_DEPTH = 100
@@ -131,11 +132,9 @@ def _split(path: str) -> tuple[str, str]:
     return parent, leaf
 
 
-def _by_leaf(among: Collection[str], leaf: str) -> str:
+def _by_leaf(among: Sequence[str], leaf: str) -> str:
     """Returns the first key whose last part is nearest to `leaf`."""
-    by_leaf: dict[str, str] = {}
-    for key in among:
-        by_leaf.setdefault(_split(key)[1], key)
+    by_leaf = {_split(key)[1]: key for key in reversed(among)}
     close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
     return by_leaf[close[0]] if close else ""
 

@@ -83,6 +83,7 @@ def open_plain_file(path: Path) -> BinaryIO:
     Raises:
         OSError: The file cannot be opened, or is a pipe, a device, a socket or a directory.
     """
+    # O_NONBLOCK: opening a pipe would wait for its writer. O_NOCTTY: a terminal must not become this process's own.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

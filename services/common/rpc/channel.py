@@ -191,7 +191,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_HEADER_BYTES),
     *keepalive(SILENCE_MS, ANSWER_MS),
-    ("grpc.so_reuseport", 0),
+    ("grpc.so_reuseport", 0),  # a second server must not share the port and get half of the connections
 ]
 
 

@@ -123,6 +123,7 @@ class LineFiles:
         for old in files[: max(0, len(files) + 1 - NUM_FILES)]:
             old.unlink(missing_ok=True)
         path = self._directory / f"calls-{number:06d}.jsonl"
+        # Without a buffer of Python, what was written survives a kill of the process.
         self._file, self._num_bytes = path.open("xb", buffering=0), 0
         self._write([self._first_line])
 

@@ -268,7 +268,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         await self._stopping.wait()
-        for name in (*self._names, ""):
+        for name in (*self._names, ""):  # before the calls end, so that nobody sends new ones meanwhile
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         if drain is not None:
             await drain()
