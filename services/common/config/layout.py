@@ -17,6 +17,7 @@ from services.common.families.architecture import Architecture
 _MEGATRON, _MOE, _OPTIM = "trainer.megatron", "trainer.megatron.moe", "trainer.optim"
 _ITSELF = "nothing: Lockstep sets it itself"
 _MODEL = "the model's config.json"
+_OTHER_NAMES = ("load_balancing_type", "freeze_router")  # which Megatron calls otherwise, or does not have
 
 # Megatron options that Lockstep sets from its own keys, by pass-through table, with the key to use instead.
 _RESERVED = {
@@ -26,7 +27,7 @@ _RESERVED = {
             for key in MegatronConfig.model_fields
             if key.endswith("_parallel_size") or key.startswith("recompute_") or key == "sequence_parallel"
         },
-        **{f"moe_{key}": f"{_MOE}.{key}" for key in MoeConfig.model_fields},
+        **{f"moe_{key}": f"{_MOE}.{key}" for key in MoeConfig.model_fields if key not in _OTHER_NAMES},
         "moe_router_load_balancing_type": f"{_MOE}.load_balancing_type",
         **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "trainer.compute_dtype"),
         **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels"), _MODEL),
