@@ -5,25 +5,22 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 
 
-def require_stamp(expected: PolicyStamp, held: PolicyStamp, *, who: str) -> None:
-    """Enforces the on-policy contract: `held`, the stamp of the service `who`, must equal `expected`."""
+def require_stamp(expected: PolicyStamp, actual: PolicyStamp, *, who: str) -> None:
+    """Enforces the on-policy contract: `actual`, the stamp of the service `who`, must equal `expected`."""
     if not expected.digest:
         raise InvalidInput("expected_stamp: required", field="expected_stamp")
-    if not held.digest:
-        raise PreconditionFailed(f"{who} holds version {held.version}, not published yet", reason=Reason.UNPUBLISHED)
-    if expected == held:
+    if not actual.digest:
+        raise PreconditionFailed(f"{who} holds version {actual.version}, not published yet", reason=Reason.UNPUBLISHED)
+    if expected == actual:
         return
-    if expected.version < held.version:
-        reason = Reason.STALE_STAMP
-    elif expected.version > held.version:
-        reason = Reason.FUTURE_STAMP
-    else:
+    reason = Reason.STALE_STAMP if expected.version < actual.version else Reason.FUTURE_STAMP
+    if expected.version == actual.version:  # the same number, but other weights
         reason = Reason.DIGEST_MISMATCH
     raise PreconditionFailed(
-        f"{who} holds {show(held)}, not {show(expected)}",
+        f"{who} holds {show(actual)}, not {show(expected)}",
         reason=reason,
-        held_version=held.version,
-        held_digest=held.digest,
+        held_version=actual.version,
+        held_digest=actual.digest,
         expected_version=expected.version,
         expected_digest=expected.digest,
     )

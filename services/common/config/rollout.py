@@ -108,16 +108,16 @@ MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
 """How many token sequences, with how many tokens together, vLLM takes as bad words."""
 
 
-def _require_exact(temperature: float, *, advice: str) -> float:
+def _require_exact(temperature: float, *, or_else: str) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that{advice}")
+        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that{or_else}")
     return temperature
 
 
 _Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-TrainTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, advice=""))]
+TrainTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, or_else=""))]
 """A temperature that the engine uses exactly as given. A run refuses 0 (services/common/config/run.py)."""
-EvalTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, advice=", or 0 for greedy decoding"))]
+EvalTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, or_else=", or 0 for greedy decoding"))]
 """A temperature that the engine uses exactly as given; 0 is greedy decoding."""
 BadWords = tuple[Annotated[str, Field(min_length=1)], ...]
 """Texts that cannot be sampled."""

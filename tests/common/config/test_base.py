@@ -40,11 +40,11 @@ def problems(model: type[Strict], values: dict[str, Any]) -> dict[str, str]:
         model.model_validate(values)
     with pytest.raises(ValidationError) as caught_json:
         model.model_validate_json(json.dumps(values))
-    found, as_json = (
+    from_yaml, as_json = (
         {".".join(map(str, one["loc"])): one["type"] for one in error.value.errors()} for error in (caught, caught_json)
     )
-    assert found == as_json
-    return found
+    assert from_yaml == as_json
+    return from_yaml
 
 
 @pytest.mark.parametrize(("model", "name"), FLOATS, ids=[f"{model.__name__}.{name}" for model, name in FLOATS])

@@ -92,15 +92,15 @@ async def info(client: Client, **options: bool) -> None:
 class Callers:
     """Calls again and again, over one channel and over a new channel for each call, until it is stopped."""
 
-    def __init__(self, deployment: Deployment, kept: Client):
-        self._deployment, self._kept, self._stop = deployment, kept, asyncio.Event()
-        self._counts = {"kept": 0, "new": 0}
+    def __init__(self, deployment: Deployment, connected: Client):
+        self._deployment, self._connected, self._stop = deployment, connected, asyncio.Event()
+        self._counts = {"connected": 0, "new": 0}
         self._calling = [asyncio.create_task(self._over_one_channel()), asyncio.create_task(self._over_new_ones())]
 
     async def _over_one_channel(self) -> None:
         while not self._stop.is_set():
-            await info(self._kept)
-            self._counts["kept"] += 1
+            await info(self._connected)
+            self._counts["connected"] += 1
             await asyncio.sleep(0.002)
 
     async def _over_new_ones(self) -> None:
@@ -136,14 +136,14 @@ async def deployed(root: Path, valid_s: float) -> AsyncIterator[tuple[Deployment
         deployment = Deployment(root / f"{valid_s:g}", valid_s)
     except InvalidInput as error:
         raise TooSlow from error
-    kept = deployment.client()
+    connected = deployment.client()
     try:
         async with deployment.before_expiry():
             await deployment.start()
-            await info(kept)
-        yield deployment, kept
+            await info(connected)
+        yield deployment, connected
     finally:
-        await kept.close()
+        await connected.close()
         await deployment.server.grpc.stop(None)
 
 
@@ -158,12 +158,12 @@ async def in_time(attempt: Callable[[float], Awaitable[None]]) -> None:
 @pytest.mark.slow
 async def test_no_call_fails_while_certificates_are_renewed_and_expire(tmp_path) -> None:
     async def attempt(valid_s: float) -> None:
-        async with deployed(tmp_path, valid_s) as (deployment, kept):
-            stream = kept.stream(RolloutService.Generate, pb.GenerateRequest(), timeout_s=3 * PATIENCE_S)
+        async with deployed(tmp_path, valid_s) as (deployment, connected):
+            stream = connected.stream(RolloutService.Generate, pb.GenerateRequest(), timeout_s=3 * PATIENCE_S)
             async with deployment.before_expiry():
                 assert (await anext(stream)).prompt_id == "before"
-                (before,) = await _callers(deployment, kept)
-                callers = Callers(deployment, kept)
+                (before,) = await _callers(deployment, connected)
+                callers = Callers(deployment, connected)
                 await callers.until_both_call_again()
                 deployment.renew()
                 await callers.until_both_call_again()
@@ -171,14 +171,14 @@ async def test_no_call_fails_while_certificates_are_renewed_and_expire(tmp_path)
             await callers.until_both_call_again()
             await callers.end()
             # The channel that was there before calls with the new certificate; the call that was in progress goes on.
-            (after,) = await _callers(deployment, kept)
+            (after,) = await _callers(deployment, connected)
             assert after == (deployment.coordinator / CERTIFICATE_FILE).read_bytes() != before
             deployment.rollout.gate.set()
             assert [answer.prompt_id async for answer in stream] == ["after"]
             # The service comes back after the first certificates have expired.
             await deployment.server.grpc.stop(None)
             await deployment.start()
-            await info(kept, wait_for_ready=True)
+            await info(connected, wait_for_ready=True)
 
     await in_time(attempt)
 
@@ -192,10 +192,10 @@ async def _callers(deployment: Deployment, client: Client) -> list[bytes]:
 @pytest.mark.slow
 async def test_without_renewal_connections_go_on_and_new_ones_are_refused(tmp_path) -> None:
     async def attempt(valid_s: float) -> None:
-        async with deployed(tmp_path, valid_s) as (deployment, kept):
+        async with deployed(tmp_path, valid_s) as (deployment, connected):
             late = deployment.client()
             await deployment.until_the_first_expire()
-            await info(kept)
+            await info(connected)
             with pytest.raises(Unauthenticated, match="expired"):
                 await info(late)
             await late.close()

@@ -61,8 +61,8 @@ async def test_a_reward_service_says_what_it_has_done(service: Service) -> None:
     assert value(metrics, "lockstep_rpc_failures_total", method="Score", reason="RUN_NOT_OPEN") == 1
     assert value(metrics, "lockstep_rpc_seconds_count", method="Score") == 3
     assert 0 < value(metrics, "lockstep_rpc_seconds_sum", method="OpenRun") < opened_s
-    counted = {tuple(sorted(labels)): count for labels, count in metrics["lockstep_reward_scores_total"].items()}
-    assert counted == {
+    num_scores = {tuple(sorted(labels)): count for labels, count in metrics["lockstep_reward_scores_total"].items()}
+    assert num_scores == {
         (("outcome", "scored"), ("scorer", "exact")): 6,
         (("outcome", "scored"), ("scorer", "python")): 4,
         (("outcome", "error"), ("scorer", "python")): 2,

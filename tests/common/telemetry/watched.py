@@ -28,11 +28,11 @@ def scrape(address: str) -> dict[str, dict[Labels, float]]:
 
 def parse(text: str) -> dict[str, dict[Labels, float]]:
     """Returns the values on a metrics page, by the name of the sample and by its labels."""
-    found: dict[str, dict[Labels, float]] = {}
+    values: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
-    return found
+            values.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    return values
 
 
 def value(metrics: Mapping[str, Mapping[Labels, float]], name: str, /, **labels: str) -> float:

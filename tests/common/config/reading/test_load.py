@@ -141,7 +141,7 @@ def test_wrong_value_names_its_key(file: str, override: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "problem"),
     [
         ("num_steps=abc", "must be an integer, not 'abc' (from command line)"),
         ("trainer=3", "must be a table of keys, not 3"),
@@ -162,9 +162,9 @@ def test_wrong_value_names_its_key(file: str, override: str) -> None:
         ("advantage={kind: python, import_path: f}", "import_path: must be package.module:name"),
     ],
 )
-def test_wrong_value_is_told_in_words(file: str, override: str, words: str) -> None:
+def test_wrong_value_is_told_in_words(file: str, override: str, problem: str) -> None:
     message = refused(file, override)
-    assert words in message and "\n" not in message
+    assert problem in message and "\n" not in message
 
 
 def test_several_problems_have_a_line_each(file: str) -> None:

@@ -24,35 +24,35 @@ def test_each_session_and_each_full_file_begins_another_and_the_oldest_are_delet
     monkeypatch.setattr(files, "NUM_FILES", 4)
     directory = tmp_path / "history"
     for session in range(2):
-        kept = LineFiles(directory, FIRST)
+        files_of_lines = LineFiles(directory, FIRST)
         for number in range(3):
-            kept.put({"t": number, "row": 8 + number, "session": session, "number": number})
-        kept.close()
-    found = written(directory)
-    assert len(found) <= 4
-    lines = [(line["session"], line["number"]) for one in found for line in one if "number" in line]
+            files_of_lines.put({"t": number, "row": 8 + number, "session": session, "number": number})
+        files_of_lines.close()
+    contents = written(directory)
+    assert len(contents) <= 4
+    lines = [(line["session"], line["number"]) for one in contents for line in one if "number" in line]
     assert lines[-3:] == [(1, 0), (1, 1), (1, 2)]
-    assert found[-1][0] == {"t": 2, "rows": 10, "continues": True}
+    assert contents[-1][0] == {"t": 2, "rows": 10, "continues": True}
     numbers = [int(path.stem.partition("-")[2]) for path in line_files(directory)]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def test_lines_that_a_slow_disk_does_not_take_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = LineFiles(tmp_path / "history", FIRST)
+    files_of_lines = LineFiles(tmp_path / "history", FIRST)
     monkeypatch.setattr(files, "_MAX_WAITING", 0)
-    kept.put({"number": 1})
-    kept.put({"number": 2})
+    files_of_lines.put({"number": 1})
+    files_of_lines.put({"number": 2})
     monkeypatch.setattr(files, "_MAX_WAITING", 10)
-    kept.put({"number": 3})
-    kept.close()
+    files_of_lines.put({"number": 3})
+    files_of_lines.close()
     assert written(tmp_path / "history") == [[FIRST, {"lost": 2}, {"number": 3}]]
 
 
 def test_a_disk_that_fails_ends_the_history_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "history").write_text("a file where the directory should be")
     with caplog.at_level(logging.WARNING):
-        kept = LineFiles(tmp_path / "history", FIRST)
+        files_of_lines = LineFiles(tmp_path / "history", FIRST)
         for number in range(100):
-            kept.put({"number": number})
-        kept.close()
+            files_of_lines.put({"number": number})
+        files_of_lines.close()
     assert "gets no more lines" in caplog.text
