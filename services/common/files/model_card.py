@@ -98,20 +98,16 @@ def _refuse_code(card: ModelCard, source: Path) -> None:
         if name in _CONVERTED:
             continue
         if not name.endswith(".json"):
-            _require_text(content, source / name)
+            try:
+                content.decode()
+            except UnicodeDecodeError as error:
+                raise InvalidInput(f"model: {source / name} is not UTF-8 text: {error}", field="model") from error
         elif "auto_map" in parse_object(content, source / name, field="model") and name in _NAMES_CODE:
             raise InvalidInput(
                 f"model: {source / name} has auto_map, which asks to run Python code that comes with the model. "
                 "Lockstep never runs such code: use a model that transformers supports by itself and remove auto_map",
                 field="model",
             )
-
-
-def _require_text(content: bytes, file: Path) -> None:
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"model: {file} is not UTF-8 text: {error}", field="model") from error
 
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

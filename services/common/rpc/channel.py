@@ -84,10 +84,9 @@ class Channel:
                     log.warning("%s: %s", news, said)
 
     def _open(self) -> None:
-        if self._identity is None:
+        if (identity := self._identity) is None:
             self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
         else:
-            identity = self._identity
             credentials = grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
             self._channel = grpc.aio.secure_channel(self._address, credentials, options=self._options)
         self._stub = self._make_stub(self._channel)

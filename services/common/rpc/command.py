@@ -42,30 +42,20 @@ def serve_from_command_line(
 
     `prepare` is called before the service runs and before anything uses gRPC.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"lockstep-{service}",
-        description=f"Runs Lockstep's {service} service.",
-        parents=list(parents),
-        allow_abbrev=False,
-    )
-    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free port")
+    name, about = f"lockstep-{service}", f"Runs Lockstep's {service} service."
+    parser = argparse.ArgumentParser(name, description=about, parents=list(parents), allow_abbrev=False)
+    add = parser.add_argument
+    add("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free port")
     security = parser.add_mutually_exclusive_group()
-    security.add_argument(
-        "--tls", type=Path, metavar="DIR", help="require mTLS, with ca.pem, cert.pem and key.pem from DIR"
-    )
+    mtls = "require mTLS, with ca.pem, cert.pem and key.pem from DIR"
+    security.add_argument("--tls", type=Path, metavar="DIR", help=mtls)
     security.add_argument("--insecure", action="store_true", help="allow plaintext on an interface other than loopback")
-    parser.add_argument("--trace", default="", metavar="FILE", help="append a span per call to FILE, for Perfetto")
-    parser.add_argument(
-        "--otel", default="", metavar="URL", help="send a span per call to this OTLP/gRPC collector (extra: otel)"
-    )
-    parser.add_argument(
-        "--metrics", default="", metavar="HOST:PORT", help="serve Prometheus metrics on http://HOST:PORT/metrics"
-    )
-    parser.add_argument(
-        "--metrics-insecure", action="store_true", help="allow --metrics on an interface other than loopback"
-    )
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="format of log lines on stderr")
-    parser.add_argument("--exit-with", type=int, metavar="PID", help="exit when the process PID ends")
+    add("--trace", default="", metavar="FILE", help="append a span per call to FILE, for Perfetto")
+    add("--otel", default="", metavar="URL", help="send a span per call to this OTLP/gRPC collector (extra: otel)")
+    add("--metrics", default="", metavar="HOST:PORT", help="serve Prometheus metrics on http://HOST:PORT/metrics")
+    add("--metrics-insecure", action="store_true", help="allow --metrics on an interface other than loopback")
+    add("--log-format", choices=("text", "json"), default="text", help="format of log lines on stderr")
+    add("--exit-with", type=int, metavar="PID", help="exit when the process PID ends")
     options = parser.parse_args(args)
     configure_logging(service, options.log_format)
     allow_descriptors()
@@ -80,7 +70,7 @@ def serve_from_command_line(
             # Services that `lockstep run --tls` starts use the coordinator's certificate.
             tls.require_role(Role(service), Role.COORDINATOR)
         metrics = Metrics(service, Page(options.metrics, options.metrics_insecure))
-        otel = Otel(options.otel, f"lockstep-{service}", INCARNATION, field="--otel") if options.otel else None
+        otel = Otel(options.otel, name, INCARNATION, field="--otel") if options.otel else None
         trace = Trace(options.trace, f"{service} {options.listen}", otel)
         with closing(trace):
             code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, tls, metrics)))

@@ -1,9 +1,10 @@
 """Reads the credentials of a process from ca.pem, cert.pem and key.pem in a directory, and follows their renewal."""
 
+import contextlib
 import datetime
 import ipaddress
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -184,14 +185,11 @@ class Credentials:
 
         return grpc.dynamic_ssl_server_credentials(_configuration(served), fetch, require_client_authentication=True)
 
-    def _sign(self) -> Sequence[tuple[int, int, int]]:
+    def _sign(self) -> list[tuple[int, int, int]]:
         signature: list[tuple[int, int, int]] = []
         for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
-            try:
+            with contextlib.suppress(OSError):  # a file that is missing for a moment makes the signature shorter
                 stat = (self.directory / name).stat()
-            except OSError:
-                signature.append((0, 0, 0))
-            else:
                 signature.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
         return signature
 
