@@ -5,7 +5,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Never, TypeVar
+from functools import partial
+from typing import Any, Never, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -140,9 +141,8 @@ class Client:
         while True:
             sent = request() if callable(request) else request
             try:
-                async with self._attempt(name, sent) as (stub, noted):
-                    options = {"timeout": retries.left_s, "wait_for_ready": wait_for_ready, "metadata": _metadata()}
-                    answer = await getattr(stub, name)(noted.sending(sent), **options)
+                async with self._attempt(name, sent) as (send, noted):
+                    answer = await send(timeout=retries.left_s, wait_for_ready=wait_for_ready)
                     self._was_answered = True
                     self._require_message(answer, name)
                     noted.got(answer)
@@ -157,12 +157,12 @@ class Client:
         return await self.call(method, request, timeout_s=timeout_s, wait_for_ready=True, max_retry_s=MAX_RETRY_S)
 
     @asynccontextmanager
-    async def _attempt(self, name: str, request: object) -> AsyncGenerator[tuple[object, NotedCall]]:
-        """Yields the stub and the note of one call. Raises gRPC's failure as the error that it stands for."""
-        stub = self._channel.stub()
+    async def _attempt(self, name: str, request: object) -> AsyncGenerator[tuple[Callable[..., Any], NotedCall]]:
+        """Yields what makes one call, and its note. Raises gRPC's failure as the error that it stands for."""
+        stub, metadata = self._channel.stub(), (*outgoing(), *fence.outgoing())
         with noting(f"{self._kind}.{name}", self.address, request) as noted:
             try:
-                yield stub, noted
+                yield partial(getattr(stub, name), noted.sending(request), metadata=metadata), noted
             except grpc.aio.AioRpcError as error:
                 # gRPC says UNAVAILABLE for a refused certificate too; `explain` raises the real reason.
                 if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
@@ -174,8 +174,8 @@ class Client:
     ) -> AsyncGenerator[Answer, None]:
         """Yields the answers of a server stream. Closing the generator cancels the call."""
         name = method.__name__
-        async with self._attempt(name, request) as (stub, noted):
-            call = getattr(stub, name)(noted.sending(request), timeout=timeout_s, metadata=_metadata())
+        async with self._attempt(name, request) as (send, noted):
+            call = send(timeout=timeout_s)
             try:
                 async for response in call:
                     self._was_answered = True
@@ -209,10 +209,6 @@ class Client:
                 target=target,
             )
         return failure
-
-
-def _metadata() -> tuple[tuple[str, str], ...]:
-    return (*outgoing(), *fence.outgoing())
 
 
 # Of four calls in each lease, three may be lost.

@@ -57,7 +57,7 @@ class Metrics:
     """The metrics registry of a process, and the server of its page."""
 
     def __init__(self, service: str, page: Page = Page()):
-        self._page = page
+        self._page, self.is_served = page, bool(page.address)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         if page.address:
             self._host, self._port = parse_address(page.address, field=page.field)
@@ -67,10 +67,6 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         about = Info("lockstep_service", "Name, version and incarnation of the service.", registry=self.registry)
         about.info({"service": service, "version": version("lockstep-rl"), "incarnation": INCARNATION})
-
-    @property
-    def is_served(self) -> bool:
-        return bool(self._page.address)
 
     def serve(self) -> int:
         """Serves http://HOST:PORT/metrics from a thread, if there is an address.

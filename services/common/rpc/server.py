@@ -217,36 +217,32 @@ class Server:
     ) -> None:
         self._tls = tls
         interceptor = StatusInterceptor(trace, RpcMetrics(registry), by_role=tls is not None)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=server_options())
+        # What `add_XServicer_to_server` takes.
+        self.grpc = grpc.aio.server(interceptors=[interceptor], options=server_options())
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []
         self.exit_code = 0
         self.port = 0
 
-    @property
-    def grpc(self) -> grpc.aio.Server:
-        """What `add_XServicer_to_server` takes."""
-        return self._server
-
     async def start(self, address: str, names: list[str], *, insecure: bool = False) -> int:
         """Listens on `address` (port 0 picks a free port) for the services `names`; returns the port."""
         host, port = parse_address(address, field="listen")
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._names = names
         if self._tls is None:
             require_loopback(host, insecure=insecure)
-            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
         try:
             if self._tls is None:
-                self.port = self._server.add_insecure_port(f"{host}:{port}")
+                self.port = self.grpc.add_insecure_port(f"{host}:{port}")
             else:
-                self.port = self._server.add_secure_port(f"{host}:{port}", self._tls.for_server())
+                self.port = self.grpc.add_secure_port(f"{host}:{port}", self._tls.for_server())
         except RuntimeError as error:
             raise InvalidInput(
                 f"--listen {address}: the port is in use, or the address is not one of this host", field="listen"
             ) from error
-        await self._server.start()
+        await self.grpc.start()
         for name in (*names, ""):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         log.info("%s listens on %s:%d", ", ".join(names), host, self.port)
@@ -272,5 +268,5 @@ class Server:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         if drain is not None:
             await drain()
-        await self._server.stop(grace_s)
+        await self.grpc.stop(grace_s)
         return self.exit_code
