@@ -51,6 +51,7 @@ class ReasoningTags(Strict):
     @field_validator("reasoning_tags")
     @classmethod
     def _tags_differ(cls, tags: tuple[str, str] | tuple[()]) -> tuple[str, str] | tuple[()]:
+        # A tag that contains the other one would be taken for it.
         if tags and (not all(tag.strip() for tag in tags) or tags[0] in tags[1] or tags[1] in tags[0]):
             raise ValueError("must be two different texts, such as [<think>, </think>], or none: []")
         return tags

@@ -125,6 +125,7 @@ def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
         rest, tp = divmod(rank, layout.tp)
         rest, cp = divmod(rest, layout.cp)
         pp, dp = divmod(rest, layout.dp)
+        # The same ranks once more, for experts: ETP and EP in place of TP, CP and DP.
         rest, etp = divmod(rank, layout.etp)
         rest, ep = divmod(rest, layout.ep)
         ranks.append(Coordinates(rank, tp, cp, dp, pp, etp, ep, rest % layout.edp))

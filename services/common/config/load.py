@@ -85,6 +85,7 @@ def read(model: type[BaseModel], args: Sequence[str]) -> tuple[Table, dict[str, 
         if is_override(arg):
             merged.add(merged.tree, _parse_override(arg), source="command line")
             continue
+        # What begins like a key is probably an override without its value.
         if arg.partition(".")[0] in model.model_fields and not os.path.exists(arg):
             raise InvalidInput(f"{arg} is no file; to set this key, write {arg}=VALUE", reason=Reason.INVALID_CONFIG)
         merged.add(merged.tree, _read_yaml(Path(arg)), source=arg)

@@ -116,7 +116,7 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
 
 
 def _check_url(url: str) -> str:
-    parts = urlsplit(url)
+    parts = urlsplit(url)  # leaves out tabs and line breaks, so that another URL than this one would be checked
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\x00-\x1f]", url):
         raise ValueError(f"url {url!r} must be http://HOST... or https://HOST...")
     if "@" in parts.netloc or parts.fragment:

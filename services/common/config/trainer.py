@@ -298,6 +298,7 @@ class RoleConfig(Strict):
     def settings(self, trainer: TrainerConfig) -> TrainerConfig:
         names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        # Adapters and a lag are the policy's only.
         return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **own})
 
 
