@@ -2,27 +2,30 @@
 
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from services.common.config.base import Seconds, Strict
 from services.common.config.loss import LagConfig, LossConfig, ValueLossConfig, check_lag
 from services.common.config.megatron import MegatronConfig
 
 
+def _as_word(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+# YAML reads on and off without quotes as true and false.
+_IS_WORD = BeforeValidator(_as_word)
+
+
 class RoutingConfig(Strict):
     """How a policy with mixture-of-experts layers is trained; no effect on a dense model."""
 
-    router_replay: Literal["auto", "on", "off"] = "auto"
+    router_replay: Annotated[Literal["auto", "on", "off"], _IS_WORD] = "auto"
     """Routing replay (R3, arXiv 2510.11370): compute each token with the experts that the engine chose for it, in the
     forward pass, in recomputation and so in the backward pass. Their weights still come from the trainer's router,
     which gets gradients. auto: replay if all layers of the model have experts, the engine can return its choices, and
     the config allows it (no stop strings, and with Megatron no moe_router_fusion, sinkhorn or CUDA graphs); on: fail
     if it is not possible; off: use the experts that the trainer's router chooses."""
-
-    @field_validator("router_replay", mode="before")
-    @classmethod
-    def _on_and_off_are_words(cls, value: object) -> object:
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads them as booleans
 
 
 def ignores_routed_experts(megatron: MegatronConfig) -> str:
@@ -196,7 +199,7 @@ class TrainerConfig(Strict):
     num_epochs: int = Field(default=1, ge=1)
     """Number of passes over the mini-batches of a batch (verl ppo_epochs, TRL num_iterations, SkyRL
     update_epochs_per_batch). The comparison with the engine's log-probabilities comes before the first update."""
-    streaming: Literal["auto", "off"] = "auto"
+    streaming: Annotated[Literal["auto", "off"], _IS_WORD] = "auto"
     """auto: send prompt groups to the trainer in blocks while others are still generated, wherever the result is the
     same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same with both, to the
     bit on CPU."""
@@ -238,11 +241,6 @@ class TrainerConfig(Strict):
             self.strategy == "megatron" and ignores_routed_experts(self.megatron)
         )
         return self.moe.router_replay != "off" and is_possible
-
-    @field_validator("streaming", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads off without quotes as false
 
     def check_rules(self) -> None:
         check_lag(self.lag, self.loss, self.num_minibatches)
