@@ -39,7 +39,7 @@ async def replay_training(
         batch = record.batch(version + 1)
         found += batch.differences
         say(f"training on the batch of step {version + 1}")
-        version, metrics = await trainer.train(_with_stamp(stamp, batch), run.batch_id(stamp), stamp)
+        version, metrics = await trainer.train(_with_stamp(stamp, batch), run.batch_id(stamp.version), stamp)
         stamp = await trainer.send(epoch, version)
         if version == step:
             now = batch_metrics(batch.samples) | {f"train/{name}": value for name, value in metrics.items()}
@@ -85,7 +85,7 @@ async def replay_critic(
         say(f"training the critic on the batch of step {version + 1}")
         sampled_from = batch.samples.slice(0, 1).to_pylist()[0]
         stamp = PolicyStamp(version=sampled_from["policy_version"], digest=sampled_from["policy_digest"])
-        _, metrics = await critic.train(batch.samples, run.batch_id(stamp), stamp, version + warmup_steps)
+        _, metrics = await critic.train(batch.samples, run.batch_id(stamp.version), stamp, version + warmup_steps)
         now = {f"train/{name}": value for name, value in metrics.items()}
         compared += len(now)
         found += _prefixed(f"step {version + 1}: ", compare(record.metrics(version + 1), now))

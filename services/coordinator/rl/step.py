@@ -134,7 +134,7 @@ async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
     """Sends the recorded batch to the policy and, if there is one, the critic."""
     if context.critic or run.config.trainer.lag.versions:  # a save in progress writes weights that must not change
         await run.checkpoints.finish()
-    batch_id, samples = run.batch_id(stamp), batch.samples
+    batch_id, samples = run.batch_id(stamp.version), batch.samples
     sampled_from = batch.stamp if batch.stamp != stamp else None
     async with task_group() as tasks:
         critic = None
@@ -181,7 +181,7 @@ class BatchStream:
         """Sends the next block; called as soon as it is complete."""
         config = self._run.config
         if self._call is None:
-            stream = self._context.trainer.stream(self._run.batch_id(self._stamp), self._stamp)
+            stream = self._context.trainer.stream(self._run.batch_id(self._stamp.version), self._stamp)
             self._call = stream, self._tasks.create_task(_unless_lost(stream))
         samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
         self._call[0].send(with_advantages(config, samples, kl_coef(self._run, self._stamp.version)))

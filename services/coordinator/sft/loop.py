@@ -77,7 +77,7 @@ async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer) -> None
     while version < held or (version < run.num_steps and not run.stopping):
         batch, stamp = data.train.batch(version), PolicyStamp(version=version)
         with run.phase(Phase.TRAINING):
-            version, trained = await trainer.train(batch, run.batch_id(stamp), stamp)
+            version, trained = await trainer.train(batch, run.batch_id(version), stamp)
         await run.record.ledger.free()
         run.finish_step(version, step_metrics(run, trained, batch))
         await _save_and_evaluate(run, data, trainer, version)

@@ -37,7 +37,7 @@ def opened(directory: Path, **observability: object):
     config = make_config(name="run", runs_dir=directory, observability=observability)
     run = Run(config, open_run(config))
     try:
-        run.watchers = watchers(run)
+        run.reporters.add(watchers(run))
         run.begin(0, ())
         yield run
     finally:
@@ -50,8 +50,7 @@ async def collecting(
 ) -> AsyncIterator[tuple[Collector, Rollout]]:
     rollout, reward = Rollout([fake.address for fake in fakes], run.config), Rewards([reward_address], run.config)
     try:
-        for watcher in run.watchers:
-            watcher.watch(rollout)
+        run.reporters.tell(lambda reporter: reporter.watch(rollout))
         await rollout.open(run.run_id, ModelCard())
         await reward.open(run.run_id)
         yield Collector(rollout, reward, TOKENIZER, 0), rollout  # type: ignore[arg-type]
