@@ -33,13 +33,15 @@ async def evaluate(
     with run.phase(Phase.EVALUATING):
         for name, prompts in eval_data.items():
             settings = run.config.evaluation.settings(name)
-            sampling, wanted = eval_sampling(settings, run.config.rollout.sampling), prompts[: settings.max_prompts]
-            groups = await collector.collect(name, wanted, settings.num_samples, sampling, stamp)
+            sampling = eval_sampling(settings, run.config.rollout.sampling)
+            groups = await collector.collect(
+                name, prompts[: settings.max_prompts], settings.num_samples, sampling, stamp
+            )
             samples = to_table(groups)
-            numbers = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
+            of_set = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
             if num_failed := sum(group.is_failed.sum() for group in groups):
-                numbers["failed"] = float(num_failed)
-            metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
+                of_set["failed"] = float(num_failed)
+            metrics |= {f"eval/{name}/{metric}": value for metric, value in of_set.items()}
             run.record.keep_evaluation(name, samples, stamp)
             scored = versions_of(samples)
     await run.record.ledger.free()
@@ -49,10 +51,8 @@ async def evaluate(
 
 def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> SamplingConfig:
     """Returns how a set is sampled: as in training, apart from what the set says by itself."""
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    names = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "bad_words", *penalties)
-    changes = {name: getattr(settings, name) for name in names}
-    return training.model_copy(update=changes | {"max_tokens": settings.max_tokens or training.max_tokens})
+    own = {name: getattr(settings, name) for name in SamplingConfig.model_fields if hasattr(settings, name)}
+    return training.model_copy(update=own | {"max_tokens": settings.max_tokens or training.max_tokens})
 
 
 def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
