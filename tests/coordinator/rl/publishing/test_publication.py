@@ -41,11 +41,17 @@ class FakeTrainer:
 
 
 class FakeRun(SimpleNamespace):
-    """Fakes both the run and its record."""
+    """Fakes the run, its record and its ledger."""
 
     @property
     def record(self) -> "FakeRun":
         return self
+
+    @property
+    def ledger(self) -> "FakeRun":
+        return self
+
+    async def free(self) -> None: ...
 
     def next_epoch(self, num_replicas: int) -> int:
         self.epochs.append(num_replicas)
