@@ -98,7 +98,6 @@ class Outcome:
 
     @classmethod
     def of(cls, run: Run[AnyConfig], version: int, num_steps: int, export_path: Path | None) -> Self:
-        """Returns the outcome of a run that ended after step `version` of `num_steps`, from its record."""
         evaluations, change = run.record.evaluations(), ""
         if evaluations:
             first, last = int(evaluations[0]["version"]), int(evaluations[-1]["version"])

@@ -161,7 +161,6 @@ class Prometheus(Reporter):
         metrics.serve()
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the current state of the replicas."""
         num_dead = self._rollout.num_dead if self._rollout else 0
         num_redispatched = self._rollout.num_redispatched if self._rollout else 0
         what = "Replicas that were lost and have not come back."

@@ -160,7 +160,6 @@ class Mlflow(Reporter):
 
 
 def _flat(table: dict[str, object], at: str = "") -> Iterator[tuple[str, str]]:
-    """Yields dotted keys and their values as JSON."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{at}{key}.")

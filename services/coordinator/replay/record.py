@@ -66,7 +66,6 @@ class Record:
             raise NotFound(f"--step {step}: {self.run_dir} {has}", field="step")
 
     def batch(self, step: int) -> Batch:
-        """Returns the samples that `step` trained on."""
         path = batch_path(self.run_dir, step - 1)
         collected = self._ledger.last(Kind.COLLECTED, step - 1)
         if collected is None or not path.is_file():

@@ -59,7 +59,7 @@ class Replayed:
 
 
 async def replay_session(
-    run_dir: Path, step: int, what: Collection[What], given: Addresses, console: Console
+    run_dir: Path, step: int, what: Collection[What], external: Addresses, console: Console
 ) -> Replayed:
     """Repeats `step` of a run. The run's own files are not changed.
 
@@ -70,7 +70,7 @@ async def replay_session(
         LockstepError: The first failure of a service.
     """
     with closing(Record(run_dir)) as record:
-        given.require_own(record.config)
+        external.require_own(record.config)
         record.require_step(step)
         record.batch(step)  # raises if it was not kept, before any service starts
         _, checkpoint = record.start(step - 1) if What.TRAIN in what else (0, "")
@@ -82,7 +82,7 @@ async def replay_session(
             config = config.model_copy(update={"critic": record.config.critic})
         services = [_SERVICES[part] for part in what]
         with recorded_run(config, console, start) as run:
-            async with running_services(run, given, services=services, sharing=record.config) as addresses:
+            async with running_services(run, external, services=services, sharing=record.config) as addresses:
                 return await session.run(run, addresses)
 
 
@@ -197,7 +197,6 @@ def _tokenizer(config: Config, run_dir: Path) -> Tokenizer:
 
 
 def _prompts(config: Config, tokenizer: Tokenizer, environments: Environments | None) -> PromptDataset:
-    """Reads the training prompts, which show the tools of the environment."""
     shown = tokenizer.with_tools(environments.tools) if environments else tokenizer
     needs_answer = config.reward.reads_answers
     return PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)

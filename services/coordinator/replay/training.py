@@ -102,6 +102,5 @@ async def _tensors_now(run: Run, critic: Model, step: int, version: int) -> dict
 
 
 def _tensors(checkpoint: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each tensor file from the checkpoint's manifest."""
     files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     return {name: about["sha256"] for name, about in files.items() if name.endswith(_TENSORS)}

@@ -108,16 +108,18 @@ def _is_checkpoint(path: Path) -> bool:
     return False
 
 
-async def eval_session(config: Config, given: Addresses, console: Console) -> Evaluation:
+async def eval_session(config: Config, external: Addresses, console: Console) -> Evaluation:
     """Runs the evaluation that `eval_config` set up. Services without an address are started and stopped with it.
 
     Raises:
         LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
-    data = load_if_local(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
+    data = load_if_local(
+        config, partial(_load, tools=known_tools(config, external)), model_is_remote=bool(external.trainer)
+    )
     with recorded_run(config, console) as run:
-        async with running_services(run, given) as addresses:
+        async with running_services(run, external) as addresses:
             evaluated = run.resume_from or config.model
             console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
             async with open_services(run, addresses) as services:
@@ -125,7 +127,6 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
 
 
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Prints the metrics as a table with a column per set."""
     sets: dict[str, dict[str, float]] = {}
     for path, value in evaluation.metrics.items():
         name, _, metric = path.removeprefix("eval/").rpartition("/")

@@ -54,14 +54,14 @@ class Dataset:
         return held_out | ({"the chat template": self.tokenizer.template_digest} if config.environment else {})
 
 
-async def run_session(config: Config, given: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
+async def run_session(config: Config, external: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
     """Runs `config` until all steps are done or the frontend stops the run.
 
     If a trainer that was started here dies, it is started again and the run resumes, as far as `restart` allows.
 
     Args:
         config: The run's config.
-        given: Addresses of running services; the others are started on this host.
+        external: Addresses of running services; the others are started on this host.
         frontend: Shows the run's progress.
         data: The result of `load_data`, if it has been called.
 
@@ -70,7 +70,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
     """
     require_importable(config.advantage)
     frontend.start()
-    loaded, sessions = data or load_data(config, given), Sessions(config, given)
+    loaded, sessions = data or load_data(config, external), Sessions(config, external)
     while True:
         await await_ledger(sessions.config)
         with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
@@ -78,7 +78,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
                 return outcome
             if loaded and loaded.tools is not None:
                 run.record.require_same_data(loaded.train.digest, loaded.other_digests(config))
-            async with running_services(run, given, restarts=sessions.restarts) as addresses:
+            async with running_services(run, external, restarts=sessions.restarts) as addresses:
                 frontend.say(f"run {run.run_id} in {run.config.run_dir}")
                 reward, rollout = ", ".join(addresses.reward), ", ".join(addresses.rollout)
                 frontend.say(f"opening trainer {addresses.trainer}, reward {reward}, rollout {rollout}")
@@ -95,14 +95,13 @@ async def _run_once(
         return await finish(run, context.trainer)
 
 
-def load_data(config: Config, given: Addresses) -> Dataset | None:
+def load_data(config: Config, external: Addresses) -> Dataset | None:
     """Reads the run's data. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    load = partial(_load, tools=known_tools(config, given))
-    return prompts.load_if_local(config, load, model_is_remote=bool(given.trainer))
+    load = partial(_load, tools=known_tools(config, external))
+    return prompts.load_if_local(config, load, model_is_remote=bool(external.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
-    """Prints the held-out metrics before and after, the files of the run and a suggested next step."""
     show(outcome, _FILES, console, number=".3f")
     if outcome.version < outcome.num_steps:
         return

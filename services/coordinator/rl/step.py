@@ -46,8 +46,6 @@ Updated = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class LoopContext:
-    """The data and clients that the training loop uses."""
-
     data: PromptDataset
     eval_data: dict[str, Prompts]
     collector: Collector
@@ -131,7 +129,6 @@ async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
 
 
 async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:
-    """Sends the recorded batch to the policy and, if there is one, the critic."""
     if context.critic or run.config.trainer.lag.versions:  # a save in progress writes weights that must not change
         await run.checkpoints.finish()
     batch_id, samples = run.batch_id(stamp.version), batch.samples

@@ -136,6 +136,5 @@ class StepClock:
         return times | {"time/step_s": step_s, "time/outside_share": 1 - in_phases_s / step_s}
 
     def close(self) -> None:
-        """Ends the span of the step."""
         self._step.close()
         self._is_in_step = False

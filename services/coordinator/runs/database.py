@@ -69,7 +69,6 @@ class Database:
         return self._connection.in_transaction  # SQLite ends a transaction by itself after some failures
 
     def execute(self, sql: str, values: tuple[object, ...] = ()) -> list[SqlRow]:
-        """Runs one statement and returns its rows."""
         return self._patiently(lambda: self._connection.execute(sql, values).fetchall())
 
     def insert(self, sql: str, values: tuple[object, ...]) -> int:

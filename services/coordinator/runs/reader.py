@@ -61,7 +61,6 @@ class LedgerReader(Ledger):
             raise
 
     def rows(self) -> list[LedgerRow]:
-        """Returns all decisions, oldest first."""
         rows = self._db.execute("SELECT seq, time, kind, version, body FROM decisions ORDER BY seq")
         return [
             LedgerRow(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
@@ -94,7 +93,6 @@ def _mode(path: Path) -> str:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Returns whether a coordinator has the run open."""
     path = (run_dir / LEDGER).with_suffix(".lock")
     if not path.is_file():
         return False

@@ -123,7 +123,6 @@ class RunRecord:
         self.batch_is_from_disk = False
 
     def was_evaluated(self, version: int) -> bool:
-        """Returns whether `version` was evaluated before a restart."""
         return self.ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
@@ -145,7 +144,6 @@ class RunRecord:
         return (self.run_dir / "model").absolute()
 
     def is_exported(self, version: int) -> bool:
-        """Returns whether `export_path` holds the policy of `version`."""
         return self._exported_version() == version and self.export_path.exists()
 
     def set_aside_export(self, version: int) -> bool:
@@ -166,7 +164,6 @@ class RunRecord:
 
 
 def batch_path(run_dir: Path, version: int) -> Path:
-    """Returns the file of the batch that updates `version`."""
     return run_dir / "batches" / f"step-{version:06d}.parquet"
 
 

@@ -35,8 +35,6 @@ class Note:
 
 @dataclass(frozen=True)
 class ListedReplica:
-    """A replica of a run."""
-
     address: str
     version: int | None
     """The version that it serves; None if it did not take part in the newest publication."""
@@ -79,7 +77,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_notes(run_dir: Path) -> dict[str, Note]:
-    """Returns the notes by address; none if the run has written none."""
     path = run_dir / NOTES
     return {at: Note(**note) for at, note in json.loads(path.read_text()).items()} if path.is_file() else {}
 

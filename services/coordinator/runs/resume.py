@@ -216,7 +216,6 @@ def _abandon_later(ledger: Ledger, step: int) -> None:
 
 
 def step_of(checkpoint: str) -> int:
-    """Returns the number of policy updates in a checkpoint."""
     manifest = Path(checkpoint) / "manifest.json"
     try:
         return int(json.loads(manifest.read_text())["state"]["version"])
@@ -270,7 +269,6 @@ def _is_below(key: str, keys: Set[str]) -> bool:
 
 
 def _has_grown(key: str, now: object, before: object) -> bool:
-    """Returns whether `key` is a limit that was raised."""
     if key not in _MAY_GROW:
         return False
     for part in key.split("."):
@@ -280,7 +278,6 @@ def _has_grown(key: str, now: object, before: object) -> bool:
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:
-    """Yields the dotted keys whose values differ."""
     if isinstance(now, dict) and isinstance(before, dict):
         for key in sorted(now.keys() | before.keys()):
             yield from differences(now.get(key), before.get(key), f"{at}.{key}" if at else key)

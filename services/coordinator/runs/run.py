@@ -88,7 +88,6 @@ class Run(Generic[ConfigT]):
         self.clock.restart()
 
     def describe_start(self, version: int, trainer_version: int) -> str:
-        """Returns a line for the user that says after which step the run starts."""
         if trainer_version > version:
             applied = f"resuming with step {trainer_version}, which the trainer has applied"
             return f"{applied} and the record does not have yet"

@@ -97,7 +97,6 @@ def thin(rows: Sequence[Item], most: int = MAX_STEPS) -> Sequence[Item]:
 
 
 def panels(rows: Sequence[Row]) -> list[Plot]:
-    """Returns the plots that have data."""
     steps = thin(steps_of(rows))
     made: list[Plot] = []
     for panel in (*_PANELS, _components(steps), _by_column(rows), *_learning_rate(steps)):
@@ -166,7 +165,6 @@ def _having(metric: str, rows: Sequence[Row], steps: Sequence[Row]) -> Sequence[
 
 
 def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:
-    """Returns the plot of the learning rate if the rate changes."""
     rates = {row["train/lr"] for row in steps if "train/lr" in row}
     return [_Panel("Learning rate", {"lr": "train/lr"})] if len(rates) > 1 else []
 

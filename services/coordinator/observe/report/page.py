@@ -157,7 +157,6 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def gather(run_dir: Path) -> dict[str, object]:
-    """Returns everything that the page shows, as JSON values."""
     with closing(LedgerReader(run_dir)) as ledger:
         rows, notes = curves.read_metrics(run_dir / METRICS, ledger)
         with reading(f"{run_dir}: the config or a number in the ledger"):

@@ -174,7 +174,6 @@ def _progress(runs: Sequence[_Compared]) -> _Rows:
 
 
 def _config(runs: Sequence[_Compared]) -> _Rows:
-    """Returns the keys in which the runs differ."""
     changed = dict.fromkeys(key for run in runs[1:] for key in differences(run.config, runs[0].config))
     return {key: [_value(run.config, key) for run in runs] for key in changed if key not in _NOT_COMPARED}
 
@@ -221,7 +220,6 @@ def _last_held_out(runs: Sequence[_Compared]) -> _Rows:
 
 
 def _times(runs: Sequence[_Compared]) -> _Rows:
-    """Returns the median over the steps of each time."""
     columns = {name: [[value for _, value in run.series(metric)] for run in runs] for name, metric in _TIMES.items()}
     return {
         f"median {name}": [f"{median(values):.4g}" if values else "" for values in of_runs]

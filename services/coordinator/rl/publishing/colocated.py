@@ -38,7 +38,6 @@ _ROLES = {"reference": trainer_pb2.ROLE_REFERENCE, "critic": trainer_pb2.ROLE_CR
 
 
 def make_publisher(services: Services, run: Run) -> Publisher:
-    """Returns the publisher for the run's placement."""
     if isinstance(services.gpus, SharedGpus):
         return ColocatedPublisher(services, run, services.gpus)
     return Publisher(services.trainer, services.rollout, run)

@@ -247,5 +247,4 @@ class Publisher:
         """Prepares an attempt: nothing, if trainer and replicas have memory of their own."""
 
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
-        """Makes the replicas serve the received weights."""
         await self._attendance.gather(replicas, [replica.commit(stamp) for replica in replicas])

@@ -86,7 +86,6 @@ class Collector:
         return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the groups that were collected since the last call."""
         drafts, self._drafts = self._drafts, Drafts()
         failed = {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
         return failed | _draft_metrics(drafts)
@@ -98,7 +97,6 @@ class Collector:
             setattr(self._drafts, field.name, getattr(self._drafts, field.name) + getattr(group.drafts, field.name))
 
     def _params(self, request: PromptRequest, most: int) -> SamplingParams:
-        """Returns the sampling parameters for at most `most` tokens."""
         sampling, is_trained_on = request.sampling, not request.keep_failed
         max_tokens = min(sampling.max_tokens, most)
         return SamplingParams(

@@ -40,8 +40,6 @@ class Follower(Protocol):
 
 
 class Drop(StrEnum):
-    """Why a group is not used."""
-
     NO_SCORE = "no_score"
     ALL_TRUNCATED = "all_truncated"
     ZERO_VARIANCE = "zero_variance"
