@@ -1,6 +1,4 @@
-"""Implements `lockstep eval`: evaluates a checkpoint or model on held-out sets, as a run without steps in its own
-directory.
-"""
+"""Implements `lockstep eval`: evaluates a checkpoint or model, as a run without steps in its own directory."""
 
 import datetime
 import json
@@ -44,10 +42,7 @@ class Evaluation:
 def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     """Returns `config`, changed to evaluate `checkpoint` in `out` or, by default, in a new directory in its run's.
 
-    Args:
-        config: The run's config.
-        checkpoint: A checkpoint of a run, or a model directory in the Hugging Face format.
-        out: A directory that is empty or does not exist yet.
+    `checkpoint` is one of a run, or a model directory in the Hugging Face format.
 
     Raises:
         NotFound: `checkpoint` is neither a checkpoint nor a model.

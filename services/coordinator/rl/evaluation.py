@@ -22,8 +22,7 @@ from services.coordinator.runs.run import Run
 async def evaluate(
     run: Run, collector: Collector, eval_data: Mapping[str, Prompts], stamp: PolicyStamp
 ) -> dict[str, float]:
-    """Samples every set with its `evaluation` settings, writes the samples as Parquet and returns the metrics, named
-    `eval/<set>/<metric>`.
+    """Samples every set, writes the samples as Parquet and returns the metrics, named `eval/<set>/<metric>`.
 
     Every prompt counts, regardless of `reward.on_failure`: a sample that could not be scored has reward 0, and `failed`
     is the number of such samples, if there are any.
@@ -75,7 +74,5 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Returns an unbiased estimate of the probability that at least one of `k` samples passes, if c of n passed:
-    1 - C(n-c, k) / C(n, k) (arXiv 2107.03374).
-    """
+    """Estimates, without bias, the probability that one of `k` samples passes, if c of n passed (arXiv 2107.03374)."""
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

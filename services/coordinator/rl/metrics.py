@@ -21,11 +21,8 @@ from services.coordinator.runs.run import Run
 log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
-_PREFIX = "warning/"
-_COLLAPSE, _UNMIXED, _DROPPED = (
-    f"{_PREFIX}{name}" for name in ("entropy_collapse", "steps_without_mixed_group", "dropped_groups")
-)
-_FIRST_ENTROPY = f"{_PREFIX}first_entropy"
+_COLLAPSE, _FIRST_ENTROPY = "warning/entropy_collapse", "warning/first_entropy"
+_UNMIXED, _DROPPED = "warning/steps_without_mixed_group", "warning/dropped_groups"
 # Metrics of failures -> what they are in a warning: groups by scorer and reason, and tries of an episode by reason.
 _FAILED = {"sampling/failed/": "", "environment/failed_": "environment/"}
 
@@ -106,8 +103,8 @@ def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
     called_s = metrics.get("time/train_busy_s", 0.0)
     train_s = min(metrics.get("train/train_s", called_s), called_s)
     busy = {"time/train_busy_s": train_s} if called_s else {}
-    idle = {"rollout": step_s - generate_s, "trainer": step_s - train_s}
-    return busy | {f"time/idle_{side}_s": max(seconds, 0.0) for side, seconds in idle.items()}
+    idle = {"time/idle_rollout_s": step_s - generate_s, "time/idle_trainer_s": step_s - train_s}
+    return busy | {name: max(seconds, 0.0) for name, seconds in idle.items()}
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:

@@ -58,12 +58,7 @@ async def run_session(config: Config, external: Addresses, frontend: Frontend, d
     """Runs `config` until all steps are done or the frontend stops the run.
 
     If a trainer that was started here dies, it is started again and the run resumes, as far as `restart` allows.
-
-    Args:
-        config: The run's config.
-        external: Addresses of running services; the others are started on this host.
-        frontend: Shows the run's progress.
-        data: The result of `load_data`, if it has been called.
+    Services that `external` does not name are started on this host. `data` is that of `load_data`, if it was called.
 
     Raises:
         LockstepError: The first failure of any part.

@@ -56,7 +56,7 @@ class LoopContext:
 
     @property
     def trained_models(self) -> Sequence[Model]:
-        """Models that are trained and saved; the policy is the last."""
+        # The policy is the last: its newest checkpoint needs the critic's of the same step.
         return (self.critic, self.trainer) if self.critic else (self.trainer,)
 
 
@@ -152,8 +152,7 @@ async def save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) 
 
 
 def metrics_of(run: Run, trained: dict[str, float], batch: Batch) -> dict[str, float]:
-    """Returns all metrics of the step; with a lag, also the lag in versions and the effective sample size (share of the
-    tokens).
+    """Returns all metrics of the step; with a lag, also the lag in versions and the effective sample size.
 
     `time/generating_s` is 0 if nothing was generated; with a lag, it is that of another step's batch.
     """

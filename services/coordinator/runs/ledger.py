@@ -184,7 +184,6 @@ class Ledger:
         return next(iter(self._decisions(kind, f"{sql} ORDER BY seq DESC LIMIT 1", version)), None)
 
     def num_rows(self) -> int:
-        """Returns the sequence number of the newest decision; 0 if there is none."""
         return self._db.execute("SELECT IFNULL(MAX(seq), 0) FROM decisions")[0][0]
 
     def last_finished(self) -> int | None:

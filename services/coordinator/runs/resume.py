@@ -1,5 +1,4 @@
-"""Decides where a run starts: fresh, at the newest verified checkpoint, or at a given one. It never starts fresh
-silently."""
+"""Decides where a run starts: fresh, at the newest verified checkpoint, or at one that the config names."""
 
 import hashlib
 import json

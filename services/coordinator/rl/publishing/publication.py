@@ -75,7 +75,12 @@ class Attendance:
             if isinstance(error, LockstepError) and error.reason is Reason.RUN_REPLACED:
                 raise error  # it is the cause of the others
         self._misses.update(self._absent)
-        raise _naming(self._absent, failures[0])
+        first = failures[0]
+        if not self._absent or not isinstance(first, LockstepError):
+            raise first
+        addresses = " and ".join(replica.address for replica in self._absent)
+        message = f"replica {addresses} did not take part: {first.message}"
+        raise type(first)(message, reason=first.reason, **first.metadata)
 
     def took_part(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
@@ -104,19 +109,11 @@ def _is_abort(error: BaseException) -> bool:
 
 
 def _silent(replicas: Sequence[Replica], tasks: Sequence[asyncio.Task[object]]) -> list[Replica]:
-    """Returns the replicas without an answer. Returns none if the trainer has no answer either and may be the cause."""
+    """Returns the replicas without an answer; none if the trainer, which may be the cause, has none either."""
     is_silent = [not task.done() or isinstance(task.exception(), DeadlineExceeded) for task in tasks]
     if any(is_silent[len(replicas) :]):
         return []
     return [replica for replica, silent in zip(replicas, is_silent, strict=False) if silent]
-
-
-def _naming(absent: Sequence[Replica], error: BaseException) -> BaseException:
-    if not absent or not isinstance(error, LockstepError):
-        return error
-    addresses = " and ".join(replica.address for replica in absent)
-    message = f"replica {addresses} did not take part: {error.message}"
-    return type(error)(message, reason=error.reason, **error.metadata)
 
 
 # Attempts with the same members: enough for a transient fault such as a lost packet, after which the error is raised.
@@ -196,7 +193,7 @@ class Publisher:
                 if not lost and attempts >= _MAX_ATTEMPTS:
                     if not self._rollout.refuse_newcomers(error):
                         raise
-                    attempts = 0
+                    attempts = 0  # the others may do without the newcomers
 
     def _let_repeat(self, version: int) -> None:
         """Lets a replica that was lost while it generated get the same weights again.

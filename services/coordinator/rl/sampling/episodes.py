@@ -57,32 +57,6 @@ class _Played:
     sampling_mask: bytes = b""
 
 
-class _Tries:
-    """Counts how often an episode may still be played. In a worker of its own, every failure is its own."""
-
-    def __init__(self, max_retries: int):
-        self._num_left, self._num_hurt = max_retries + 1, 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._num_left <= 0
-
-    @property
-    def is_hurt(self) -> bool:
-        return self._num_hurt >= _MOST_HURT
-
-    def hangs_again(self, error: EpisodeFailed, *, alone: bool) -> bool:
-        """Takes note of a failure. Returns whether the episode hung alone, and must not be played again."""
-        if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
-            self._num_hurt += 1
-        elif alone or not error.alone:
-            self._num_left -= 1
-        if alone and error.failure is EnvironmentFailure.TIMEOUT:
-            self._num_left = 0
-            return True
-        return False
-
-
 class EpisodeCollector(Collector):
     """Collects groups whose samples are episodes. Each episode advances on its own."""
 
@@ -148,28 +122,33 @@ class EpisodeCollector(Collector):
         Raises:
             EpisodeFailed: The environment still fails, and the request keeps no failed episodes.
         """
-        tries, alone = _Tries(self._settings.max_retries), prompt.prompt_id in self._dangerous
+        num_left, num_hurt, alone = self._settings.max_retries + 1, 0, prompt.prompt_id in self._dangerous
         while True:
             try:
                 async with self._environments.episode(f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}") as client:
                     played = await self._take_turns(client, prompt, request, sample, alone=alone)
-                if prompt.prompt_id in self._dangerous:
-                    self._dangerous[prompt.prompt_id].discard(sample)
-                    if not self._dangerous[prompt.prompt_id]:
-                        del self._dangerous[prompt.prompt_id]
+                dangerous = self._dangerous.get(prompt.prompt_id, set())
+                dangerous.discard(sample)
+                if not dangerous:
+                    self._dangerous.pop(prompt.prompt_id, None)
                 return played
             except EpisodeFailed as error:
                 failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
                 self._counts[f"failed_{error.failure}"] += 1
-                if tries.hangs_again(error, alone=alone):
+                if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
+                    num_hurt += 1
+                elif alone or not error.alone:  # in a worker of its own, every failure is its own
+                    num_left -= 1
+                if alone and error.failure is EnvironmentFailure.TIMEOUT:  # it would hang each time
+                    num_left = 0
                     self._set_aside.add(prompt.prompt_id)
                     detail = f"hangs again, alone in a worker: {where}: {error.detail}"
                     failure = EpisodeFailed(EnvironmentFailure.SET_ASIDE, detail)
                 self.failure_log.add(Cause(ENVIRONMENT, failure.failure, failure.detail), where)
                 if error.alone:
                     self._dangerous.setdefault(prompt.prompt_id, set()).add(sample)
-                alone = alone or tries.is_hurt or prompt.prompt_id in self._dangerous
-            if tries.is_over or failure.failure is EnvironmentFailure.OVERLONG:
+                alone = alone or num_hurt >= _MOST_HURT or prompt.prompt_id in self._dangerous
+            if num_left <= 0 or failure.failure is EnvironmentFailure.OVERLONG:
                 break
         if not request.keep_failed:
             raise failure
