@@ -43,18 +43,17 @@ class TerminalFrontend:
     """Shows a live table for `lockstep run`; Ctrl-C stops the run."""
 
     def __init__(self, console: Console):
-        self.console: Console | None = console
-        self._console = console
+        self.console = console
 
     def start(self) -> None:
         cancel_on_sigterm()
 
     def say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
+        self.console.print(line, soft_wrap=True)
 
     def begin(self, run: Run, version: int) -> Reporter:
-        stop_on_signal(run, self._console)
-        return Terminal(self._console, run.num_steps)
+        stop_on_signal(run, self.console)
+        return Terminal(self.console, run.num_steps)
 
 
 def cancel_on_sigterm() -> None:

@@ -151,7 +151,10 @@ class _Session:
         self, run: Run, addresses: Addresses
     ) -> AsyncIterator[tuple[Rewards, Environments | None, Tokenizer]]:
         """Yields the opened reward services, their environment if the run has one, and the tokenizer."""
-        tokenizer = _tokenizer(run.config, self.record.run_dir)
+        data, model = run.config.data, Path(run.config.model)
+        # If the model is on another host, the trainer has sent the card with its tokenizer.
+        folder = model if model.is_dir() else self.record.run_dir / "model_card"
+        tokenizer = Tokenizer.load(folder, chat_template=data.chat_template, date=data.template_date)
         rewards = Rewards(addresses.reward, run.config, addresses.transport)
         try:
             await rewards.open(run.run_id)
@@ -188,12 +191,6 @@ def _config(record: Record, step: int, checkpoint: str) -> Config:
         "trace": False,
     }
     return record.config.model_copy(update=alone | here)
-
-
-def _tokenizer(config: Config, run_dir: Path) -> Tokenizer:
-    """Loads the tokenizer of the model or, if the model is on another host, of the model card that the trainer sent."""
-    model = Path(config.model) if Path(config.model).is_dir() else run_dir / "model_card"
-    return Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
 
 
 def _prompts(config: Config, tokenizer: Tokenizer, environments: Environments | None) -> PromptDataset:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, create_model
+from pydantic import ConfigDict, Json, TypeAdapter, create_model
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.storage import writing
@@ -47,12 +47,6 @@ class Kind(StrEnum):
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
 
 
-def _is_object(text: str) -> str:
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("not a JSON object")
-    return text
-
-
 def _fields(**types: Any) -> TypeAdapter[Any]:
     """Returns the check of a decision's fields on which readers rely; later releases may add others."""
     return TypeAdapter(create_model("Decision", __config__=ConfigDict(strict=True, extra="allow"), **types))
@@ -62,9 +56,7 @@ _DATASET = {"dataset": str}
 _METRICS = TypeAdapter(dict[str, float])
 _CHECKPOINT = _fields(path=str, manifest_digest=str)
 _BODIES: Mapping[str, TypeAdapter[Any]] = {
-    Kind.OPENED: _fields(
-        run_id=str, config=Annotated[str, AfterValidator(_is_object)], checkpoint=str, versions=(dict[str, str], {})
-    ),
+    Kind.OPENED: _fields(run_id=str, config=Json[dict[str, Any]], checkpoint=str, versions=(dict[str, str], {})),
     Kind.PUBLISHED: _fields(digest=str, received=(dict[str, str], {})),
     Kind.SELECTED: _fields(metrics=(dict[str, float], {})),
     Kind.COLLECTED: _fields(

@@ -108,7 +108,6 @@ def is_running(run_dir: Path) -> bool:
 class MetricsLine:
     """A whole line of metrics.jsonl: the numbers of a step, or of an evaluation after it."""
 
-    number: int  # counts lines from 1
     text: str
     step: int
     metrics: dict[str, float]
@@ -136,7 +135,7 @@ def metrics_lines(path: Path, damaged_lines: list[int] | None = None) -> Iterato
         try:
             with reading(f"line {number} of {path}", "resuming the run takes it from the ledger"):
                 metrics: dict[str, float] = json.loads(line.decode())
-                read = MetricsLine(number, line.decode(), int(metrics.pop("step")), metrics)
+                read = MetricsLine(line.decode(), int(metrics.pop("step")), metrics)
         except DataLoss:
             if damaged_lines is None:
                 raise

@@ -17,7 +17,6 @@ from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.telemetry.context import within
-from services.common.telemetry.trace import Span
 from services.coordinator.runs import evaluations
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
 from services.coordinator.runs.clock import Phase, StepClock
@@ -63,11 +62,9 @@ class Run(Generic[ConfigT]):
         """Measures the block as `phase`, in one span for the clock, the trace and the reporters."""
         self.reporters.tell(lambda reporter: reporter.begin_phase(phase.value, self.version))
         with ExitStack() as ended, within(step=self.version), self.clock.measure(phase, self.version) as span:
-            ended.callback(self._end_phase, phase, span)
+            # Called last, when the span has its seconds.
+            ended.callback(self.reporters.tell, lambda reporter: reporter.end_phase(phase.value, span.seconds))
             yield
-
-    def _end_phase(self, phase: Phase, span: Span) -> None:
-        self.reporters.tell(lambda reporter: reporter.end_phase(phase.value, span.seconds))
 
     def last_finished(self, trainer_version: int, last_batch_id: str) -> int:
         """Returns the newest finished step: the trainer's version, or the step before.
@@ -123,9 +120,7 @@ class Run(Generic[ConfigT]):
             self.checkpoints.adopt(due, self.batch_id(due - 1))
 
     async def end_checkpoints(self, models: Sequence[SavedModel]) -> None:
-        """Saves a final checkpoint if the run was stopped between two, or ended early and checkpoints are saved at all,
-        and waits until everything is saved.
-        """
+        """Saves a final checkpoint if the run was stopped between two or ended early. Waits until all are saved."""
         is_between = self.stopping and 0 < self.version < self.num_steps and not self.checkpoint_due(self.version)
         if is_between or (self.is_stalled and self.config.checkpoint.save_freq):
             await self.checkpoints.begin(models, self.version)
@@ -140,8 +135,9 @@ class Run(Generic[ConfigT]):
     def finish_evaluation(
         self, version: int, metrics: dict[str, float], scored: evaluations.Versions | None = None
     ) -> None:
-        """Reports and records the metrics of an evaluation, and ends the run if early stopping says so. Its time is not
-        counted in the next step. `scored` has the versions of scorers and environment, if the samples have rewards.
+        """Reports and records an evaluation, whose time no step has. Ends the run if early stopping says so.
+
+        `scored` has the versions of scorers and environment, if the samples have rewards.
         """
         keep_best, early_stopping = self.config.checkpoint.keep_best, self.config.evaluation.early_stopping
         if keep_best:

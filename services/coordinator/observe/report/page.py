@@ -64,6 +64,7 @@ def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
 
 def _logged(run_dir: Path) -> Iterator[Failure]:
     for path in sorted((run_dir / "logs").glob("*.log")):
+        # A killed process may have cut a character.
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from filter(None, (_failure(path.stem, *_read(line)) for line in lines))
 

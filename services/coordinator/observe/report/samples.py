@@ -178,7 +178,10 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
             "group": [row["group"] for row in rows],
             "sample": [row["sample"] for row in rows],
             "reward": [number(row["reward"]) for row in rows],
-            "components": [[number(value) for value in _values(row, components)] for row in rows],
+            "components": [
+                [number(values.get(name, math.nan)) for name in components]
+                for values in (dict(row["components"]) for row in rows)
+            ],
             "advantage": [number(float(np.mean(a))) if (a := row["advantages"]) else None for row in rows],
             "stop": [row["finish_reason"] for row in rows],
             "tokens": [len(row["tokens"]) for row in rows],
@@ -195,11 +198,6 @@ def _conversation(row: Record, decode: Decode) -> list[tuple[str, float | str | 
     if conversation is None:
         return None
     return [(part.text, None if part.reward is None else number(part.reward)) for part in conversation.parts]
-
-
-def _values(row: Record, components: Sequence[str]) -> Iterator[float]:
-    values = dict(row["components"])
-    return (values.get(name, math.nan) for name in components)
 
 
 def _text(tokens: Sequence[int], decode: Decode) -> str:

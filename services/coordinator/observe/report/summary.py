@@ -54,13 +54,16 @@ def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
         "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
         "held-out": _held_out(ledger),
-        "early stopping": _best(stopped) if stopped else "",
+        "early stopping": "",
         "error": f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else "",
         "seed": str(config.get("seed", "")),
         "config digest": hashlib.sha256(opened["config"].encode()).hexdigest(),
         "data digest": (ledger.last(Kind.COLLECTED) or {}).get("dataset", ""),
         "versions": versions or "not recorded",
     }
+    if stopped:
+        best = f"after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
+        facts["early stopping"] = f"{stopped['metric']} was best {best}"
     return {
         "name": config["name"],
         "state": "running" if is_running(run_dir) else "failed" if failed else _end(version, num_steps, stopped),
@@ -73,10 +76,6 @@ def _end(version: int, num_steps: int | None, stopped: Decision | None) -> str:
     if num_steps is None:
         return "ended"
     return "done" if version >= num_steps or stopped else "stopped"
-
-
-def _best(stopped: Decision) -> str:
-    return f"{stopped['metric']} was best after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
 
 
 def _sessions(ledger: LedgerReader) -> list[tuple[float, float]]:

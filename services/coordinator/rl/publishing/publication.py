@@ -63,7 +63,8 @@ class Attendance:
                 return [task.result() for task in tasks]
             self._absent = self._named(failures)
             # A member that gave up has told the others, and commits do not depend on one another: all should answer.
-            if not self._absent and (not trainer or any(map(_is_abort, failures))):
+            reasons = {error.reason for error in failures if isinstance(error, LockstepError)}
+            if not self._absent and (not trainer or Reason.EPOCH_ABORTED in reasons):
                 await asyncio.wait(tasks, timeout=self._grace_s)
                 failures = _failures(tasks)
                 self._absent = self._named(failures) or _silent(replicas, tasks)
@@ -102,10 +103,6 @@ class Attendance:
 
 def _failures(tasks: Sequence[asyncio.Task[object]]) -> list[BaseException]:
     return [error for task in tasks if task.done() and (error := task.exception())]
-
-
-def _is_abort(error: BaseException) -> bool:
-    return isinstance(error, LockstepError) and error.reason is Reason.EPOCH_ABORTED
 
 
 def _silent(replicas: Sequence[Replica], tasks: Sequence[asyncio.Task[object]]) -> list[Replica]:
