@@ -54,7 +54,7 @@ async def train(config: Config, on_step: OnStep, given: Addresses | None = None)
                 )
                 batch = with_advantages(to_batch(config, groups), config)
                 # The id makes the call safe to repeat: the trainer applies a batch once, however often it arrives.
-                version, metrics = await services.trainer.train(batch, run.batch_id(stamp), stamp)
+                version, metrics = await services.trainer.train(batch, run.batch_id(stamp.version), stamp)
                 on_step(stamp, batch, metrics)
                 # From here on no replica serves the old weights, so every sample is from the policy that it updates.
                 stamp = await publisher.publish(version)

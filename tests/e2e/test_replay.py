@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
-from services.coordinator.replay.record import Record, require_positive
+from services.coordinator.replay.record import Record
 from services.coordinator.replay.session import parse_what
 from tests.e2e.lockstep_command import NUM_STEPS, invoke
 from tests.support import raises
@@ -92,12 +92,12 @@ def test_what_cannot_be_replayed_is_said_before_anything_starts(workspace: Path)
     code, output = replay(workspace, "--step", 99)
     assert (code, f"has steps 1 to {NUM_STEPS}" in output) == (2, True), output
     assert not (run_dir / "replay").exists()
-    with raises(InvalidInput, field="step"):
-        require_positive(0)
     with raises(InvalidInput, field="what"):
         parse_what("weights")
 
     with closing(Record(run_dir)) as record:
+        with raises(InvalidInput, field="step"):
+            record.require_step(0)
         assert [record.start(version)[0] for version in (0, 1, 2, 3, 4, 5)] == [0, 0, 2, 2, 4, 4]
         (run_dir / "batches" / "step-000001.parquet").unlink()
         with raises(NotFound, field="step"):

@@ -30,9 +30,8 @@ from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import Outcome
 from services.coordinator.runs.clock import Phase
-from services.coordinator.runs.evaluations import comparable_evaluations, is_stalled
+from services.coordinator.runs.evaluations import best_if_stalled, comparable_evaluations
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.reporter import Tolerant
 from services.coordinator.runs.run import Run
 
 log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outc
     ledger, config = run.record.ledger, run.config
     version = ledger.last_finished() or 0
     stopping = config.evaluation.early_stopping
-    is_early = stopping is not None and is_stalled(comparable_evaluations(ledger, version), stopping)
+    is_early = stopping is not None and best_if_stalled(comparable_evaluations(ledger, version), stopping) is not None
     last = version if is_early else run.num_steps
     if not 0 < last <= version or run.required_step is not None or _is_due(run, version, is_early=is_early):
         return None
@@ -147,8 +146,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     trainer, reward = Trainer(addresses.trainer, config, transport, gpus), Rewards(addresses.reward, config, transport)
     auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
     rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
-    for watcher in run.watchers:
-        Tolerant(watcher).watch(rollout)
+    run.reporters.tell(lambda reporter: reporter.watch(rollout))
     try:
         held = await trainer.open(run.run_id, run.resume_from)
         if config.trainer.lag.versions and held != run.first_version:

@@ -53,7 +53,7 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
     with closing(opened) as run, within(run=run.run_id), new_token(config.timeouts.lease_s), history:
         if console is not None:
             log_to(config, console)
-        run.watchers = watchers(run)
+        run.reporters.add(watchers(run))
         try:
             yield run
         except Exception as error:

@@ -28,7 +28,7 @@ def fitting(lines: Sequence[Sequence[str]], by_importance: Iterable[int], width:
 
     The most important column is always included.
     """
-    left, shown = width - 1, list[int]()
+    left, shown = width - 1, list[int]()  # the table's own border takes a character
     for index in by_importance:
         column = max(len(line[index]) for line in lines) + 3  # padding and border
         if column <= left or not shown:

@@ -28,17 +28,11 @@ class Frontend(Protocol):
     """Shows the progress of a session. If `console` is None, the caller has already configured logging."""
 
     @property
-    def console(self) -> Console | None:
-        """Shows the log's warnings."""
-        ...
+    def console(self) -> Console | None: ...  # shows the log's warnings
 
-    def start(self) -> None:
-        """Is called when the session starts, in its task."""
-        ...
+    def start(self) -> None: ...  # is called when the session starts, in its task
 
-    def say(self, line: str) -> None:
-        """Shows a line about the session's next action."""
-        ...
+    def say(self, line: str) -> None: ...  # shows a line about the session's next action
 
     def begin(self, run: Run, version: int) -> Reporter:
         """Returns a reporter for the loop, which starts at `version` and stops once `run.stopping` is set."""
@@ -49,18 +43,17 @@ class TerminalFrontend:
     """Shows a live table for `lockstep run`; Ctrl-C stops the run."""
 
     def __init__(self, console: Console):
-        self.console: Console | None = console
-        self._console = console
+        self.console = console
 
     def start(self) -> None:
         cancel_on_sigterm()
 
     def say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
+        self.console.print(line, soft_wrap=True)
 
     def begin(self, run: Run, version: int) -> Reporter:
-        stop_on_signal(run, self._console)
-        return Terminal(self._console, run.num_steps)
+        stop_on_signal(run, self.console)
+        return Terminal(self.console, run.num_steps)
 
 
 def cancel_on_sigterm() -> None:
@@ -104,11 +97,10 @@ class Outcome:
 
     @classmethod
     def of(cls, run: Run[AnyConfig], version: int, num_steps: int, export_path: Path | None) -> Self:
-        """Returns the outcome of a run that ended after step `version` of `num_steps`, from its record."""
         evaluations, change = run.record.evaluations(), ""
         if evaluations:
-            shown = (int(evaluations[at]["version"]) for at in (0, -1))
-            change = change_between(run.record.ledger, *shown)
+            first, last = int(evaluations[0]["version"]), int(evaluations[-1]["version"])
+            change = change_between(run.record.ledger, first, last)
         return cls(run.config.run_dir, version, num_steps, evaluations, export_path, run.checkpoints.best(), change)
 
 
@@ -124,14 +116,14 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     if outcome.other_scorers:
         what = f"These columns cannot be compared, they were scored differently: {outcome.other_scorers}."
         console.print(what, style="bold", soft_wrap=True)
-    lines = [f"  {name:<28} {what}" for name, what in files.items() if outcome.export_path or name != "model/"]
+    shown_files = {name: what for name, what in files.items() if outcome.export_path or name != "model/"}
+    if outcome.best:
+        shown_files[f"checkpoints/step-{outcome.best['version']:06d}"] = "the best checkpoint, by checkpoint.keep_best"
     done = f"{counted(outcome.version, 'step')} done."
     if outcome.version < outcome.num_steps:
         so_far = f"{outcome.version} of {counted(outcome.num_steps, 'step')} done"
         done = f"Stopped: {so_far}. Run the same command again to resume."
-    if outcome.best:
-        name = f"checkpoints/step-{outcome.best['version']:06d}"
-        lines.append(f"  {name:<28} the best checkpoint, by checkpoint.keep_best")
+    lines = (f"  {name:<28} {what}" for name, what in shown_files.items())
     for line in (f"{done} Files in {outcome.directory}:", *lines):
         console.print(line, soft_wrap=True, highlight=False)
 

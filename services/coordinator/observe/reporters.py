@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -77,24 +78,18 @@ class JsonLines(Reporter):
 
 
 def _repaired(path: Path, ledger: Ledger) -> dict[tuple[int, bool], str]:
-    """Returns the lines of everything in the ledger by place; those of the file, where it has the same numbers.
-
-    Sets a file with damaged lines aside.
-    """
+    """Returns the lines of everything in the ledger by place; those of the file, where it has the same numbers."""
     damaged: list[int] = []
-    found = {line.place: line for line in metrics_lines(path, damaged)}
+    written = {line.place: line for line in metrics_lines(path, damaged)}
     if damaged:
-        copy = path.with_name("metrics.damaged.jsonl")
-        path.rename(copy)
-        numbers = ", ".join(map(str, damaged))
-        log.warning(
-            "%s: line %s was damaged and is taken from the ledger; the old file is %s", path, numbers, copy.name
-        )
+        path.rename(path.with_name("metrics.damaged.jsonl"))
+        message = "%s: line %s was damaged and is taken from the ledger; the old file is metrics.damaged.jsonl"
+        log.warning(message, path, ", ".join(map(str, damaged)))
     lines: dict[tuple[int, bool], str] = {}
     for kind in (Kind.FINISHED, Kind.EVALUATED):
         for metrics in ledger.all(kind):
             place = metrics.pop("version"), kind is Kind.EVALUATED
-            line = found.get(place)
+            line = written.get(place)
             # Compares text, as numbers may be NaN.
             if line and all(json.dumps(line.metrics.get(name)) == json.dumps(metrics[name]) for name in metrics):
                 lines[place] = line.text
@@ -146,44 +141,32 @@ class Prometheus(Reporter):
     """Serves `metrics` for the duration of the run."""
 
     def __init__(self, metrics: Metrics, run_id: str):
-        self._metrics, registry = metrics, metrics.registry
+        self._metrics = metrics
         self._rollout: ReplicaCounts | None = None
-        Info("lockstep_coordinator_run", "Id of the run.", registry=registry).info({"run_id": run_id})
-        self._step = Gauge("lockstep_coordinator_step", "Finished steps.", registry=registry)
-        self._step_seconds = Gauge(
-            "lockstep_coordinator_step_seconds", "Duration of the last finished step.", registry=registry
-        )
-        self._phase_seconds = Histogram(
-            "lockstep_coordinator_phase_seconds",
-            "Duration of each phase of the loop: generating, training, publishing, ...",
-            ["phase"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._reward = Gauge("lockstep_coordinator_reward_mean", "Mean reward of the last batch.", registry=registry)
-        self._tokens = Counter(
-            "lockstep_coordinator_batch_tokens_total", "Tokens of all batches trained on.", registry=registry
-        )
-        self._numbers = Gauge(
-            "lockstep_coordinator_number",
-            "Every metric of the last step and evaluation, by its name in metrics.jsonl.",
-            ["name"],
-            registry=registry,
-        )
-        registry.register(self)
+        in_registry: dict[str, Any] = {
+            "namespace": "lockstep",
+            "subsystem": "coordinator",
+            "registry": metrics.registry,
+        }
+        Info("run", "Id of the run.", **in_registry).info({"run_id": run_id})
+        self._step = Gauge("step", "Finished steps.", **in_registry)
+        self._step_seconds = Gauge("step_seconds", "Duration of the last finished step.", **in_registry)
+        phases = "Duration of each phase of the loop: generating, training, publishing, ..."
+        self._phase_seconds = Histogram("phase_seconds", phases, ["phase"], buckets=SECONDS, **in_registry)
+        self._reward = Gauge("reward_mean", "Mean reward of the last batch.", **in_registry)
+        self._tokens = Counter("batch_tokens_total", "Tokens of all batches trained on.", **in_registry)
+        numbers = "Every metric of the last step and evaluation, by its name in metrics.jsonl."
+        self._numbers = Gauge("number", numbers, ["name"], **in_registry)
+        metrics.registry.register(self)
         metrics.serve()
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the current state of the replicas."""
-        rollout = self._rollout
-        num_dead, redispatched = (rollout.num_dead, rollout.num_redispatched) if rollout else (0, 0)
-        dead = ("lockstep_coordinator_dead_replicas", "Replicas that were lost and have not come back.")
-        yield GaugeMetricFamily(*dead, num_dead)
-        again = (
-            "lockstep_coordinator_redispatched_groups_total",
-            "Prompt groups sent to another replica after one did not finish them.",
-        )
-        yield CounterMetricFamily(*again, redispatched)
+        num_dead = self._rollout.num_dead if self._rollout else 0
+        num_redispatched = self._rollout.num_redispatched if self._rollout else 0
+        what = "Replicas that were lost and have not come back."
+        yield GaugeMetricFamily("lockstep_coordinator_dead_replicas", what, num_dead)
+        what = "Prompt groups sent to another replica after one did not finish them."
+        yield CounterMetricFamily("lockstep_coordinator_redispatched_groups_total", what, num_redispatched)
 
     def watch(self, rollout: ReplicaCounts) -> None:
         self._rollout = rollout
@@ -208,7 +191,7 @@ class Prometheus(Reporter):
 
 
 def trace_path(run_dir: Path, name: str) -> Path:
-    """Returns the file for the spans of the process `name`, and creates its directory."""
+    """Returns the file for the spans of the process `name`. Creates its directory."""
     directory = run_dir / "trace"
     directory.mkdir(parents=True, exist_ok=True)
     return (directory / f"{name}.json").absolute()
@@ -236,12 +219,10 @@ def watchers(run: Run[AnyConfig]) -> list[Reporter]:
     Raises:
         InvalidInput: An address is invalid or in use, or an extra is not installed.
     """
-    found: list[Reporter] = []
     with ExitStack() as opened:
-        for watcher in _open(run):
-            found.append(opened.enter_context(closing(watcher)))
+        created = [opened.enter_context(closing(watcher)) for watcher in _open(run)]
         opened.pop_all()  # all were created; the run closes them
-    return found
+    return created
 
 
 def _open(run: Run[AnyConfig]) -> Iterator[Reporter]:

@@ -18,10 +18,8 @@ from services.coordinator.observe.console import fitting
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter, in_order
 
-_MAX_CHARS = 2000
-"""Number of characters of a text that are kept; a terminal shows fewer."""
+_MAX_CHARS = 2000  # of a text that are kept; a terminal shows fewer
 _LINES_PER_TEXT = 2
-"""Lines that one text takes at most."""
 
 
 class LastSample(Reporter):
@@ -143,11 +141,10 @@ class Terminal(Reporter):
         """Returns how long the steps after `version` will take, from the last steps' times without saving."""
         if not self._step_s:
             return ""
-        left_s = (self._num_steps - version) * median(self._step_s)
-        return f", about {timedelta(seconds=round(left_s))} left"
+        left = timedelta(seconds=round((self._num_steps - version) * median(self._step_s)))
+        return f", about {left} left"
 
     def _shown(self) -> RenderableType:
-        """Builds the table and below it the last sample that was given to `conversation`."""
         if self._episode is None:
             return self._table(self._console.height)
         version, conversation = self._episode
@@ -190,7 +187,6 @@ _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES
 
 
 def _short(name: str) -> str:
-    """Returns the name of a held-out set, cut to the width that a column has for it."""
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
 
 

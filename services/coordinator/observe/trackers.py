@@ -110,22 +110,17 @@ class Threaded(Reporter):
 
     def _lose(self, kind: str, what: str, error: BaseException) -> None:
         self._num_lost += 1
-        if (seen := (kind, type(error).__name__)) in self._logged:
-            return
-        self._logged.add(seen)
-        log.warning(
-            "%s did not accept %s (metrics.jsonl has all metrics; the run goes on): %s: %s",
-            self._name,
-            what,
-            seen[1],
-            error,
-        )
+        failure = kind, type(error).__name__
+        if failure not in self._logged:
+            self._logged.add(failure)
+            message = "%s did not accept %s (metrics.jsonl has all metrics; the run goes on): %s: %s"
+            log.warning(message, self._name, what, failure[1], error)
 
 
 RUN_TAG = "lockstep_run_id"
 # Characters that MLflow does not allow in a metric's name: pass@4 becomes pass_4.
 _NOT_ALLOWED = re.compile(r"[^\w./ -]")
-_MLFLOW_STATUS = {Ending.FAILED: "FAILED", Ending.INTERRUPTED: "KILLED"}
+_MLFLOW_STATUS = {Ending.FINISHED: "FINISHED", Ending.FAILED: "FAILED", Ending.INTERRUPTED: "KILLED"}
 
 
 class Mlflow(Reporter):
@@ -138,8 +133,8 @@ class Mlflow(Reporter):
         from mlflow.entities import Metric, Param
 
         self._metric, self._client, self._ending = Metric, MlflowClient(tracking_uri=settings.uri), Ending.FINISHED
-        found = self._client.get_experiment_by_name(settings.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(settings.experiment)
+        known = self._client.get_experiment_by_name(settings.experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(settings.experiment)
         before = self._client.search_runs([experiment], f"tags.{RUN_TAG} = '{run.run_id}'")
         if before:
             self._id = before[0].info.run_id
@@ -147,8 +142,7 @@ class Mlflow(Reporter):
         else:
             tags = {RUN_TAG: run.run_id}
             self._id = self._client.create_run(experiment, tags=tags, run_name=run.config.name).info.run_id
-            config = json.loads(run.config.model_dump_json())
-            params = [Param(name, value) for name, value in _flat(config)]
+            params = [Param(name, value) for name, value in _flat(json.loads(run.config.model_dump_json()))]
             self._client.log_batch(self._id, params=params)
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
@@ -162,14 +156,10 @@ class Mlflow(Reporter):
         self._ending = ending
 
     def close(self) -> None:
-        if status := _MLFLOW_STATUS.get(self._ending):
-            self._client.set_terminated(self._id, status=status)
-        else:
-            self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, status=_MLFLOW_STATUS[self._ending])
 
 
 def _flat(table: dict[str, object], at: str = "") -> Iterator[tuple[str, str]]:
-    """Yields dotted keys and their values as JSON."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{at}{key}.")
@@ -217,10 +207,7 @@ class Wandb(Reporter):
         self._exit_code = _WANDB_EXIT_CODES.get(ending)
 
     def close(self) -> None:
-        if self._exit_code is None:
-            self._run.finish()
-        else:
-            self._run.finish(exit_code=self._exit_code)
+        self._run.finish(exit_code=self._exit_code)
 
 
 def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:

@@ -57,14 +57,15 @@ class Record:
         self._ledger.close()
 
     def require_step(self, step: int) -> None:
-        """Raises NotFound if the run has not finished `step`."""
+        """Raises InvalidInput if `step` is below 1, NotFound if the run has not finished it."""
+        if step < 1:
+            raise InvalidInput(f"--step {step}: steps are counted from 1", field="step")
         finished = [row["version"] for row in self._ledger.all(Kind.FINISHED)]
         if step not in finished:
             has = f"has steps {min(finished)} to {max(finished)}" if finished else "has not finished a step"
             raise NotFound(f"--step {step}: {self.run_dir} {has}", field="step")
 
     def batch(self, step: int) -> Batch:
-        """Returns the samples that `step` trained on."""
         path = batch_path(self.run_dir, step - 1)
         collected = self._ledger.last(Kind.COLLECTED, step - 1)
         if collected is None or not path.is_file():
@@ -78,7 +79,6 @@ class Record:
         return Batch(samples, collected["dataset"], tuple(differs))
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics of a finished step."""
         return self._ledger.last(Kind.FINISHED, step) or {}
 
     def digest(self, version: int) -> str:
@@ -121,18 +121,15 @@ class Record:
         return Path(saved[1]) if saved and saved[0] == step else None
 
     def _newest(self, kind: Kind, version: int) -> tuple[int, str] | None:
-        there = {row["path"]: row["manifest_digest"] for row in self._ledger.checkpoints(kind)}
-        saved = [row for row in self._ledger.all(kind) if row["path"] in there and row["version"] <= version]
-        for row in sorted(saved, key=lambda row: -row["version"]):
-            if path := self._present(row["path"], CHECKPOINT_DIRECTORIES[kind]):
-                require_saved(path / "manifest.json", there[row["path"]])
-                return row["version"], str(path)
+        # Of saves at one path, the last counts: a run that went back has replaced the checkpoint.
+        saved = {row["path"]: row for row in self._ledger.checkpoints(kind) if row["version"] <= version}
+        for row in sorted(saved.values(), key=lambda row: -row["version"]):
+            # The run's directory may have been moved.
+            for place in (self.run_dir / CHECKPOINT_DIRECTORIES[kind] / Path(row["path"]).name, Path(row["path"])):
+                if (place / "manifest.json").is_file():
+                    require_saved(place / "manifest.json", row["manifest_digest"])
+                    return row["version"], str(place.absolute())
         return None
-
-    def _present(self, path: str, directory: str) -> Path | None:
-        """Returns where a checkpoint is now, also if the run's directory was moved."""
-        places = (self.run_dir / directory / Path(path).name, Path(path))
-        return next((place.absolute() for place in places if (place / "manifest.json").is_file()), None)
 
     def _read_config(self) -> Config:
         if not self._opened:
@@ -152,30 +149,14 @@ class Record:
         return parse_json(Config, text)
 
 
-def compare(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Difference]:
-    """Yields a difference for every value of `now` that is not exactly the recorded one."""
+def compare(recorded: Mapping[str, object], now: Mapping[str, object], where: str = "") -> Iterator[Difference]:
+    """Yields a difference, named after `where`, for every value of `now` that is not exactly the recorded one."""
     for name, value in now.items():
         if name not in recorded:
-            yield Difference(name, "nothing", _shown(value))
+            yield Difference(where + name, "nothing", _shown(value))
         elif recorded[name] != value:
-            yield Difference(name, _shown(recorded[name]), _shown(value))
+            yield Difference(where + name, _shown(recorded[name]), _shown(value))
 
 
 def _shown(value: object) -> str:
-    """Returns a value as text with all its digits."""
-    return value if isinstance(value, str) else repr(value)
-
-
-def require_same_data(batch: Batch, digest: str) -> None:
-    """Raises PreconditionFailed if the prompts are no longer those that `batch` was sampled from."""
-    if batch.dataset_digest != digest:
-        raise PreconditionFailed(
-            f"data.train differs from what the run used (digest {digest}, recorded {batch.dataset_digest}): "
-            "its rows, template or tokenizer were changed; restore them to replay its rewards"
-        )
-
-
-def require_positive(step: int) -> None:
-    """Raises InvalidInput if `step` is below 1."""
-    if step < 1:
-        raise InvalidInput(f"--step {step}: steps are counted from 1", field="step")
+    return value if isinstance(value, str) else repr(value)  # a number with all its digits

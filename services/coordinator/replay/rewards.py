@@ -1,12 +1,13 @@
 """Scores the recorded samples of a step again, and plays their turns to the environment again."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError, NotFound, Reason
+from services.common.errors import LockstepError, NotFound, PreconditionFailed, Reason
 from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments
@@ -16,7 +17,7 @@ from services.coordinator.data.groups import FINISH_REASONS, Episode, SampledGro
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt, PromptDataset
 from services.coordinator.data.reading.parquet import Record as Row
-from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
+from services.coordinator.replay.record import Batch, Difference, compare
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
@@ -30,8 +31,8 @@ async def replay_rewards(
     groups: dict[int, list[Row]] = {}
     for row in batch.samples.to_pylist():
         groups.setdefault(row["group"], []).append(row)
-    found = await gather(_group(prompts[rows[0]["prompt_id"]], rows, rewards, tokenizer) for rows in groups.values())
-    return batch.samples.num_rows, [difference for differences in found for difference in differences]
+    replayed = (_group(prompts[rows[0]["prompt_id"]], rows, rewards, tokenizer) for rows in groups.values())
+    return batch.samples.num_rows, list(chain(*await gather(replayed)))
 
 
 def prompts_of(batch: Batch, data: PromptDataset) -> dict[str, Prompt]:
@@ -41,7 +42,11 @@ def prompts_of(batch: Batch, data: PromptDataset) -> dict[str, Prompt]:
         PreconditionFailed: The prompts are no longer those that were sampled.
         NotFound: The prompt of a sample is not in the data.
     """
-    require_same_data(batch, data.digest)
+    if batch.dataset_digest != data.digest:
+        raise PreconditionFailed(
+            f"data.train differs from what the run used (digest {data.digest}, recorded {batch.dataset_digest}): "
+            "its rows, template or tokenizer were changed; restore them to replay its rewards"
+        )
     wanted = set(batch.samples["prompt_id"].to_pylist())
     prompts = {prompt.prompt_id: prompt for prompt in data.prompts if prompt.prompt_id in wanted}
     if missing := wanted - prompts.keys():
@@ -67,19 +72,17 @@ async def _group(prompt: Prompt, rows: Sequence[Row], rewards: Rewards, tokenize
     if scored is None:
         return [Difference(f"prompt {prompt.prompt_id}", "scored", "a sample cannot be scored; see the log")]
     pairs = zip(rows, scored.scores, strict=True)
-    return [one for row, score in pairs for one in _sample(row, score, scored.scorer)]
+    return [difference for row, score in pairs for difference in _sample(row, score, scored.scorer)]
 
 
 def _sample(row: Row, score: Score, scorer: str) -> Iterator[Difference]:
-    at = f"prompt {row['prompt_id']} sample {row['sample']}: "
     recorded = {"reward": row["reward"], "scorer": row["scorer"], **dict(row["components"])}
     episode = Episode.of(row)
     of_episode = {"environment": episode.reward} if episode else {}
     reward = total([score.reward, *(episode.turn_rewards if episode else ())])
     components = {**dict.fromkeys(dict(row["components"])), **of_episode, **score.components}
     now = {"reward": reward, "scorer": scorer, **components}
-    for one in compare(recorded, now):
-        yield Difference(at + one.what, one.recorded, one.now)
+    yield from compare(recorded, now, f"prompt {row['prompt_id']} sample {row['sample']}: ")
 
 
 async def replay_environment(
@@ -88,8 +91,8 @@ async def replay_environment(
     """Returns the number of turns that were played, and the differences in messages, rewards and ends."""
     rows, prompts = batch.samples.to_pylist(), prompts_of(batch, data)
     player = _Player(environments, dialog, config)
-    found = await gather(player.play(row, prompts[row["prompt_id"]]) for row in rows)
-    return sum(len(row["turn_begins"]) for row in rows), [one for differences in found for one in differences]
+    played = await gather(player.play(row, prompts[row["prompt_id"]]) for row in rows)
+    return sum(len(row["turn_begins"]) for row in rows), list(chain(*played))
 
 
 class _Player:
@@ -106,21 +109,21 @@ class _Player:
         async with self._environments.episode(f"replay/{row['group']}/{row['sample']}") as client:
             seed = environment_seed(self._config.seed, prompt.prompt_id)
             first = self._dialog.begin(prompt, await client.reset(seed, prompt))
-            if found := _differences(f"{at} first prompt", row["prompt_tokens"], first.tokens):
-                return found
+            if differences := _differences(f"{at} first prompt", row["prompt_tokens"], first.tokens):
+                return differences
             for turn, tokens in enumerate(episode.turns(row["tokens"])):
                 begin = episode.turn_begins[turn]
                 text, reason = self._dialog.text(tokens), self._reason(tokens, begin)
                 reasons = self._dialog.opens_reasoning([*first.tokens, *row["tokens"][:begin]])
                 reply = await client.step(text, len(tokens), reason, is_reasoning=reasons)
                 reward = weighted_sum([(self._weight, reply.reward)])
-                found = _differences(f"{at} turn {turn} reward", episode.turn_rewards[turn], reward)
+                differences = _differences(f"{at} turn {turn} reward", episode.turn_rewards[turn], reward)
                 if turn < len(replies) - 1:
-                    found += _differences(f"{at} turn {turn} done", False, reply.done)
+                    differences += _differences(f"{at} turn {turn} done", False, reply.done)
                     now = self._dialog.reply(tokens, reply.messages)
-                    found += _differences(f"{at} turn {turn} reply", replies[turn], now)
-                if found:
-                    return found
+                    differences += _differences(f"{at} turn {turn} reply", replies[turn], now)
+                if differences:
+                    return differences
         return []
 
     def _reason(self, tokens: Sequence[int], begin: int) -> FinishReason:

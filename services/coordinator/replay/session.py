@@ -21,7 +21,7 @@ from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run
 from services.coordinator.fleet.running import recorded_run, running_services
-from services.coordinator.replay.record import Difference, Record, require_positive
+from services.coordinator.replay.record import Difference, Record
 from services.coordinator.replay.rewards import replay_environment, replay_rewards
 from services.coordinator.replay.training import replay_critic, replay_training
 from services.coordinator.rl.sampling.episodes import make_dialog
@@ -59,7 +59,7 @@ class Replayed:
 
 
 async def replay_session(
-    run_dir: Path, step: int, what: Collection[What], given: Addresses, console: Console
+    run_dir: Path, step: int, what: Collection[What], external: Addresses, console: Console
 ) -> Replayed:
     """Repeats `step` of a run. The run's own files are not changed.
 
@@ -69,11 +69,10 @@ async def replay_session(
         DataLoss: A checkpoint is not the one that was saved.
         LockstepError: The first failure of a service.
     """
-    require_positive(step)
     with closing(Record(run_dir)) as record:
-        given.require_own(record.config)
+        external.require_own(record.config)
         record.require_step(step)
-        record.batch(step)
+        record.batch(step)  # raises if it was not kept, before any service starts
         _, checkpoint = record.start(step - 1) if What.TRAIN in what else (0, "")
         has_critic = What.TRAIN in what and record.config.critic and record.critic_start(step - 1)
         session = _Session(record, step, what, console)
@@ -83,7 +82,7 @@ async def replay_session(
             config = config.model_copy(update={"critic": record.config.critic})
         services = [_SERVICES[part] for part in what]
         with recorded_run(config, console, start) as run:
-            async with running_services(run, given, services=services, sharing=record.config) as addresses:
+            async with running_services(run, external, services=services, sharing=record.config) as addresses:
                 return await session.run(run, addresses)
 
 
@@ -94,12 +93,11 @@ def show_replayed(replayed: Replayed, console: Console) -> None:
     if not replayed.differences:
         console.print(f"step {replayed.step}: identical to the record", style="green", highlight=False)
         return
-    for one in replayed.differences:
-        line = f"{one.what}: recorded {one.recorded}, now {one.now}"
+    for difference in replayed.differences:
+        line = f"{difference.what}: recorded {difference.recorded}, now {difference.now}"
         console.print(line, soft_wrap=True, highlight=False)
-    console.print(
-        f"step {replayed.step}: {counted(len(replayed.differences), 'difference')}", style="red", highlight=False
-    )
+    total = counted(len(replayed.differences), "difference")
+    console.print(f"step {replayed.step}: {total}", style="red", highlight=False)
     console.print(f"logs in {replayed.directory / 'logs'}", soft_wrap=True, highlight=False)
 
 
@@ -111,29 +109,27 @@ class _Session:
     console: Console
 
     async def run(self, run: Run, addresses: Addresses) -> Replayed:
-        batch = self.record.batch(self.step)
-        differences, compared = list(batch.differences), []
+        differences, compared = dict.fromkeys(self.record.batch(self.step).differences), list[str]()
+
+        def add(what: str, unit: str, number: int, own: Sequence[Difference]) -> None:
+            compared.append(f"{what} {counted(number, unit)}: {f'{len(own)} differ' if own else 'all equal'}")
+            differences.update(dict.fromkeys(own))
+
         if What.REWARDS in self.what:
             self._say(f"scoring the samples of step {self.step}")
-            num_samples, found = await self._rewards(run, addresses)
-            compared.append(f"rewards of {counted(num_samples, 'sample')}: {_verdict(found)}")
-            differences += found
+            add("rewards of", "sample", *await self._rewards(run, addresses))
         if What.ENVIRONMENT in self.what:
             self._say(f"playing the turns of step {self.step} to the environment")
-            num_turns, found = await self._environment(run, addresses)
-            compared.append(f"replies to {counted(num_turns, 'turn')}: {_verdict(found)}")
-            differences += found
+            add("replies to", "turn", *await self._environment(run, addresses))
         if What.TRAIN in self.what:
             self._say(f"opening the trainer with {run.resume_from or run.config.model}")
-            num_values, found = await self._training(run, addresses)
-            compared.append(f"weights and metrics, {counted(num_values, 'value')}: {_verdict(found)}")
-            differences += (one for one in found if one not in differences)
-        if What.TRAIN in self.what and self.record.config.critic:
-            line, found = await self._critic(run, addresses)
-            compared.append(line)
-            differences += (one for one in found if one not in differences)
+            add("weights and metrics,", "value", *await self._training(run, addresses))
+        if What.TRAIN in self.what and run.config.critic:
+            add("critic's weights and metrics,", "value", *await self._critic(run, addresses))
+        elif What.TRAIN in self.what and self.record.config.critic:
+            compared.append("critic: not trained again, because it has no checkpoint before this step")
         await close_run(run, addresses)
-        return Replayed(self.step, compared, differences, run.config.run_dir)
+        return Replayed(self.step, compared, list(differences), run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
         async with self._scoring(run, addresses) as (rewards, environments, tokenizer):
@@ -155,7 +151,10 @@ class _Session:
         self, run: Run, addresses: Addresses
     ) -> AsyncIterator[tuple[Rewards, Environments | None, Tokenizer]]:
         """Yields the opened reward services, their environment if the run has one, and the tokenizer."""
-        tokenizer = _tokenizer(run.config, self.record.run_dir)
+        data, model = run.config.data, Path(run.config.model)
+        # If the model is on another host, the trainer has sent the card with its tokenizer.
+        folder = model if model.is_dir() else self.record.run_dir / "model_card"
+        tokenizer = Tokenizer.load(folder, chat_template=data.chat_template, date=data.template_date)
         rewards = Rewards(addresses.reward, run.config, addresses.transport)
         try:
             await rewards.open(run.run_id)
@@ -171,15 +170,12 @@ class _Session:
         finally:
             await trainer.close()
 
-    async def _critic(self, run: Run, addresses: Addresses) -> tuple[str, list[Difference]]:
-        if run.config.critic is None:
-            return "critic: not trained again, because it has no checkpoint before this step", []
+    async def _critic(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
         critic = Model("critic", addresses.of("critic"), run.config, addresses.transport)
         try:
-            num_values, found = await replay_critic(run, self.record, self.step, critic, self._say)
+            return await replay_critic(run, self.record, self.step, critic, self._say)
         finally:
             await critic.close()
-        return f"critic's weights and metrics, {counted(num_values, 'value')}: {_verdict(found)}", found
 
     def _say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, highlight=False)
@@ -197,18 +193,7 @@ def _config(record: Record, step: int, checkpoint: str) -> Config:
     return record.config.model_copy(update=alone | here)
 
 
-def _tokenizer(config: Config, run_dir: Path) -> Tokenizer:
-    """Loads the tokenizer of the model or, if the model is on another host, of the model card that the trainer sent."""
-    model = Path(config.model) if Path(config.model).is_dir() else run_dir / "model_card"
-    return Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
-
-
 def _prompts(config: Config, tokenizer: Tokenizer, environments: Environments | None) -> PromptDataset:
-    """Reads the training prompts, which show the tools of the environment."""
     shown = tokenizer.with_tools(environments.tools) if environments else tokenizer
     needs_answer = config.reward.reads_answers
     return PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
-
-
-def _verdict(differences: Sequence[Difference]) -> str:
-    return f"{len(differences)} differ" if differences else "all equal"

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,24 +28,24 @@ async def replay_training(
     # Publishes to a group without receivers, to get a stamp of the weights, which training requires.
     epoch = run.record.next_epoch(0)
     await trainer.join(weight_group(run, trainer.opened, epoch, 0))
-    stamp, found, compared = await trainer.send(epoch, version), [], 0
+    stamp, differences, compared = await trainer.send(epoch, version), [], 0
     while True:
-        digest = record.digest(version)
-        if digest:
+        if digest := record.digest(version):
             compared += 1
-            found += compare({_name(version): digest}, {_name(version): stamp.digest})
+            name = f"weights of version {version}"
+            differences += compare({name: digest}, {name: stamp.digest})
         if version == step:
-            return compared, found
+            return compared, differences
         batch = record.batch(version + 1)
-        found += batch.differences
+        differences += batch.differences
         say(f"training on the batch of step {version + 1}")
-        version, metrics = await trainer.train(_with_stamp(stamp, batch), run.batch_id(stamp), stamp)
+        version, metrics = await trainer.train(_with_stamp(stamp, batch), run.batch_id(stamp.version), stamp)
         stamp = await trainer.send(epoch, version)
         if version == step:
             now = batch_metrics(batch.samples) | {f"train/{name}": value for name, value in metrics.items()}
             now = {name: value for name, value in now.items() if not name.endswith("_s")}  # without timings
             compared += len(now)
-            found += compare(record.metrics(step), now)
+            differences += compare(record.metrics(step), now)
 
 
 def _with_stamp(stamp: PolicyStamp, batch: Batch) -> pa.Table:
@@ -56,10 +56,6 @@ def _with_stamp(stamp: PolicyStamp, batch: Batch) -> pa.Table:
         field = samples.schema.field(index)
         samples = samples.set_column(index, field, pa.array([value] * samples.num_rows, field.type))
     return samples
-
-
-def _name(version: int) -> str:
-    return f"weights of version {version}"
 
 
 # Suffix of a checkpoint's tensor files. Its other files contain random names, so they cannot be compared.
@@ -78,22 +74,22 @@ async def replay_critic(
     start, warmup_steps = record.critic_start(step - 1), run.config.critic.warmup_steps
     assert start, "the caller has checked"
     await critic.open(run.run_id, start[1])
-    found, compared = [], 0
+    differences, compared = [], 0
     for version in range(start[0], step):
         batch = record.batch(version + 1)
-        found += batch.differences
+        differences += batch.differences
         say(f"training the critic on the batch of step {version + 1}")
         sampled_from = batch.samples.slice(0, 1).to_pylist()[0]
         stamp = PolicyStamp(version=sampled_from["policy_version"], digest=sampled_from["policy_digest"])
-        _, metrics = await critic.train(batch.samples, run.batch_id(stamp), stamp, version + warmup_steps)
+        _, metrics = await critic.train(batch.samples, run.batch_id(stamp.version), stamp, version + warmup_steps)
         now = {f"train/{name}": value for name, value in metrics.items()}
         compared += len(now)
-        found += _prefixed(f"step {version + 1}: ", compare(record.metrics(version + 1), now))
+        differences += compare(record.metrics(version + 1), now, f"step {version + 1}: ")
     if recorded := record.critic_checkpoint(step):
         now = await _tensors_now(run, critic, step, step + warmup_steps)
         compared += len(now)
-        found += _prefixed("critic's checkpoint: ", compare(_tensors(recorded), now))
-    return compared, found
+        differences += compare(_tensors(recorded), now, "critic's checkpoint: ")
+    return compared, differences
 
 
 async def _tensors_now(run: Run, critic: Model, step: int, version: int) -> dict[str, str]:
@@ -106,10 +102,5 @@ async def _tensors_now(run: Run, critic: Model, step: int, version: int) -> dict
 
 
 def _tensors(checkpoint: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each tensor file from the checkpoint's manifest."""
     files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     return {name: about["sha256"] for name, about in files.items() if name.endswith(_TENSORS)}
-
-
-def _prefixed(where: str, differences: Iterator[Difference]) -> Iterator[Difference]:
-    return (Difference(where + one.what, one.recorded, one.now) for one in differences)

@@ -8,7 +8,7 @@ from bisect import insort
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 
 import pyarrow as pa
 
@@ -26,8 +26,7 @@ class ByPrompt:
     """Orders groups by their prompts. The next group is certain when all before it are decided."""
 
     def __init__(self) -> None:
-        self._decided: dict[int, ScoredGroup | None] = {}
-        self._next = 0
+        self._decided, self._next = dict[int, ScoredGroup | None](), 0
 
     def begin(self, place: int, prompt_id: str) -> None:
         """Does nothing, because this order does not depend on the groups that have begun."""
@@ -35,12 +34,11 @@ class ByPrompt:
     def decide(self, place: int, group: ScoredGroup | None) -> list[ScoredGroup]:
         """Takes the group at `place` in the order of prompts, None if it is not trained on. Returns what comes next."""
         self._decided[place] = group
-        certain: list[ScoredGroup] = []
+        certain: list[ScoredGroup | None] = []
         while self._next in self._decided:
-            if useful := self._decided.pop(self._next):
-                certain.append(useful)
+            certain.append(self._decided.pop(self._next))
             self._next += 1
-        return certain
+        return [useful for useful in certain if useful]
 
 
 class ByLength:
@@ -56,12 +54,10 @@ class ByLength:
         self._waiting: list[ScoredGroup] = []
 
     def begin(self, place: int, prompt_id: str) -> None:
-        """Takes note of a prompt that is sampled."""
         self._unfinished[place] = prompt_id
         self._num_to_begin -= 1
 
     def decide(self, place: int, group: ScoredGroup | None) -> list[ScoredGroup]:
-        """Takes the group at `place` in the order of prompts, None if it is not trained on. Returns what comes next."""
         del self._unfinished[place]
         if group:
             insort(self._waiting, group, key=_by_length)
@@ -74,7 +70,6 @@ class ByLength:
 
 
 def in_order_of_length(groups: Iterable[ScoredGroup]) -> list[ScoredGroup]:
-    """Returns `groups` in the order of `ByLength`."""
     return sorted(groups, key=_by_length)
 
 
@@ -82,6 +77,7 @@ def _by_length(group: ScoredGroup) -> tuple[int, int]:
     return group.length, group.index
 
 
+# More blocks begin to train earlier, but each has fewer samples to fill micro-batches with.
 _BLOCKS_PER_STEP = 8
 
 # Is called with each block of groups, in the order of the batch, once every model has answered.
@@ -133,14 +129,9 @@ class BlockMaker:
         samples = pa.concat_tables(to_table([group]) for group in groups)
         names = [model.column for model in self._models]
         answers = await gather(self._forward(model, samples) for model in self._models)
-        begin = 0
-        found: list[dict[str, list[list[float]]]] = []
-        for group in groups:
-            size = len(group.completions)
-            parts = (rows.slice(begin, size).to_pylist() for rows in answers)
-            found.append(dict(zip(names, parts, strict=True)))
-            begin += size
-        return found
+        begins = accumulate((len(group.completions) for group in groups), initial=0)
+        slices = ([rows[begin:end].to_pylist() for rows in answers] for begin, end in pairwise(begins))
+        return [dict(zip(names, columns, strict=True)) for columns in slices]
 
     async def _forward(self, model: Model, samples: pa.Table) -> pa.ChunkedArray:
         # Every rank needs a sample, so some are computed twice.
@@ -161,8 +152,8 @@ class BlocksOfBatch:
         cutter: BlockCutter,
         take: TakeBlock,
     ):
-        self._maker, self._tasks, self._order, self._take = maker, tasks, order, take
-        self._cutter, self._num_left = cutter, maker.num_wanted
+        self._maker, self._tasks, self._order, self._cutter, self._take = maker, tasks, order, cutter, take
+        self._num_left = maker.num_wanted
         self._may_start = asyncio.Event()
         if not maker.starts_at_end:
             self._may_start.set()
@@ -170,11 +161,9 @@ class BlocksOfBatch:
         self._running: list[asyncio.Task[list[ScoredGroup]]] = []
 
     def begin(self, place: int, prompt: Prompt) -> None:
-        """Takes note that the prompt at `place` in the order of prompts is sampled."""
         self._order.begin(place, prompt.prompt_id)
 
     def decide(self, place: int, group: ScoredGroup | None) -> None:
-        """Takes note of the group at `place` in the order of prompts; None if it is not trained on."""
         for useful in self._order.decide(place, group)[: self._num_left]:
             self._num_left -= 1
             self._block.append(useful)
@@ -185,22 +174,21 @@ class BlocksOfBatch:
         """Returns `groups`, which were all decided, with the columns of every model."""
         self._start()
         self._may_start.set()
-        found = {group.index: group for block in self._running for group in await block}
-        return [found[group.index] for group in groups]
+        completed = {group.index: group for block in self._running for group in await block}
+        return [completed[group.index] for group in groups]
 
     def _start(self) -> None:
         block, self._block = self._block, []
         if block:
-            before = self._running[-1] if self._running else None
-            self._running.append(self._tasks.create_task(self._run(block, before)))
+            self._running.append(self._tasks.create_task(self._run(block, self._running[-1:])))
 
     async def _run(
-        self, block: Sequence[ScoredGroup], before: asyncio.Task[list[ScoredGroup]] | None
+        self, block: Sequence[ScoredGroup], before: Sequence[asyncio.Task[list[ScoredGroup]]]
     ) -> list[ScoredGroup]:
         await self._may_start.wait()
         columns = await self._maker.columns(block)
-        if before is not None:
-            await before
-        whole = [replace(group, columns=found) for group, found in zip(block, columns, strict=True)]
+        for earlier in before:  # `take` gets the blocks in order, in whichever order the models answer
+            await earlier
+        whole = [replace(group, columns=own) for group, own in zip(block, columns, strict=True)]
         self._take(whole)
         return whole

@@ -1,6 +1,4 @@
-"""Implements `lockstep eval`: evaluates a checkpoint or model on held-out sets, as a run without steps in its own
-directory.
-"""
+"""Implements `lockstep eval`: evaluates a checkpoint or model, as a run without steps in its own directory."""
 
 import datetime
 import json
@@ -34,7 +32,7 @@ from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Holds the result of an evaluation. `metrics` are named `eval/<set>/<metric>`."""
+    """The result of an evaluation. `metrics` are named `eval/<set>/<metric>`."""
 
     stamp: PolicyStamp
     metrics: dict[str, float]
@@ -44,10 +42,7 @@ class Evaluation:
 def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     """Returns `config`, changed to evaluate `checkpoint` in `out` or, by default, in a new directory in its run's.
 
-    Args:
-        config: The run's config.
-        checkpoint: A checkpoint of a run, or a model directory in the Hugging Face format.
-        out: A directory that is empty or does not exist yet.
+    `checkpoint` is one of a run, or a model directory in the Hugging Face format.
 
     Raises:
         NotFound: `checkpoint` is neither a checkpoint nor a model.
@@ -56,49 +51,49 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     if not config.data.eval:
         raise InvalidInput("data.eval is empty: there is nothing to evaluate", field="data.eval")
     is_checkpoint = _is_checkpoint(checkpoint)
-    directory = (
-        out or _run_of(checkpoint, config) / f"eval-{checkpoint.resolve().name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    )
+    name = f"eval-{checkpoint.resolve().name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    directory = out or (_run_of(checkpoint) or config.run_dir) / name
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InvalidInput(f"--out: {directory} exists and is not an empty directory; choose another", field="out")
     start = {"resume": str(checkpoint)} if is_checkpoint else {"resume": "never", "model": str(checkpoint)}
     policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
     alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # opens no other model
     # The run may be in progress, with its metrics port and trackers in use.
-    quiet = {"observability": config.observability.model_copy(update={"metrics_address": "", "trackers": ()})}
-    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone, **quiet})
+    quiet = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
+    place = {"runs_dir": directory.parent, "name": directory.name, "observability": quiet}
+    return config.model_copy(update={**place, **start, **alone})
 
 
-def with_own_config(checkpoint: Path, given: Sequence[str]) -> list[str]:
-    """Returns `given`, after the config of the run that made `checkpoint` if no file is given.
+def with_own_config(checkpoint: Path, arguments: Sequence[str]) -> list[str]:
+    """Returns `arguments`, after the config of the run that made `checkpoint` if they name no file.
 
     Raises:
         NotFound: There is no checkpoint, or no config of its run.
         InvalidInput: `checkpoint` is a run's directory.
     """
-    if not all(is_override(one) for one in given):
-        return [*given]
+    if not all(map(is_override, arguments)):
+        return [*arguments]
     _is_checkpoint(checkpoint)
     at = checkpoint.resolve().parent
     run_dir = at.parent if at.name == CHECKPOINTS else at
     own = run_dir / "config.json"
     if not (run_dir / LEDGER).is_file() or not own.is_file():
         raise NotFound(f"{checkpoint} is in no run's directory: give the config of a run as well", field="config")
-    return [str(own), *given]
+    return [str(own), *arguments]
 
 
-def _run_of(checkpoint: Path, config: Config) -> Path:
-    """Returns the directory of the run that saved `checkpoint`, or that of `config` if no run did."""
+def _run_of(checkpoint: Path) -> Path | None:
+    """Returns the directory of the run that saved `checkpoint`; None if no run did."""
     checkpoints = checkpoint.resolve().parent
     is_of_run = checkpoints.name == CHECKPOINTS and (checkpoints.parent / LEDGER).is_file()
-    return checkpoints.parent if is_of_run else config.run_dir
+    return checkpoints.parent if is_of_run else None
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Returns True if `path` is a checkpoint, False if it is a model. Raises like `eval_config` if it is neither."""
     if (path / CHECKPOINTS).is_dir():
-        inside = sorted(f"{CHECKPOINTS}/{saved.name}" for saved in (path / CHECKPOINTS).iterdir())
-        message = f"{path} is a run's directory: give one of its checkpoints or its model; it has {', '.join(inside)}"
+        saved = ", ".join(sorted(f"{CHECKPOINTS}/{checkpoint.name}" for checkpoint in (path / CHECKPOINTS).iterdir()))
+        message = f"{path} is a run's directory: give one of its checkpoints or its model; it has {saved}"
         raise InvalidInput(message, field="checkpoint")
     if (path / "manifest.json").is_file():
         return True
@@ -108,16 +103,18 @@ def _is_checkpoint(path: Path) -> bool:
     return False
 
 
-async def eval_session(config: Config, given: Addresses, console: Console) -> Evaluation:
+async def eval_session(config: Config, external: Addresses, console: Console) -> Evaluation:
     """Runs the evaluation that `eval_config` set up. Services without an address are started and stopped with it.
 
     Raises:
         LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
-    data = load_if_local(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
+    data = load_if_local(
+        config, partial(_load, tools=known_tools(config, external)), model_is_remote=bool(external.trainer)
+    )
     with recorded_run(config, console) as run:
-        async with running_services(run, given) as addresses:
+        async with running_services(run, external) as addresses:
             evaluated = run.resume_from or config.model
             console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
             async with open_services(run, addresses) as services:
@@ -125,7 +122,6 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
 
 
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Prints the metrics as a table with a column per set."""
     sets: dict[str, dict[str, float]] = {}
     for path, value in evaluation.metrics.items():
         name, _, metric = path.removeprefix("eval/").rpartition("/")

@@ -22,8 +22,7 @@ from services.coordinator.runs.run import Run
 async def evaluate(
     run: Run, collector: Collector, eval_data: Mapping[str, Prompts], stamp: PolicyStamp
 ) -> dict[str, float]:
-    """Samples every set with its `evaluation` settings, writes the samples as Parquet and returns the metrics, named
-    `eval/<set>/<metric>`.
+    """Samples every set, writes the samples as Parquet and returns the metrics, named `eval/<set>/<metric>`.
 
     Every prompt counts, regardless of `reward.on_failure`: a sample that could not be scored has reward 0, and `failed`
     is the number of such samples, if there are any.
@@ -33,13 +32,15 @@ async def evaluate(
     with run.phase(Phase.EVALUATING):
         for name, prompts in eval_data.items():
             settings = run.config.evaluation.settings(name)
-            sampling, wanted = eval_sampling(settings, run.config.rollout.sampling), prompts[: settings.max_prompts]
-            groups = await collector.collect(name, wanted, settings.num_samples, sampling, stamp)
+            sampling = eval_sampling(settings, run.config.rollout.sampling)
+            groups = await collector.collect(
+                name, prompts[: settings.max_prompts], settings.num_samples, sampling, stamp
+            )
             samples = to_table(groups)
-            numbers = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
+            of_set = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
             if num_failed := sum(group.is_failed.sum() for group in groups):
-                numbers["failed"] = float(num_failed)
-            metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
+                of_set["failed"] = float(num_failed)
+            metrics |= {f"eval/{name}/{metric}": value for metric, value in of_set.items()}
             run.record.keep_evaluation(name, samples, stamp)
             scored = versions_of(samples)
     await run.record.ledger.free()
@@ -49,10 +50,8 @@ async def evaluate(
 
 def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> SamplingConfig:
     """Returns how a set is sampled: as in training, apart from what the set says by itself."""
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    names = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "bad_words", *penalties)
-    changes = {name: getattr(settings, name) for name in names}
-    return training.model_copy(update=changes | {"max_tokens": settings.max_tokens or training.max_tokens})
+    own = {name: getattr(settings, name) for name in SamplingConfig.model_fields if hasattr(settings, name)}
+    return training.model_copy(update=own | {"max_tokens": settings.max_tokens or training.max_tokens})
 
 
 def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
@@ -75,7 +74,5 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Returns an unbiased estimate of the probability that at least one of `k` samples passes, if c of n passed:
-    1 - C(n-c, k) / C(n, k) (arXiv 2107.03374).
-    """
+    """Estimates, without bias, the probability that one of `k` samples passes, if c of n passed (arXiv 2107.03374)."""
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

@@ -21,32 +21,32 @@ from services.coordinator.runs.run import Run
 log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
-_PREFIX = "warning/"
-_COLLAPSE, _UNMIXED, _DROPPED = (
-    f"{_PREFIX}{name}" for name in ("entropy_collapse", "steps_without_mixed_group", "dropped_groups")
-)
-_FIRST_ENTROPY = f"{_PREFIX}first_entropy"
+_COLLAPSE, _FIRST_ENTROPY = "warning/entropy_collapse", "warning/first_entropy"
+_UNMIXED, _DROPPED = "warning/steps_without_mixed_group", "warning/dropped_groups"
 # Metrics of failures -> what they are in a warning: groups by scorer and reason, and tries of an episode by reason.
 _FAILED = {"sampling/failed/": "", "environment/failed_": "environment/"}
 
 
 def warning_metrics(step: int, metrics: Metrics, before: Metrics, settings: WarningsConfig) -> dict[str, float]:
-    """Logs the warnings of `step`, and returns their metrics.
+    """Logs the warnings of `step`, which has `metrics`, and returns their metrics.
 
-    Args:
-        step: Number of the step.
-        metrics: Its metrics.
-        before: The metrics of the step before it, which this function had added to; empty for the first.
-        settings: When to warn.
+    `before` are the metrics of the step before it, which this function had added to; empty for the first.
     """
-    return {
-        **_entropy(step, metrics, before, settings.entropy_ratio),
-        **_mixed(step, metrics, before, settings.steps_without_mixed_group),
-        **_dropped(step, metrics, settings.dropped_groups),
-    }
+    collapse = _warn_of_collapse(step, metrics, before, settings.entropy_ratio)
+    count = 0.0 if metrics["reward/mixed_groups"] else before.get(_UNMIXED, 0.0) + 1
+    # Only once, and not in every later step.
+    if (most := settings.steps_without_mixed_group) and count == most:
+        log.warning(
+            "step %d: no group had different rewards in %d steps (mean reward %.3g), so nothing was learned from "
+            "them: use prompts of another difficulty, more samples per prompt, or selection.dynamic "
+            "(observability.warnings.steps_without_mixed_group)",
+            *(step, most, metrics["reward/mean"]),
+        )
+    share = _warn_of_dropped(step, metrics, settings.dropped_groups)
+    return {**collapse, _UNMIXED: count, _DROPPED: share}
 
 
-def _entropy(step: int, metrics: Metrics, before: Metrics, ratio: float) -> dict[str, float]:
+def _warn_of_collapse(step: int, metrics: Metrics, before: Metrics, ratio: float) -> dict[str, float]:
     if "train/entropy" not in metrics:
         return {}
     now, first = metrics["train/entropy"], before.get(_FIRST_ENTROPY, metrics["train/entropy"])
@@ -61,33 +61,20 @@ def _entropy(step: int, metrics: Metrics, before: Metrics, ratio: float) -> dict
     return {_FIRST_ENTROPY: first, _COLLAPSE: float(collapsed)}
 
 
-def _mixed(step: int, metrics: Metrics, before: Metrics, most: int) -> dict[str, float]:
-    count = 0.0 if metrics["reward/mixed_groups"] else before.get(_UNMIXED, 0.0) + 1
-    if most and count == most:
-        log.warning(
-            "step %d: no group had different rewards in %d steps (mean reward %.3g), so nothing was learned from "
-            "them: use prompts of another difficulty, more samples per prompt, or selection.dynamic "
-            "(observability.warnings.steps_without_mixed_group)",
-            *(step, most, metrics["reward/mean"]),
-        )
-    return {_UNMIXED: count}
-
-
-def _dropped(step: int, metrics: Metrics, most: float) -> dict[str, float]:
-    """Warns of groups that have no score, with the scorer or environment that failed most often."""
+def _warn_of_dropped(step: int, metrics: Metrics, most: float) -> float:
+    """Warns of groups without a score, with the scorer or environment that failed most often. Returns their share."""
     dropped = metrics.get("sampling/dropped_no_score", 0.0)
     share = dropped / metrics["sampling/prompts"] if metrics.get("sampling/prompts") else 0.0
     if share > most:
         pairs = [(name, prefix) for name in metrics for prefix in _FAILED if name.startswith(prefix)]
         failed = {_FAILED[prefix] + name.removeprefix(prefix): metrics[name] for name, prefix in pairs}
-        often = sorted(failed.items(), key=lambda pair: -pair[1])
-        why = ", ".join(f"{name} in {number:g}" for name, number in often)
+        why = ", ".join(f"{name} in {failed[name]:g}" for name in sorted(failed, key=lambda name: -failed[name]))
         log.warning(
             "step %d: %.0f%% of the prompt groups (%g) were dropped because a sample had no score: %s; the log has "
             "each failure (observability.warnings.dropped_groups)",
             *(step, 100 * share, dropped, why),
         )
-    return {_DROPPED: share}
+    return share
 
 
 _FLOAT32 = 1e-6  # resolution of a batch's columns of float32, a few times their spacing
@@ -116,22 +103,21 @@ def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
     called_s = metrics.get("time/train_busy_s", 0.0)
     train_s = min(metrics.get("train/train_s", called_s), called_s)
     busy = {"time/train_busy_s": train_s} if called_s else {}
-    idle = {"rollout": step_s - generate_s, "trainer": step_s - train_s}
-    return busy | {f"time/idle_{side}_s": max(seconds, 0.0) for side, seconds in idle.items()}
+    idle = {"time/idle_rollout_s": step_s - generate_s, "time/idle_trainer_s": step_s - train_s}
+    return busy | {name: max(seconds, 0.0) for name, seconds in idle.items()}
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:
-    """Returns metrics of a batch's rewards and lengths and, if present, of its advantages, KL and values.
-
-    The columns are those of common.batches.batch.SAMPLE_SCHEMA.
-    """
+    """Returns metrics of a batch (SAMPLE_SCHEMA): of rewards, lengths and, if present, advantages, KL and values."""
     rewards = batch["reward"].to_numpy()
     lengths = pc.list_value_length(batch["tokens"]).to_numpy()
     truncated = pc.equal(batch["finish_reason"], "length").to_numpy()
+    _, group_of = np.unique(batch["group"].to_numpy(), return_inverse=True)
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": 0.0 if all_equal(rewards) else float(rewards.std()),
-        "reward/mixed_groups": _share_of_mixed_groups(batch["group"].to_numpy(), rewards),
+        # The samples of the other groups have zero advantage and no gradient.
+        "reward/mixed_groups": float(np.mean(~is_constant(rewards, group_of))),
         "completion/tokens_mean": float(lengths.mean()),
         "completion/tokens_max": float(lengths.max()),
         "completion/truncated": float(truncated.mean()),
@@ -140,10 +126,10 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
     }
     components = {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
     metrics = {**metrics, **components, **metrics}  # a component cannot override these
-    return metrics | episode_metrics(batch) | token_metrics(batch)
+    return metrics | _episode_metrics(batch) | _token_metrics(batch)
 
 
-def episode_metrics(batch: pa.Table) -> dict[str, float]:
+def _episode_metrics(batch: pa.Table) -> dict[str, float]:
     """Returns the number of turns, and the share of tokens that the policy sampled; nothing without an environment."""
     episodes = batch.filter(pc.is_valid(batch["environment"]))
     if not episodes.num_rows:
@@ -158,7 +144,7 @@ def episode_metrics(batch: pa.Table) -> dict[str, float]:
     }
 
 
-def token_metrics(batch: pa.Table) -> dict[str, float]:
+def _token_metrics(batch: pa.Table) -> dict[str, float]:
     """Returns metrics over the trained tokens, for those of their columns that the batch has.
 
     `kl/token_mean` and `kl/sample_mean` are the unbiased k1 estimate of KL(policy || reference) in nats, per token and
@@ -171,7 +157,10 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
         return {}
     metrics: dict[str, float] = {}
     if _has(batch, "sampling_mask"):
-        metrics["sampling/kept_tokens_mean"] = float(_kept_counts(batch)[mask_N].mean())
+        lengths = pc.list_value_length(batch["tokens"]).to_pylist()
+        rows = zip(batch["sampling_mask"], lengths, strict=True)
+        sizes = [decode_sampling_masks(row.as_buffer(), num_tokens)[0] for row, num_tokens in rows]
+        metrics["sampling/kept_tokens_mean"] = float(np.concatenate(sizes)[mask_N].mean())
     if _has(batch, "advantages"):
         advantages_M = per_token(batch, "advantages", "metrics")[mask_N]
         statistics = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
@@ -183,15 +172,8 @@ def token_metrics(batch: pa.Table) -> dict[str, float]:
         values_M, returns_M = (per_token(batch, name, "metrics")[mask_N] for name in ("values", "returns"))
         metrics["value/mean"] = float(values_M.mean())
         if not all_equal(returns_M, _FLOAT32):
-            unexplained = (returns_M - values_M).var() / returns_M.var()
-            metrics["value/explained_variance"] = float(1 - unexplained)
+            metrics["value/explained_variance"] = float(1 - (returns_M - values_M).var() / returns_M.var())
     return metrics
-
-
-def _kept_counts(batch: pa.Table) -> np.ndarray:
-    lengths = pc.list_value_length(batch["tokens"]).to_pylist()
-    rows = zip(batch["sampling_mask"], lengths, strict=True)
-    return np.concatenate([decode_sampling_masks(row.as_buffer(), num_tokens)[0] for row, num_tokens in rows])
 
 
 def _has(batch: pa.Table, name: str) -> bool:
@@ -205,9 +187,3 @@ def component_means(components: pa.ChunkedArray) -> dict[str, float]:
         for name, value in row:
             values.setdefault(name, []).append(value)
     return {name: math.fsum(numbers) / len(components) for name, numbers in values.items()}
-
-
-def _share_of_mixed_groups(groups: np.ndarray, rewards: np.ndarray) -> float:
-    """Returns the fraction of prompt groups with different rewards; the others have zero advantage and no gradient."""
-    _, group_of = np.unique(groups, return_inverse=True)
-    return float(np.mean(~is_constant(rewards, group_of)))

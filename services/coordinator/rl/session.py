@@ -1,7 +1,5 @@
 """Runs a config: loads and checks the data, opens the services, then runs the training loop."""
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,14 +8,7 @@ from rich.console import Console
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed
 from services.coordinator.clients.trainer import Model
-from services.coordinator.data.prompts import (
-    PromptDataset,
-    Prompts,
-    load_eval,
-    load_from_card,
-    load_if_local,
-    require_enough,
-)
+from services.coordinator.data import prompts
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
@@ -48,101 +39,94 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Dataset:
-    """Holds the tokenizer, the training prompts and the evaluation sets of a run."""
+    """The tokenizer, the training prompts and the evaluation sets of a run."""
 
     tokenizer: Tokenizer
     tools: Tools | None
     """Schemas of the tools that every prompt shows; None if the prompts were read without knowing them."""
-    train: PromptDataset
-    eval: dict[str, Prompts]
+    train: prompts.PromptDataset
+    eval: dict[str, prompts.Prompts]
 
-    def others(self, config: Config) -> dict[str, str]:
+    def other_digests(self, config: Config) -> dict[str, str]:
         """Returns the digests of what must not change in a run beside the training data, by name."""
-        held_out = {f"data.eval.{name}": prompts.digest for name, prompts in self.eval.items()}
+        held_out = {f"data.eval.{name}": rows.digest for name, rows in self.eval.items()}
         # Without an environment, the rows show every change of the template that matters.
         return held_out | ({"the chat template": self.tokenizer.template_digest} if config.environment else {})
 
 
-async def run_session(config: Config, given: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
+async def run_session(config: Config, external: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
     """Runs `config` until all steps are done or the frontend stops the run.
 
     If a trainer that was started here dies, it is started again and the run resumes, as far as `restart` allows.
-
-    Args:
-        config: The run's config.
-        given: Addresses of running services; the others are started on this host.
-        frontend: Shows the run's progress.
-        data: The result of `load_data`, if it has been called.
+    Services that `external` does not name are started on this host. `data` is that of `load_data`, if it was called.
 
     Raises:
         LockstepError: The first failure of any part.
     """
     require_importable(config.advantage)
     frontend.start()
-    loaded, sessions = data or load_data(config, given), Sessions(config, given)
+    loaded, sessions = data or load_data(config, external), Sessions(config, external)
     while True:
         await await_ledger(sessions.config)
         with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
             if outcome := outcome_if_finished(run, frontend.say):
                 return outcome
             if loaded and loaded.tools is not None:
-                run.record.require_same_data(loaded.train.digest, loaded.others(config))
-            async with _opened(run, sessions.restarts, given, frontend, loaded) as context:
-                await train(run, context)
-                return await finish(run, context.trainer)
+                run.record.require_same_data(loaded.train.digest, loaded.other_digests(config))
+            async with running_services(run, external, restarts=sessions.restarts) as addresses:
+                frontend.say(f"run {run.run_id} in {run.config.run_dir}")
+                reward, rollout = ", ".join(addresses.reward), ", ".join(addresses.rollout)
+                frontend.say(f"opening trainer {addresses.trainer}, reward {reward}, rollout {rollout}")
+                return await _run_once(run, addresses, sessions.restarts, frontend, loaded)
 
 
-@asynccontextmanager
-async def _opened(
-    run: Run, restarts: Restarts, given: Addresses, frontend: Frontend, data: Dataset | None
-) -> AsyncGenerator[LoopContext]:
-    """Opens the run's services, and begins its loop."""
-    async with running_services(run, given, restarts=restarts) as addresses:
-        frontend.say(f"run {run.run_id} in {run.config.run_dir}")
-        rewards, replicas = ", ".join(addresses.reward), ", ".join(addresses.rollout)
-        frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
-        async with (
-            open_services(run, addresses) as services,
-            following_replicas(run, services.rollout, restarts),
-        ):
-            await run.record.ledger.free()
-            yield _begin(run, services, data, frontend)
+async def _run_once(
+    run: Run, addresses: Addresses, restarts: Restarts, frontend: Frontend, data: Dataset | None
+) -> Outcome:
+    async with open_services(run, addresses) as services, following_replicas(run, services.rollout, restarts):
+        await run.record.ledger.free()
+        context = _begin(run, services, data, frontend)
+        await train(run, context)
+        return await finish(run, context.trainer)
 
 
-def load_data(config: Config, given: Addresses) -> Dataset | None:
+def load_data(config: Config, external: Addresses) -> Dataset | None:
     """Reads the run's data. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_if_local(config, partial(_load, tools=known_tools(config, given)), model_is_remote=bool(given.trainer))
+    load = partial(_load, tools=known_tools(config, external))
+    return prompts.load_if_local(config, load, model_is_remote=bool(external.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
-    """Prints the held-out metrics before and after, the files of the run and a suggested next step."""
     show(outcome, _FILES, console, number=".3f")
     if outcome.version < outcome.num_steps:
         return
-    next_steps = (
-        "Next: plot the run with `tensorboard --logdir`, or train your own model on your own data (see README.md)"
-    )
-    console.print(next_steps, soft_wrap=True, highlight=False)
+    what = "Next: plot the run with `tensorboard --logdir`, or train your own model on your own data (see README.md)"
+    console.print(what, soft_wrap=True, highlight=False)
 
 
 def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Dataset:
     check_bad_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
-    train_data = PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
-    require_enough(len(train_data), config)
-    return Dataset(tokenizer, tools, train_data, load_eval(config.data, shown, needs_answer=needs_answer))
+    train_data = prompts.PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
+    prompts.require_enough(len(train_data), config)
+    return Dataset(tokenizer, tools, train_data, prompts.load_eval(config.data, shown, needs_answer=needs_answer))
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
     """Begins the run after its newest finished step, after checking that the services hold the expected versions."""
     config, trainer, critic = run.config, services.trainer, services.auxiliary.get("critic")
-    _require_resumed(trainer.opened.version, run)
+    if run.required_step is not None and trainer.opened.version != run.required_step:  # it has kept its own state
+        raise PreconditionFailed(
+            f"resume: {run.resume_from} is of step {run.required_step}, but the trainer has this run open after step "
+            f"{trainer.opened.version}; restart the trainer, or omit resume to continue from there",
+            field="resume",
+        )
     version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
     tools: Tools = services.environments.tools if services.environments else []
     if data is None or data.tools != tools:
-        data = load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
-    run.record.use_data(data.train.digest, data.others(config))
+        data = prompts.load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
+    run.record.use_data(data.train.digest, data.other_digests(config))
     opened = services.reward.services[0].opened
     evaluated = run.record.ledger.last(Kind.SCORED)
     warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment, evaluated)
@@ -150,8 +134,6 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     shown = frontend.begin(run, version)
     freq = config.observability.sample_freq
     samples = [LastSample(config.run_dir, data.tokenizer.decode, shown, freq)] if freq else []
-    publisher = make_publisher(services, run)
-    publisher.before_record = run.record.ledger.free
     run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
     run.begin(version, [*files(run, version), *samples, shown])
     return LoopContext(
@@ -159,20 +141,10 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
         eval_data=data.eval,
         collector=make_collector(services, data.tokenizer, config),
         trainer=trainer,
-        publisher=publisher,
+        publisher=make_publisher(services, run),
         block_maker=BlockMaker(list(services.auxiliary.values()), config, services.rollout.lengths),
         critic=critic,
     )
-
-
-def _require_resumed(version: int, run: Run) -> None:
-    """Checks that the trainer has the step of `resume`; if it still has the run open, it has kept its own state."""
-    if run.required_step is not None and version != run.required_step:
-        raise PreconditionFailed(
-            f"resume: {run.resume_from} is of step {run.required_step}, but the trainer has this run open after step "
-            f"{version}; restart the trainer, or omit resume to continue from there",
-            field="resume",
-        )
 
 
 def _require_same_step(version: int, critic: Model | None, config: Config) -> None:

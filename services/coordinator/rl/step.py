@@ -46,8 +46,6 @@ Updated = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class LoopContext:
-    """The data and clients that the training loop uses."""
-
     data: PromptDataset
     eval_data: dict[str, Prompts]
     collector: Collector
@@ -58,7 +56,7 @@ class LoopContext:
 
     @property
     def trained_models(self) -> Sequence[Model]:
-        """Models that are trained and saved; the policy is the last."""
+        # The policy is the last: its newest checkpoint needs the critic's of the same step.
         return (self.critic, self.trainer) if self.critic else (self.trainer,)
 
 
@@ -90,7 +88,7 @@ async def begin(run: Run, context: LoopContext) -> PolicyStamp:
 
 def goes_on(run: Run, context: LoopContext) -> bool:
     """Returns whether there is another step. A stopped run still finishes the one that the trainer has applied."""
-    is_ahead = run.version < context.trainer.opened.version
+    is_ahead = run.version < context.trainer.opened.version  # of the record: the coordinator ended in between
     return is_ahead or (run.version < run.num_steps and not run.stopping)
 
 
@@ -131,16 +129,15 @@ async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
 
 
 async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:
-    """Sends the recorded batch to the policy and, if there is one, the critic."""
     if context.critic or run.config.trainer.lag.versions:  # a save in progress writes weights that must not change
         await run.checkpoints.finish()
-    batch_id, samples = run.batch_id(stamp), batch.samples
-    sampled_from = batch.stamp if batch.stamp != stamp else None
+    batch_id, samples = run.batch_id(stamp.version), batch.samples
     async with task_group() as tasks:
         critic = None
         if context.critic and run.config.critic:
             critic_version = stamp.version + run.config.critic.warmup_steps
             critic = tasks.create_task(context.critic.train(samples, batch_id, stamp, critic_version))
+        sampled_from = batch.stamp if batch.stamp != stamp else None
         version, metrics = await context.trainer.train(samples, batch_id, stamp, drawn=sampled_from)
     return version, metrics | (critic.result()[1] if critic else {})
 
@@ -155,8 +152,7 @@ async def save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) 
 
 
 def metrics_of(run: Run, trained: dict[str, float], batch: Batch) -> dict[str, float]:
-    """Returns all metrics of the step; with a lag, also the lag in versions and the effective sample size (share of the
-    tokens).
+    """Returns all metrics of the step; with a lag, also the lag in versions and the effective sample size.
 
     `time/generating_s` is 0 if nothing was generated; with a lag, it is that of another step's batch.
     """
@@ -181,10 +177,9 @@ class BatchStream:
         """Sends the next block; called as soon as it is complete."""
         config = self._run.config
         if self._call is None:
-            stream = self._context.trainer.stream(self._run.batch_id(self._stamp), self._stamp)
+            stream = self._context.trainer.stream(self._run.batch_id(self._stamp.version), self._stamp)
             self._call = stream, self._tasks.create_task(_unless_lost(stream))
-        samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
-        self._call[0].send(with_advantages(config, samples, kl_coef(self._run, self._stamp.version)))
+        self._call[0].send(samples_of(config, groups, kl_coef(self._run, self._stamp.version)))
         self._groups += [group.index for group in groups]
 
     async def commit(self, batch: pa.Table) -> Updated | None:
@@ -244,30 +239,29 @@ async def collect(
     prompts = prompts_to_try(
         context.data, config, step, lambda _, window: run.record.ledger.success_rates(version, window)
     )
-    collector, what = context.collector, f"step {step + 1}" if step < run.num_steps else "warm-up of the critic"
-    with collector.failure_log.counting(what, is_evaluation=False):
+    collector, name = context.collector, f"step {step + 1}" if step < run.num_steps else "warm-up of the critic"
+    with collector.failure_log.counting(name, is_evaluation=False):
         async with context.block_maker.begin(take) as blocks:
             collect_one = collector.with_baseline if config.advantage.needs_baseline else collector.one
             draw_one = functools.partial(collect_one, request=request)
-            selected = await select(config, prompts, draw_one, blocks, collector.why_no_score)
+            selected = await select(config, prompts, draw_one, blocks, lambda: str(collector.failure_log.last))
             groups = await blocks.complete(context.block_maker.in_order(selected.groups))
     coef = kl_coef(run, version)
-    samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
-    samples = with_advantages(config, samples, coef)
+    samples = samples_of(config, groups, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     metrics = selected.metrics | collector.take_metrics()
     await run.record.ledger.free()  # the batch is recorded next
     decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
-    return CollectedBatch(
-        samples, version, stamp, decision, selected.outcomes, context.data.digest, len(context.data), kl
-    )
+    data = context.data
+    return CollectedBatch(samples, version, stamp, decision, selected.outcomes, data.digest, len(data), kl)
 
 
-def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:
-    """Returns `samples` with their advantages; `coef` is that of the KL penalty in the reward.
+def samples_of(config: Config, groups: Sequence[ScoredGroup], coef: float) -> pa.Table:
+    """Returns the samples of `groups` with their advantages; `coef` is that of the KL penalty in the reward.
 
     Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
     """
+    samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     cutter = block_cutter(config)
     blocks = blocks_of(samples, cutter) if cutter else [samples]
     return pa.concat_tables(compute_advantages(block, config.advantage, kl_coef=coef) for block in blocks)

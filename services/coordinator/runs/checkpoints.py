@@ -72,37 +72,37 @@ class Checkpoints:
         saved = {row["version"] for row in self._ledger.checkpoints(Kind.SAVED)}
         if self._config.keep_best is None or not saved:
             return None
-        found = [row for row in comparable_evaluations(self._ledger, max(saved)) if row["version"] in saved]
-        index = best_of(found, self._config.keep_best)
-        return None if index is None else found[index]
+        rows = [row for row in comparable_evaluations(self._ledger, max(saved)) if row["version"] in saved]
+        return best_of(rows, self._config.keep_best)
 
     def _path(self, kind: Kind, step: int) -> str:
         return str((self._run_dir / CHECKPOINT_DIRECTORIES[kind] / f"step-{step:06d}").absolute())
 
     async def _save(self, models: Sequence[SavedModel], version: int) -> None:
         for model in models:
-            is_critic = model.name == "critic"
-            held_version = version + self._critic_warmup_steps if is_critic else version
-            await self._save_one(model, Kind.SAVED_CRITIC if is_critic else Kind.SAVED, version, held_version)
+            if model.name == "critic":  # it has trained on the batches of its warm-up before
+                await self._save_one(model, Kind.SAVED_CRITIC, version, version + self._critic_warmup_steps)
+            else:
+                await self._save_one(model, Kind.SAVED, version, version)
         # Only once all are saved: the policy's newest checkpoint needs the critic's of the same step.
         await self._delete_all_but(self._config.max_critic_ckpts_to_keep, Kind.SAVED_CRITIC)
         await self._delete_all_but(self._config.max_ckpts_to_keep, Kind.SAVED)
 
-    async def _save_one(self, model: SavedModel, kind: Kind, step: int, held_version: int) -> None:
+    async def _save_one(self, model: SavedModel, kind: Kind, step: int, model_version: int) -> None:
         path = self._path(kind, step)
         recorded = [row["path"] for row in self._ledger.checkpoints(kind)]
         if path in recorded and Path(path).exists():  # a resumed run has reached this step again
             return
         shutil.rmtree(path, ignore_errors=True)  # left by a coordinator that ended before recording it
-        digest = await model.save(path, held_version)
+        digest = await model.save(path, model_version)
         await self._ledger.free()
         self._ledger.record(kind, step, path=path, manifest_digest=digest)
 
     async def _delete_all_but(self, num_kept: int, kind: Kind) -> None:
         newest_first = dict.fromkeys(row["path"] for row in reversed(self._ledger.checkpoints(kind)))
         best = self.best()
-        kept = self._path(kind, best["version"]) if best else ""
-        for old in [path for path in list(newest_first)[num_kept:] if path != kept]:
+        best_path = self._path(kind, best["version"]) if best else ""
+        for old in [path for path in list(newest_first)[num_kept:] if path != best_path]:
             await self._ledger.free()
             self._ledger.record(Kind.DELETED, path=old)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)

@@ -12,7 +12,7 @@ LANES = ("generate", "score", "train", "publish")
 
 
 class Busy:
-    """Notes the intervals in which at least one piece of work, such as a call, is in progress."""
+    """The intervals in which at least one piece of work, such as a call, is in progress."""
 
     def __init__(self) -> None:
         self._num_begun, self._began_s = 0, 0.0
@@ -20,7 +20,6 @@ class Busy:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Notes the block as a piece of work."""
         self.begin(time.perf_counter())
         try:
             yield
@@ -42,11 +41,11 @@ class Busy:
 
         Work in progress is cut at `until`.
         """
-        found, self._intervals = self._intervals, []
+        intervals, self._intervals = self._intervals, []
         if self._num_begun:
-            found.append((self._began_s, until))
+            intervals.append((self._began_s, until))
             self._began_s = until
-        return [(max(begin, since) - since, end - since) for begin, end in found if end > since]
+        return [(max(begin, since) - since, end - since) for begin, end in intervals if end > since]
 
     def leave_out(self, since: float, until: float) -> None:
         """Forgets the work between two times, and moves what was before the first to before the second."""
@@ -61,17 +60,15 @@ def lane_metrics(lanes: Mapping[str, Busy], since: float, until: float) -> dict[
     Begin and end are those of its first and last call, in seconds after the step began. Busy is the time in between in
     which there was at least one.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, busy in lanes.items():
         if intervals := busy.take(since, until):
-            found[f"time/{name}_begin_s"], found[f"time/{name}_end_s"] = intervals[0][0], intervals[-1][1]
-            found[f"time/{name}_busy_s"] = sum(end - begin for begin, end in intervals)
-    return found
+            metrics |= {f"time/{name}_begin_s": intervals[0][0], f"time/{name}_end_s": intervals[-1][1]}
+            metrics[f"time/{name}_busy_s"] = sum(end - begin for begin, end in intervals)
+    return metrics
 
 
 class Phase(StrEnum):
-    """A phase of the loop."""
-
     GENERATING = "generating"
     TRAINING = "training"
     PUBLISHING = "publishing"
@@ -108,15 +105,15 @@ class StepClock:
             self._is_in_step = True
         busy = [self._in_phases, *([self.lanes["publish"]] if phase is Phase.PUBLISHING else [])]
         with self.trace.span(phase.value, version=version) as span:
-            for one in busy:
-                one.begin(span.began_s)
+            for lane in busy:
+                lane.begin(span.began_s)
             try:
                 yield span
             finally:
                 self._ended_s = span.end()
                 self._seconds[phase] += span.seconds
-                for one in busy:
-                    one.end(self._ended_s)
+                for lane in busy:
+                    lane.end(self._ended_s)
 
     def take(self, phase: Phase) -> float:
         """Returns the seconds spent in `phase`, which has just ended, and leaves them out of the step and its lanes."""
@@ -134,11 +131,10 @@ class StepClock:
         began_s, now_s = self._step_began_s, time.perf_counter()
         step_s = now_s - began_s
         times = {f"time/{phase.value}_s": seconds for phase, seconds in self._seconds.items() if seconds}
-        inside_s = sum(end - begin for begin, end in self._in_phases.take(began_s, now_s))
+        in_phases_s = sum(end - begin for begin, end in self._in_phases.take(began_s, now_s))
         times |= lane_metrics(self.lanes, began_s, now_s)
-        return times | {"time/step_s": step_s, "time/outside_share": 1 - inside_s / step_s}
+        return times | {"time/step_s": step_s, "time/outside_share": 1 - in_phases_s / step_s}
 
     def close(self) -> None:
-        """Ends the span of the step."""
         self._step.close()
         self._is_in_step = False

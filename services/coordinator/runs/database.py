@@ -14,15 +14,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from services.common.errors import (
-    DataLoss,
-    InternalError,
-    LockstepError,
-    Overloaded,
-    PreconditionFailed,
-    Reason,
-    Unavailable,
-)
+from services.common import errors
+from services.common.errors import DataLoss, LockstepError, Reason
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +69,6 @@ class Database:
         return self._connection.in_transaction  # SQLite ends a transaction by itself after some failures
 
     def execute(self, sql: str, values: tuple[object, ...] = ()) -> list[SqlRow]:
-        """Runs one statement and returns its rows."""
         return self._patiently(lambda: self._connection.execute(sql, values).fetchall())
 
     def insert(self, sql: str, values: tuple[object, ...]) -> int:
@@ -193,16 +185,16 @@ def _holder(path: Path) -> str:
             _, *waits, _, _, kind, pid, place, _, _ = line.split()
             if not waits and int(place.rpartition(":")[2]) in files:
                 holders[kind == "WRITE"].append(int(pid))
-    found = sorted({*(holders[True] or holders[False])} - {os.getpid()})
-    return ", ".join(f"process {pid} ({_command(pid)})" for pid in found if pid > 0) or "another process"
+    pids = sorted({*(holders[True] or holders[False])} - {os.getpid()})
+    return ", ".join(f"process {pid} ({_command(pid)})" for pid in pids if pid > 0) or "another process"
 
 
 def _command(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return "ended"
-    return " ".join(words)[:80]
+    return " ".join(command.split())[:80]
 
 
 def damaged(what: object, why: object, fix: str = "restore it from a backup, or use another name") -> DataLoss:
@@ -232,12 +224,12 @@ def _failure(path: Path, error: sqlite3.Error) -> LockstepError:
     code = _code(error)
     if code in _LOCKED:
         message = f"{path} is locked by {_holder(path)}: {error}; end that process, then run the same command again"
-        return Unavailable(message, reason=Reason.STORAGE_FAILED, path=str(path))
+        return errors.Unavailable(message, reason=Reason.STORAGE_FAILED, path=str(path))
     if code in _FIXES:
         message = f"{path} cannot be written: {error}; {_FIXES[code]}, then run the same command again"
-        return PreconditionFailed(message, reason=Reason.STORAGE_FAILED, path=str(path))
+        return errors.PreconditionFailed(message, reason=Reason.STORAGE_FAILED, path=str(path))
     if code == sqlite3.SQLITE_NOMEM:
-        return Overloaded(f"{path}: {error}; free memory of this host", reason=Reason.OUT_OF_MEMORY)
+        return errors.Overloaded(f"{path}: {error}; free memory of this host", reason=Reason.OUT_OF_MEMORY)
     if isinstance(error, sqlite3.InterfaceError | sqlite3.ProgrammingError):
-        return InternalError(f"{path}: {error}")
+        return errors.InternalError(f"{path}: {error}")
     return damaged(path, error)

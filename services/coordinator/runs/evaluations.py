@@ -36,12 +36,13 @@ def warn_of_other_versions(
         environment: Name and version of the environment, as in the batch's column.
         evaluated: The versions of the newest evaluation; None if the run has none.
     """
-    now, said = {"scorer": scorer, "environment": environment}, set[tuple[str, str, str]]()
+    now, logged = {"scorer": scorer, "environment": environment}, set[tuple[str, str, str]]()
     for source, before in (("batch", _of_batch(newest_batch)), ("evaluation", evaluated)):
-        for what, old, new in _changes(before or now, now):
-            if (what, old, new) not in said:
+        for change in _changes(before or now, now):
+            if change not in logged:
+                what, old, new = change
                 log.warning("%s %s was %s in the newest %s of this run: rewards may differ", what, new, old, source)
-            said.add((what, old, new))
+            logged.add(change)
 
 
 def change_between(ledger: Ledger, first: int, last: int) -> str:
@@ -77,7 +78,7 @@ def comparable_evaluations(ledger: Ledger, last: int) -> list[Decision]:
     compared with it.
     """
     newest = {row["version"]: row for row in ledger.all(Kind.EVALUATED) if row["version"] <= last}
-    versions = [one for one in sorted(newest) if ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, one)]
+    versions = [version for version in sorted(newest) if ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)]
     return [newest[version] for version in versions if not change_between(ledger, version, versions[-1])]
 
 
@@ -88,22 +89,22 @@ def require_metric(metrics: Mapping[str, float], config: BestConfig, field: str)
         raise InvalidInput(f"{field}: there is no metric {config.metric}, only {has}", field=field)
 
 
-def best_of(found: Sequence[Decision], config: BestConfig, by: float = 0.0) -> int | None:
-    """Returns the index of the best evaluation, the first if several are equal; None if no value is a number.
+def best_of(rows: Sequence[Decision], config: BestConfig, by: float = 0.0) -> Decision | None:
+    """Returns the best evaluation, the first if several are equal; None if no value is a number.
 
     With `by`, a later value counts as better only if the difference is larger.
     """
-    best: int | None = None
-    for index, row in enumerate(found):
+    best: Decision | None = None
+    for row in rows:
         value = row.get(config.metric)
-        if value is None or value != value:
+        if value is None or value != value:  # NaN
             continue
-        if best is None or config.is_better(value, found[best][config.metric], by):
-            best = index
+        if best is None or config.is_better(value, best[config.metric], by):
+            best = row
     return best
 
 
-def is_stalled(found: Sequence[Decision], config: EarlyStoppingConfig) -> bool:
-    """Returns whether the last `patience` evaluations have brought no better value."""
-    best = best_of(found, config, config.min_delta)
-    return best is not None and len(found) - 1 - best >= config.patience
+def best_if_stalled(rows: Sequence[Decision], config: EarlyStoppingConfig) -> Decision | None:
+    """Returns the best evaluation if the last `patience` ones have brought no better value, else None."""
+    best = best_of(rows, config, config.min_delta)
+    return best if best and len(rows) - 1 - rows.index(best) >= config.patience else None

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Json, TypeAdapter, create_model
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.storage import writing
@@ -47,90 +47,39 @@ class Kind(StrEnum):
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
 
 
-def _is_object(text: str) -> str:
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("not a JSON object")
-    return text
+def _fields(**types: Any) -> TypeAdapter[Any]:
+    """Returns the check of a decision's fields on which readers rely; later releases may add others."""
+    return TypeAdapter(create_model("Decision", __config__=ConfigDict(strict=True, extra="allow"), **types))
 
 
-class _Body(BaseModel):
-    """The fields of a decision that readers rely on; later releases may add others."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class _Opened(_Body):
-    run_id: str
-    config: Annotated[str, AfterValidator(_is_object)]
-    checkpoint: str
-    versions: dict[str, str] = {}
-
-
-class _Published(_Body):
-    digest: str
-    received: dict[str, str] = {}
-
-
-class _Selected(_Body):
-    metrics: dict[str, float] = {}
-
-
-class _OfData(_Body):
-    dataset: str
-
-
-class _Collected(_OfData):
-    sha256: str
-    digest: str
-    drawn: int | None = None
-    num_prompts: int = 1
-    kl: dict[str, float] | None = None
-
-
-class _EvalSamples(_Body):
-    file: str
-    sha256: str
-
-
-class _Saved(_Body):
-    path: str
-    manifest_digest: str
-
-
-class _OfPath(_Body):
-    path: str
-
-
-class _Failed(_Body):
-    reason: str
-    message: str
-
-
-class _Stopped(_Body):
-    metric: str
-    best_version: int
-    best_value: float
-
-
+_DATASET = {"dataset": str}
 _METRICS = TypeAdapter(dict[str, float])
-_BODIES: Mapping[str, TypeAdapter[_Body] | TypeAdapter[dict[str, float]]] = {
-    Kind.OPENED: TypeAdapter(_Opened),
-    Kind.PUBLISHED: TypeAdapter(_Published),
-    Kind.SELECTED: TypeAdapter(_Selected),
-    Kind.COLLECTED: TypeAdapter(_Collected),
+_CHECKPOINT = _fields(path=str, manifest_digest=str)
+_BODIES: Mapping[str, TypeAdapter[Any]] = {
+    Kind.OPENED: _fields(run_id=str, config=Json[dict[str, Any]], checkpoint=str, versions=(dict[str, str], {})),
+    Kind.PUBLISHED: _fields(digest=str, received=(dict[str, str], {})),
+    Kind.SELECTED: _fields(metrics=(dict[str, float], {})),
+    Kind.COLLECTED: _fields(
+        **_DATASET,
+        sha256=str,
+        digest=str,
+        drawn=(int | None, None),
+        num_prompts=(int, 1),
+        kl=(dict[str, float] | None, None),
+    ),
     Kind.FINISHED: _METRICS,
-    Kind.EVAL_SAMPLES: TypeAdapter(_EvalSamples),
+    Kind.EVAL_SAMPLES: _fields(file=str, sha256=str),
     Kind.EVALUATED: _METRICS,
-    Kind.STOPPED: TypeAdapter(_Stopped),
-    Kind.EXPORTED: TypeAdapter(_OfPath),
-    Kind.SAVED: TypeAdapter(_Saved),
-    Kind.SAVED_CRITIC: TypeAdapter(_Saved),
-    Kind.FAILED: TypeAdapter(_Failed),
-    Kind.DELETED: TypeAdapter(_OfPath),
+    Kind.STOPPED: _fields(metric=str, best_version=int, best_value=float),
+    Kind.EXPORTED: _fields(path=str),
+    Kind.SAVED: _CHECKPOINT,
+    Kind.SAVED_CRITIC: _CHECKPOINT,
+    Kind.FAILED: _fields(reason=str, message=str),
+    Kind.DELETED: _fields(path=str),
 }
-_OF_SFT = TypeAdapter(_OfData)
+_OF_SFT = _fields(**_DATASET)
 _WITHOUT_VERSION = {Kind.OPENED, Kind.EPOCH, Kind.DELETED, Kind.FAILED}
-_ANY = TypeAdapter(_Body)
+_OTHER = _fields()
 
 
 def checked_row(path: Path, seq: int, kind: str, version: object, text: object) -> Decision:
@@ -141,7 +90,7 @@ def checked_row(path: Path, seq: int, kind: str, version: object, text: object) 
         if not isinstance(version, int) and (version is not None or needs_version):
             raise ValueError(f"its version is {version!r}")
         body = json.loads(text)  # type: ignore[arg-type]  # a damaged row may have another type
-        (_OF_SFT if is_sft else _BODIES.get(kind, _ANY)).validate_python(body)
+        (_OF_SFT if is_sft else _BODIES.get(kind, _OTHER)).validate_python(body)
         return body
 
 
@@ -184,7 +133,9 @@ class Ledger:
         except LockstepError:
             self.close()
             raise
-        self._inodes = {file: file.stat().st_ino for file in self._files()}
+        # The write-ahead log has the newest decisions.
+        files = (path, path.with_name(f"{path.name}-wal"))
+        self._inodes = {file: file.stat().st_ino for file in files if file.exists()}
 
     def _make_tables(self) -> None:
         # A write-ahead log lets others read at any time, but its index is memory that only one host sees.
@@ -196,7 +147,7 @@ class Ledger:
             self._db.execute(re.sub("TABLE|INDEX", r"\g<0> IF NOT EXISTS", sql, count=1))
 
     async def free(self) -> None:
-        """Waits until no other process holds a lock on the database. Warns meanwhile, and says which process it is."""
+
         await self._db.free()
 
     def set_patience(self, seconds: float) -> None:
@@ -217,20 +168,14 @@ class Ledger:
 
     def all(self, kind: Kind) -> list[Decision]:
         """Returns all decisions of a kind, oldest first, each with its `version`."""
-        rows = self._db.execute("SELECT seq, version, body FROM decisions WHERE kind = ? ORDER BY seq", (kind.value,))
-        return [self._decision(kind, *row) for row in rows]
+        return self._decisions(kind, "SELECT seq, version, body FROM decisions WHERE kind = ? ORDER BY seq")
 
     def last(self, kind: Kind, version: int | None = None) -> Decision | None:
         """Returns the newest decision of a kind, optionally only of one version; None if there is none."""
-        rows = self._db.execute(
-            "SELECT seq, version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2) "
-            "ORDER BY seq DESC LIMIT 1",
-            (kind.value, version),
-        )
-        return self._decision(kind, *rows[0]) if rows else None
+        sql = "SELECT seq, version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2)"
+        return next(iter(self._decisions(kind, f"{sql} ORDER BY seq DESC LIMIT 1", version)), None)
 
     def num_rows(self) -> int:
-        """Returns the sequence number of the newest decision; 0 if there is none."""
         return self._db.execute("SELECT IFNULL(MAX(seq), 0) FROM decisions")[0][0]
 
     def last_finished(self) -> int | None:
@@ -256,16 +201,19 @@ class Ledger:
 
     def checkpoints(self, kind: Kind) -> list[Decision]:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""
-        rows = self._db.execute(
+        return self._decisions(
+            kind,
             "SELECT seq, version, body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
             "SELECT 1 FROM decisions AS deleted WHERE kind = ? AND deleted.seq > saved.seq "
             "AND json_extract(deleted.body, '$.path') = json_extract(saved.body, '$.path')) ORDER BY seq",
-            (kind.value, Kind.DELETED.value),
+            Kind.DELETED.value,
         )
-        return [self._decision(kind, *row) for row in rows]
 
-    def _decision(self, kind: Kind, seq: int, version: int | None, body: str) -> Decision:
-        return {"version": version, **checked_row(self._path, seq, kind, version, body)}
+    def _decisions(self, kind: Kind, sql: str, *values: object) -> list[Decision]:
+        rows = self._db.execute(sql, (kind.value, *values))
+        return [
+            {"version": version, **checked_row(self._path, seq, kind, version, body)} for seq, version, body in rows
+        ]
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -287,16 +235,12 @@ class Ledger:
         """Raises DataLoss if the file's structure is broken, or a row is not what was written."""
         self._db.add_function("row_crc", _crc)
         changed = "SELECT seq, kind FROM decisions WHERE crc IS NOT row_crc(time, kind, version, body) LIMIT 1"
-        found = [f"row {seq} ({kind}) is not what was written" for seq, kind in self._db.execute(changed)]
+        problems = [f"row {seq} ({kind}) is not what was written" for seq, kind in self._db.execute(changed)]
         schema = {sql for (sql,) in self._db.execute("SELECT sql FROM sqlite_master")}
-        found += [f"it has no `{sql}`" for sql in _TABLES if sql not in schema]
-        found += [what for (what,) in self._db.execute("PRAGMA integrity_check(1)") if what != "ok"]
-        if found:
-            raise damaged(self._path.absolute(), found[0])
-
-    def _files(self) -> list[Path]:
-        """Returns the database's files that hold decisions: the write-ahead log has the newest."""
-        return [file for file in (self._path, self._path.with_name(f"{self._path.name}-wal")) if file.exists()]
+        problems += [f"it has no `{sql}`" for sql in _TABLES if sql not in schema]
+        problems += [problem for (problem,) in self._db.execute("PRAGMA integrity_check(1)") if problem != "ok"]
+        if problems:
+            raise damaged(self._path.absolute(), problems[0])
 
     def _require_file(self) -> None:
         """Checks that the open files are still those at their paths: writes to a deleted file succeed and are lost."""
@@ -332,7 +276,7 @@ class Ledger:
 
     def close(self) -> None:
         self._db.close()
-        self._lock.close()
+        self._lock.close()  # which releases it
 
 
 def _crc(time_s: float, kind: str, version: int | None, body: str) -> int:

@@ -20,18 +20,14 @@ _PATIENCE_S = 10.0
 class LedgerRow:
     """A decision as it is in the ledger."""
 
-    seq: int
-    """Counts rows from 1."""
-    time_s: float
-    """Seconds since 1970."""
-    kind: str
-    """A `Kind`, or one of a newer release."""
+    seq: int  # counts rows from 1
+    time_s: float  # seconds since 1970
+    kind: str  # a `Kind`, or one of a newer release
     version: int | None
     body: Decision
 
     @property
     def required_version(self) -> int:
-        """Returns the version of a kind that always has one."""
         if self.version is None:
             raise damaged(f"row {self.seq} of the ledger, {self.kind},", "it has no version")
         return self.version
@@ -65,12 +61,10 @@ class LedgerReader(Ledger):
             raise
 
     def rows(self) -> list[LedgerRow]:
-        """Returns all decisions, oldest first."""
+        rows = self._db.execute("SELECT seq, time, kind, version, body FROM decisions ORDER BY seq")
         return [
             LedgerRow(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
-            for seq, time_s, kind, version, body in self._db.execute(
-                "SELECT seq, time, kind, version, body FROM decisions ORDER BY seq"
-            )
+            for seq, time_s, kind, version, body in rows
         ]
 
     def times(self) -> list[tuple[float, str]]:
@@ -99,7 +93,6 @@ def _mode(path: Path) -> str:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Returns whether a coordinator has the run open."""
     path = (run_dir / LEDGER).with_suffix(".lock")
     if not path.is_file():
         return False
@@ -115,8 +108,6 @@ def is_running(run_dir: Path) -> bool:
 class MetricsLine:
     """A whole line of metrics.jsonl: the numbers of a step, or of an evaluation after it."""
 
-    number: int
-    """Counts lines from 1."""
     text: str
     step: int
     metrics: dict[str, float]
@@ -144,10 +135,10 @@ def metrics_lines(path: Path, damaged_lines: list[int] | None = None) -> Iterato
         try:
             with reading(f"line {number} of {path}", "resuming the run takes it from the ledger"):
                 metrics: dict[str, float] = json.loads(line.decode())
-                found = MetricsLine(number, line.decode(), int(metrics.pop("step")), metrics)
+                read = MetricsLine(line.decode(), int(metrics.pop("step")), metrics)
         except DataLoss:
             if damaged_lines is None:
                 raise
             damaged_lines.append(number)
         else:
-            yield found
+            yield read

@@ -22,20 +22,13 @@ class CollectedBatch:
     """A step's samples with advantages, and the facts about their origin that the ledger keeps."""
 
     samples: pa.Table
-    version: int
-    """The version that it updates."""
-    stamp: PolicyStamp
-    """The policy stamp that the samples were generated from."""
-    decision: Mapping[str, object]
-    """How the groups were selected, as JSON values."""
-    outcomes: Mapping[str, tuple[int, int]]
-    """(samples, samples that passed) by prompt id."""
-    dataset: str
-    """The digest of the training data."""
-    num_prompts: int
-    """The number of training prompts, which together with the seed determines their order."""
-    kl: Mapping[str, float] | None
-    """The KL divergence and its coefficient, if the reward has a KL penalty."""
+    version: int  # that it updates
+    stamp: PolicyStamp  # that the samples were generated from
+    decision: Mapping[str, object]  # how the groups were selected, as JSON values
+    outcomes: Mapping[str, tuple[int, int]]  # (samples, samples that passed) by prompt id
+    dataset: str  # the digest of the training data
+    num_prompts: int  # in the training data: together with the seed, it determines their order
+    kl: Mapping[str, float] | None  # the KL divergence and its coefficient, if the reward has a KL penalty
 
 
 class RunRecord:
@@ -61,9 +54,7 @@ class RunRecord:
     def require_same_data(self, dataset_digest: str, others: Mapping[str, str] | None = None) -> None:
         """Checks that the data is the same that the run started with, once it has trained or evaluated on it.
 
-        Args:
-            dataset_digest: That of the training data.
-            others: Digests of what else must not change, such as the held-out sets, by the name that errors give it.
+        `others` has the digests of what else must not change, such as the held-out sets, by the name in errors.
 
         Raises:
             PreconditionFailed: The run was started with other data.
@@ -75,13 +66,11 @@ class RunRecord:
         if collected:
             before["data.train"] = collected["dataset"]
         now = {"data.train": dataset_digest, **(others or {})}
-        changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
-        if changed:
+        if changed := [name for name, digest in now.items() if before.get(name, digest) != digest]:
             pairs = ", ".join(f"{before[name][:8]} is now {now[name][:8]}" for name in changed)
             raise PreconditionFailed(
                 f"{' and '.join(changed)} {'differs' if len(changed) == 1 else 'differ'} from what {self.run_dir} was "
-                f"started with (rows, template, tools or tokenizer; digest {pairs}); use the same data, or another "
-                "name"
+                f"started with (rows, template, tools or tokenizer; digest {pairs}); use the same data, or another name"
             )
 
     def use_data(self, dataset_digest: str, others: Mapping[str, str]) -> None:
@@ -126,17 +115,14 @@ class RunRecord:
         return PolicyStamp(version=collected.get("drawn", version), digest=collected.get("digest", ""))
 
     def newest_batch(self) -> Path | None:
-        """Returns the file of the batch that was recorded last; None if there is none."""
         collected = self.ledger.last(Kind.COLLECTED)
         return batch_path(self.run_dir, collected["version"]) if collected else None
 
     def record_step(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of a finished step."""
         self.ledger.record(Kind.FINISHED, version, **metrics)
         self.batch_is_from_disk = False
 
     def was_evaluated(self, version: int) -> bool:
-        """Returns whether `version` was evaluated before a restart."""
         return self.ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
@@ -150,16 +136,14 @@ class RunRecord:
 
     def evaluations(self) -> list[dict[str, float]]:
         """Returns the metrics of all evaluations so far, oldest first, each with its `version`."""
-        found = self.ledger.all(Kind.EVALUATED)
-        return [{"version": metrics["version"], **in_order(metrics)} for metrics in found]
+        rows = self.ledger.all(Kind.EVALUATED)
+        return [{"version": metrics["version"], **in_order(metrics)} for metrics in rows]
 
     @property
     def export_path(self) -> Path:
-        """The directory of the final policy."""
         return (self.run_dir / "model").absolute()
 
     def is_exported(self, version: int) -> bool:
-        """Returns whether `export_path` holds the policy of `version`."""
         return self._exported_version() == version and self.export_path.exists()
 
     def set_aside_export(self, version: int) -> bool:
@@ -176,12 +160,10 @@ class RunRecord:
         return exported["version"] if exported else None
 
     def record_export(self, version: int) -> None:
-        """Records that the policy of `version` was exported to `export_path`."""
         self.ledger.record(Kind.EXPORTED, version, path=str(self.export_path))
 
 
 def batch_path(run_dir: Path, version: int) -> Path:
-    """Returns the file of the batch that updates `version`."""
     return run_dir / "batches" / f"step-{version:06d}.parquet"
 
 

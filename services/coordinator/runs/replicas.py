@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from services.common.config.run import Config
@@ -35,8 +35,6 @@ class Note:
 
 @dataclass(frozen=True)
 class ListedReplica:
-    """A replica of a run."""
-
     address: str
     version: int | None
     """The version that it serves; None if it did not take part in the newest publication."""
@@ -63,7 +61,6 @@ def parse_replicas(text: str) -> list[str]:
 
 
 def write_replicas(run_dir: Path, addresses: Sequence[str]) -> None:
-    """Replaces the file."""
     _replace(run_dir / REPLICAS, "".join(f"{address}\n" for address in addresses))
 
 
@@ -80,7 +77,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_notes(run_dir: Path) -> dict[str, Note]:
-    """Returns the notes by address; none if the run has written none."""
     path = run_dir / NOTES
     return {at: Note(**note) for at, note in json.loads(path.read_text()).items()} if path.is_file() else {}
 
@@ -112,10 +108,18 @@ def listed_replicas(run_dir: Path) -> list[ListedReplica]:
     version, served = _published(run_dir)
     wanted, notes = _wanted(run_dir), read_notes(run_dir)
     stay = {*wanted, *(notes[address].same_as for address in wanted if address in notes)}
-    there = [ListedReplica(address, version, address in stay) for address in served]
-    there += [ListedReplica(address, None, True) for address in wanted if address not in served]
-    noted = {address: {"note": note.why, "is_unused": note.is_unused} for address, note in notes.items()}
-    return [replace(replica, **noted.get(replica.address, {})) for replica in there]
+    joining = [address for address in wanted if address not in served]
+    none = Note("")
+    return [
+        ListedReplica(
+            address,
+            version if address in served else None,
+            address in stay,
+            note=notes.get(address, none).why,
+            is_unused=notes.get(address, none).is_unused,
+        )
+        for address in (*served, *joining)
+    ]
 
 
 def _published(run_dir: Path) -> tuple[int | None, list[str]]:
@@ -150,8 +154,8 @@ def _require_changeable(run_dir: Path) -> None:
     _require_running(run_dir)
     config = Config.model_validate_json((run_dir / "config.json").read_text())
     if config.rollout.discovery is not None:
-        place = config.rollout.discovery
-        where = place.path if place.kind == "file" else f"the DNS name {place.name}"
+        source = config.rollout.discovery
+        where = source.path if source.kind == "file" else f"the DNS name {source.name}"
         raise PreconditionFailed(f"the replicas of this run are those in {where} (rollout.discovery): change that")
     if config.placement == "colocated":
         raise PreconditionFailed("the replicas of a colocated run share the trainer's GPUs and cannot change")

@@ -1,8 +1,7 @@
 """The interface of everything that follows a run: terminal, files, Prometheus, trackers and the daemon."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -59,52 +58,28 @@ class Reporter:
         """Is called once, at the end of the run."""
 
 
-class Tolerant(Reporter):
-    """Passes everything on to `reporter`. Each kind of failure is logged once; none ends the run.
+class Reporters:
+    """Tells every one of `reporters` what happens. Each kind of failure of one is logged once; none ends the run.
 
     The ledger has everything that a reporter did not write.
     """
 
-    def __init__(self, reporter: Reporter):
-        self._reporter, self._logged = reporter, set[type[Exception]]()
+    def __init__(self, reporters: Sequence[Reporter] = ()):
+        self._reporters, self._logged = list(reporters), set[tuple[Reporter, type[Exception]]]()
 
-    def watch(self, rollout: ReplicaCounts) -> None:
-        with self._tolerating():
-            self._reporter.watch(rollout)
+    def add(self, reporters: Sequence[Reporter]) -> None:
+        self._reporters += reporters
 
-    def begin_phase(self, name: str, version: int) -> None:
-        with self._tolerating():
-            self._reporter.begin_phase(name, version)
-
-    def end_phase(self, name: str, seconds: float) -> None:
-        with self._tolerating():
-            self._reporter.end_phase(name, seconds)
-
-    def step(self, version: int, metrics: dict[str, float]) -> None:
-        with self._tolerating():
-            self._reporter.step(version, metrics)
-
-    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        with self._tolerating():
-            self._reporter.evaluation(version, metrics)
-
-    def note_ending(self, ending: Ending) -> None:
-        with self._tolerating():
-            self._reporter.note_ending(ending)
-
-    def close(self) -> None:
-        with self._tolerating():
-            self._reporter.close()
-
-    @contextmanager
-    def _tolerating(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 what shows a run must not end it
-            if type(error) not in self._logged:
-                name, kind = type(self._reporter).__name__, type(error).__name__
-                log.warning("%s misses what it should show: %s: %s; the run goes on", name, kind, error)
-            self._logged.add(type(error))
+    def tell(self, report: Callable[[Reporter], object]) -> None:
+        for reporter in self._reporters:
+            try:
+                report(reporter)
+            except Exception as error:  # noqa: BLE001 what shows a run must not end it
+                name, kind = type(reporter).__name__, type(error)
+                if (reporter, kind) not in self._logged:
+                    message = "%s misses what it should show: %s: %s; the run goes on"
+                    log.warning(message, name, kind.__name__, error)
+                self._logged.add((reporter, kind))
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:

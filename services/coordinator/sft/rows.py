@@ -15,14 +15,7 @@ from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.reading.columns import (
-    as_conversation,
-    as_messages,
-    is_messages,
-    is_prompt,
-    is_text,
-    require,
-)
+from services.coordinator.data.reading import columns
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message, TemplateRefusal, check_prefix_stable
@@ -56,7 +49,7 @@ def _without_flags(messages: Sequence[Message]) -> tuple[list[Message], list[int
     Raises:
         BadRow: A flag is none.
     """
-    kept: list[Message] = []
+    without_flags: list[Message] = []
     trained: list[int] = []
     for index, message in enumerate(messages):
         flags = [message[key] for key in ("train", "weight") if message.get(key) is not None]
@@ -67,8 +60,8 @@ def _without_flags(messages: Sequence[Message]) -> tuple[list[Message], list[int
         own = {key: value for key, value in message.items() if key not in ("train", "weight")}
         if calls := message.get("tool_calls"):
             own["tool_calls"] = list(map(_with_object, calls)) if isinstance(calls, list) else calls
-        kept.append(own)
-    return kept, trained
+        without_flags.append(own)
+    return without_flags, trained
 
 
 def _with_object(call: Any) -> Any:
@@ -111,9 +104,9 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         if self.config.tools_column and "tools_column" in self.config.model_fields_set:
             self._type(self.config.tools_column, "data.tools_column")
         if self.config.messages_column:
-            return self._checked("messages_column", is_messages, "not a list of {role, content}")
-        kind = self._checked("prompt_column", is_prompt, "not text or a list of {role, content}")
-        self._checked("response_column", is_text, "not text")
+            return self._checked("messages_column", columns.is_messages, "not a list of {role, content}")
+        kind = self._checked("prompt_column", columns.is_prompt, "not text or a list of {role, content}")
+        self._checked("response_column", columns.is_text, "not text")
         return kind
 
     def _check_template(self) -> None:
@@ -130,11 +123,11 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         config, tools = self.config, record.get(self.config.tools_column or "")
         if config.messages_column:
             content: Any = record.get(config.messages_column)
-            messages, trained = _without_flags(as_conversation(content))
+            messages, trained = _without_flags(columns.as_conversation(content))
         else:
             content = prompt, response = record.get(config.prompt_column), record.get(config.response_column)
-            require(response, "response")
-            messages = [*as_messages(prompt), {"role": "assistant", "content": response}]
+            columns.require(response, "response")
+            messages = [*columns.as_messages(prompt), {"role": "assistant", "content": response}]
             trained = [len(messages) - 1]
         if self.is_templated and tools:
             content = [content, tools]
@@ -202,9 +195,9 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         stops = {self.tokenizer.decode([token], skip_special_tokens=False): token for token in ends}
         own = "".join(stop for stop, token in stops.items() if [token] == self._end)
         text = text if own and text.endswith(own) else text + own
-        found = list(re.finditer("|".join(map(re.escape, sorted(stops, key=len, reverse=True))), text))
-        end = found[-1].start()
-        if len(found) > 1 and found[-2].end() == end:  # the text itself ends with one
+        matches = list(re.finditer("|".join(map(re.escape, sorted(stops, key=len, reverse=True))), text))
+        end = matches[-1].start()
+        if len(matches) > 1 and matches[-2].end() == end:  # the text itself ends with one
             return tokens
         try:
             quoted = self.tokenizer.encode_marked(self.tokenizer.as_text(text[:end], stops) + text[end:])
@@ -221,11 +214,9 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
             return next(iter(known.values()))
         if text in known:
             return known[text]
-        problem = (
-            "is not set and the model has several end tokens"
-            if text is None
-            else f"{text!r} is not an end token of the model"
-        )
+        problem = "is not set and the model has several end tokens"
+        if text is not None:
+            problem = f"{text!r} is not an end token of the model"
         raise InvalidInput(f"data.end_token {problem}: set it to one of {', '.join(known)}", field="data.end_token")
 
 
@@ -273,22 +264,18 @@ def to_table(examples: Sequence[Example], *, version: int) -> pa.Table:
 
     The policy did not generate them, so the digest is empty and the log-probabilities are zero.
     """
+    unsampled = {"sample": 0, "reward": 0.0, "components": [], "finish_reason": "stop", "scorer": "", "seed": 0}
+    stamp = {"policy_version": version, "policy_digest": ""}
     rows = [
         {
+            **unsampled,
+            **stamp,
             "prompt_id": example.prompt_id,
             "group": index,
-            "sample": 0,
             "prompt_tokens": example.prompt_tokens,
             "tokens": example.tokens,
             "logprobs": np.zeros(len(example.tokens), np.float32),
             "loss_mask": example.loss_mask,
-            "reward": 0.0,
-            "components": [],
-            "finish_reason": "stop",
-            "policy_version": version,
-            "policy_digest": "",
-            "scorer": "",
-            "seed": 0,
         }
         for index, example in enumerate(examples)
     ]

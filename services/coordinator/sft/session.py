@@ -27,7 +27,7 @@ _FILES = {
 }
 
 
-async def run_session(config: SftConfig, given: Addresses, console: Console) -> Outcome:
+async def run_session(config: SftConfig, external: Addresses, console: Console) -> Outcome:
     """Runs `config` until all steps are done or Ctrl-C stops it.
 
     If the trainer was started here and dies, it is started again and the run resumes, as far as `restart` allows.
@@ -36,14 +36,14 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
         LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
-    loaded, sessions = load_data(config, given), Sessions(config, given)
+    loaded, sessions = load_data(config, external), Sessions(config, external)
     while True:
         with sessions.repeating():
-            return await _run_once(sessions.config, given, console, loaded, sessions.restarts)
+            return await _run_once(sessions.config, external, console, loaded, sessions.restarts)
 
 
 async def _run_once(
-    config: SftConfig, given: Addresses, console: Console, data: SftData | None, restarts: Restarts
+    config: SftConfig, external: Addresses, console: Console, data: SftData | None, restarts: Restarts
 ) -> Outcome:
     await await_ledger(config)
     with recorded_run(config, console) as run:
@@ -52,7 +52,7 @@ async def _run_once(
         if outcome := outcome_if_finished(run, partial(console.print, soft_wrap=True)):
             return outcome
         async with (
-            running_services(run, given, services=["trainer"], restarts=restarts) as addresses,
+            running_services(run, external, services=["trainer"], restarts=restarts) as addresses,
             _open_trainer(run, addresses, console) as trainer,
         ):
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
@@ -65,9 +65,9 @@ async def _run_once(
             return await finish(run, trainer)
 
 
-def load_data(config: SftConfig, given: Addresses) -> SftData | None:
+def load_data(config: SftConfig, external: Addresses) -> SftData | None:
     """Reads the run's rows. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
-    return load_if_local(config, _load, model_is_remote=bool(given.trainer))
+    return load_if_local(config, _load, model_is_remote=bool(external.trainer))
 
 
 @asynccontextmanager
@@ -84,7 +84,6 @@ async def _open_trainer(run: Run[SftConfig], addresses: Addresses, console: Cons
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
-    """Prints the held-out loss before and after, and the files of the run."""
     show(outcome, _FILES, console, number=".4g")
 
 

@@ -6,13 +6,13 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from services.common.errors import NotFound
 from services.coordinator.observe.report.summary import show_comparison
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from tests.coordinator.observe.test_report import files, run_dir
+from tests.support import raises
 
 __all__ = ["run_dir"]
 
@@ -44,5 +44,5 @@ def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
 
 
 def test_a_comparison_with_no_run_says_so(run_dir: Path, tmp_path: Path):
-    with pytest.raises(NotFound, match="holds no run"):
+    with raises(NotFound, field="run_dir"):
         show_comparison([run_dir, tmp_path], Console(file=io.StringIO()))

@@ -39,7 +39,7 @@ def opened(directory: Path, *trackers: dict[str, Any]):
     config = make_config(name="run", runs_dir=directory, observability={"trackers": trackers})
     run = Run(config, open_run(config))
     try:
-        run.watchers = watchers(run)
+        run.reporters.add(watchers(run))
         run.begin(0, ())
         yield run
     finally:
@@ -48,9 +48,8 @@ def opened(directory: Path, *trackers: dict[str, Any]):
 
 def report(run: Run, *versions: int) -> None:
     for version in versions:
-        for reporter in run.reporters:
-            reporter.step(version, STEP)
-            reporter.evaluation(version, EVALUATION)
+        run.reporters.tell(lambda reporter, step=version: reporter.step(step, STEP))
+        run.reporters.tell(lambda reporter, step=version: reporter.evaluation(step, EVALUATION))
 
 
 class FakeWandb(ModuleType):

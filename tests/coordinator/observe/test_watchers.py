@@ -27,7 +27,7 @@ from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.common.telemetry.watched import Span, otlp_collector, reward_service, scrape, value
 from tests.coordinator.fake_services import TOKENIZER, FakeReplica, make_config, make_prompt, replicas
-from tests.support import free_port
+from tests.support import free_port, raises
 
 PROMPTS = [make_prompt(index) for index in range(3)]
 
@@ -37,7 +37,7 @@ def opened(directory: Path, **observability: object):
     config = make_config(name="run", runs_dir=directory, observability=observability)
     run = Run(config, open_run(config))
     try:
-        run.watchers = watchers(run)
+        run.reporters.add(watchers(run))
         run.begin(0, ())
         yield run
     finally:
@@ -50,8 +50,7 @@ async def collecting(
 ) -> AsyncIterator[tuple[Collector, Rollout]]:
     rollout, reward = Rollout([fake.address for fake in fakes], run.config), Rewards([reward_address], run.config)
     try:
-        for watcher in run.watchers:
-            watcher.watch(rollout)
+        run.reporters.tell(lambda reporter: reporter.watch(rollout))
         await rollout.open(run.run_id, ModelCard())
         await reward.open(run.run_id)
         yield Collector(rollout, reward, TOKENIZER, 0), rollout  # type: ignore[arg-type]
@@ -128,7 +127,7 @@ def test_a_collector_that_is_not_there_does_not_hold_up_the_end(monkeypatch: pyt
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4317", "grpc://host:4317", "http://"])
 def test_an_endpoint_that_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(InvalidInput, match=r"--otel: .* is not http://HOST:PORT"):
+    with raises(InvalidInput, field="--otel"):
         Otel(url, "x", "1", field="--otel")
 
 
@@ -183,7 +182,7 @@ def test_a_tracker_that_does_not_open_leaves_the_metrics_address_free(
     page = f"127.0.0.1:{free_port()}"
     monkeypatch.setitem(sys.modules, "wandb", None)
     with (
-        pytest.raises(InvalidInput, match="wandb cannot be imported"),
+        raises(InvalidInput, field="observability.trackers"),
         opened(tmp_path, metrics_address=page, trackers=[{"kind": "wandb"}]),
     ):
         pass

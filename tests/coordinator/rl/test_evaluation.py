@@ -33,6 +33,7 @@ from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
+from tests.support import raises
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
 EVAL = {"easy": "easy.parquet", "hard": "hard.parquet", "plain": "plain.parquet"}
@@ -355,16 +356,16 @@ class TestEvalConfig:
         assert start.checkpoint == ""
 
     def test_refusals(self, config: Config, run_dir: Path, tmp_path: Path):
-        with pytest.raises(InvalidInput, match=r"is a run's directory: .* it has checkpoints/step-000002"):
+        with raises(InvalidInput, field="checkpoint"):
             eval_config(config, run_dir, None)
-        with pytest.raises(NotFound, match=r"has neither manifest\.json nor config\.json"):
+        with raises(NotFound, field="checkpoint"):
             eval_config(config, run_dir / "checkpoints", None)
-        with pytest.raises(NotFound, match="nowhere is not a directory"):
+        with raises(NotFound, field="checkpoint"):
             eval_config(config, tmp_path / "nowhere", None)
-        with pytest.raises(InvalidInput, match=r"--out: .*run exists and is not an empty directory"):
+        with raises(InvalidInput, field="out"):
             eval_config(config, run_dir / "model", run_dir)
         nothing = config.model_copy(update={"data": config.data.model_copy(update={"eval": {}})})
-        with pytest.raises(InvalidInput, match=r"data\.eval is empty"):
+        with raises(InvalidInput, field="data.eval"):
             eval_config(nothing, run_dir / "model", None)
 
 
@@ -374,12 +375,12 @@ def test_the_config_is_the_runs_own_unless_a_file_is_given(tmp_path: Path) -> No
     for directory, name in ((checkpoint, "manifest.json"), (model, "config.json"), (tmp_path, "config.json")):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text("{}")
-    with pytest.raises(NotFound, match="step-000001 is in no run's directory: give the config of a run"):
+    with raises(NotFound, field="config"):
         with_own_config(checkpoint, [])
     for name in ("config.json", "ledger.sqlite"):
         (run_dir / name).touch()
     assert with_own_config(checkpoint, ["seed=1"]) == [own, "seed=1"]
     assert with_own_config(model, []) == [own]
     assert with_own_config(checkpoint, ["run.yaml", "seed=1"]) == ["run.yaml", "seed=1"]
-    with pytest.raises(NotFound, match="is not a directory"):
+    with raises(NotFound, field="checkpoint"):
         with_own_config(tmp_path / "nowhere", [])

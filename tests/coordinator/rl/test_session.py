@@ -61,7 +61,7 @@ async def test_changed_data_is_refused_before_anything_starts(
     with pytest.raises(RuntimeError, match="services start here"):
         await run_session(config, Addresses(), Viewer(), before)
     ledger = Ledger(config.run_dir / "ledger.sqlite")
-    ledger.record(Kind.DATA, digests={"data.train": before.train.digest, **before.others(config)})
+    ledger.record(Kind.DATA, digests={"data.train": before.train.digest, **before.other_digests(config)})
     ledger.record(Kind.EVALUATED, 0, **{"eval/x/reward/mean": 0.5})
     ledger.record(Kind.COLLECTED, 0, dataset=before.train.digest, digest="d", sha256="s")
     ledger.close()

@@ -11,6 +11,7 @@ from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFou
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import Start, open_run
 from tests.coordinator.fake_services import make_config
+from tests.support import raises
 
 
 def test_the_ledger_keeps_order_and_survives_closing(tmp_path: Path):
@@ -99,16 +100,16 @@ def test_a_checkpoint_that_was_deleted_and_saved_again_is_there(tmp_path: Path):
 
 def test_never_does_not_touch_what_is_there(tmp_path: Path):
     begin(tmp_path)
-    with pytest.raises(InvalidInput, match="already holds a run"):
+    with raises(InvalidInput, field="resume"):
         begin(tmp_path, "never")
 
 
 def test_must_needs_something_to_resume(tmp_path: Path):
-    with pytest.raises(NotFound, match="holds no run"):
+    with raises(NotFound, field="resume"):
         begin(tmp_path, "must")
     assert not (tmp_path / "run").exists()
     begin(tmp_path)
-    with pytest.raises(NotFound, match="no checkpoint yet"):
+    with raises(NotFound, field="resume"):
         begin(tmp_path, "must")
 
 
@@ -121,7 +122,7 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
     assert begin(tmp_path).checkpoint == str(older)
     (left,) = (tmp_path / "run" / "checkpoints").glob("left-*-step-000004")
     assert (left / "manifest.json").is_file()
-    with pytest.raises(NotFound, match=r"no manifest\.json"):
+    with raises(NotFound, field="resume"):
         begin(tmp_path, str(tmp_path / "nowhere"))
     (older / "manifest.json").write_text("{}")
     with pytest.raises(DataLoss, match=r"manifest\.json is damaged"):

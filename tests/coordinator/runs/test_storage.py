@@ -18,7 +18,7 @@ from services.coordinator.observe.frontend import RunLog
 from services.coordinator.observe.reporters import JsonLines, TensorBoard
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.record import CollectedBatch, RunRecord
-from services.coordinator.runs.reporter import Tolerant
+from services.coordinator.runs.reporter import Reporters
 from services.coordinator.runs.resume import open_run
 from tests.coordinator.fake_services import make_config
 from tests.small_disk import NUM_BYTES, SmallDisk, small_disk
@@ -116,22 +116,18 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path: Path):
 
 def test_reporters_of_a_full_disk_do_not_end_the_run(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
     ledger = Ledger(disk.path / "ledger.sqlite")
-    reporters = [
-        Tolerant(JsonLines(disk.path / "metrics.jsonl", 0, ledger)),
-        Tolerant(TensorBoard(disk.path / "tensorboard", 0)),
-    ]
+    files = [JsonLines(disk.path / "metrics.jsonl", 0, ledger), TensorBoard(disk.path / "tensorboard", 0)]
+    reporters = Reporters(files)
     disk.fill()
     for version in range(1, 200):
-        for reporter in reporters:
-            reporter.step(version, STEP)
+        reporters.tell(lambda reporter, step=version: reporter.step(step, STEP))
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert all("No space left" in record.message for record in caplog.records)
     disk.free()
     for version in range(1, 201):
         ledger.record(Kind.FINISHED, version, **STEP)
-    for reporter in reporters:
-        reporter.step(200, STEP)
-        reporter.close()
+    reporters.tell(lambda reporter: reporter.step(200, STEP))
+    reporters.tell(lambda reporter: reporter.close())
     JsonLines(disk.path / "metrics.jsonl", 200, ledger).close()
     lines = [json.loads(line) for line in (disk.path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": version, **STEP} for version in range(1, 201)]
@@ -140,20 +136,20 @@ def test_reporters_of_a_full_disk_do_not_end_the_run(disk: SmallDisk, caplog: py
 
 def test_lines_that_a_full_disk_refused_are_written_when_there_is_space(disk: SmallDisk):
     ledger, path = Ledger(disk.path / "ledger.sqlite"), disk.path / "metrics.jsonl"
-    lines = Tolerant(JsonLines(path, 0, ledger))
+    lines = Reporters([JsonLines(path, 0, ledger)])
     disk.fill()
     for version in range(1, 200):
-        lines.step(version, STEP)
+        lines.tell(lambda reporter, step=version: reporter.step(step, STEP))
     assert path.read_bytes().endswith(b"\n") or not path.read_bytes()
     disk.free()
-    lines.evaluation(199, {"eval/test/reward": 0.5})
+    lines.tell(lambda reporter: reporter.evaluation(199, {"eval/test/reward": 0.5}))
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in found] == [*range(1, 200), 199]
     disk.fill()
     for version in range(200, 400):
-        lines.step(version, STEP)
+        lines.tell(lambda reporter, step=version: reporter.step(step, STEP))
     disk.free()
-    lines.close()
+    lines.tell(lambda reporter: reporter.close())
     assert len(path.read_text().splitlines()) == 400
     ledger.close()
 

@@ -20,7 +20,7 @@ _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
 
 
 class Series(TypedDict):
-    """A curve: its name, and a value `y` for each step `x`."""
+    """A curve, with a value `y` for each step `x`."""
 
     name: str
     x: list[float]
@@ -28,7 +28,7 @@ class Series(TypedDict):
 
 
 class Plot(TypedDict):
-    """Curves that share their axes; `log` makes the y axis logarithmic."""
+    """Curves that share their axes."""
 
     title: str
     log: bool
@@ -87,7 +87,6 @@ def read_metrics(path: Path, ledger: Ledger) -> tuple[list[Row], list[str]]:
 
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:
-    """Returns only the rows of training steps."""
     return [row for row in rows if "time/step_s" in row]
 
 
@@ -98,14 +97,15 @@ def thin(rows: Sequence[Item], most: int = MAX_STEPS) -> Sequence[Item]:
 
 
 def panels(rows: Sequence[Row]) -> list[Plot]:
-    """Returns the plots that have data."""
     steps = thin(steps_of(rows))
     made: list[Plot] = []
     for panel in (*_PANELS, _components(steps), _by_column(rows), *_learning_rate(steps)):
         series = [_series(name, metric, _having(metric, rows, steps)) for name, metric in panel.series.items()]
         if panel.held_out:
-            metrics = sorted({m for row in rows for m in row if m.startswith("eval/") and _is(m, panel.held_out)})
-            series += [_series(_set_of(metric), metric, thin([r for r in rows if metric in r])) for metric in metrics]
+            end = f"/{panel.held_out}"
+            metrics = sorted({m for row in rows for m in row if m.startswith("eval/") and m.endswith(end)})
+            names = (metric.removeprefix("eval/").removesuffix(end) for metric in metrics)
+            series += [_series(name, m, _having(m, rows, steps)) for name, m in zip(names, metrics, strict=True)]
         if series := [one for one in series if one["x"]]:
             made.append({"title": panel.title, "log": panel.is_log, "series": series})
     return made
@@ -126,13 +126,13 @@ def phases(rows: Sequence[Row]) -> dict[str, object]:
     columns["generating"] = [max(0.0, own - two) for own, two in zip(columns["generating"], twice, strict=True)]
     columns["other"] = [max(0.0, row["time/step_s"] - sum_s) for row, sum_s in zip(steps, known, strict=True)]
     after = {row["step"]: row.get("time/evaluating_s", 0.0) for row in rows if "time/step_s" not in row}
-    columns["evaluating"] = [
-        sum_s + after.get(row["step"], 0.0) for sum_s, row in zip(columns["evaluating"], steps, strict=True)
-    ]
-    if steps:
-        columns["evaluating"][0] += after.get(0, 0.0)
+    for index, row in enumerate(steps):
+        columns["evaluating"][index] += after.get(row["step"], 0.0) + (after.get(0, 0.0) if index == 0 else 0.0)
+    names = {"generating": "generating and scoring"}
     shown = [
-        {"name": _phase_name(n), "seconds": [number(s) for s in c]} for n, c in columns.items() if sum(c) > total / 1000
+        {"name": names.get(n, n), "seconds": [number(s) for s in c]}
+        for n, c in columns.items()
+        if sum(c) > total / 1000
     ]
     return {"steps": [row["step"] for row in steps], "phases": shown}
 
@@ -165,7 +165,6 @@ def _having(metric: str, rows: Sequence[Row], steps: Sequence[Row]) -> Sequence[
 
 
 def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:
-    """Returns the plot of the learning rate if the rate changes."""
     rates = {row["train/lr"] for row in steps if "train/lr" in row}
     return [_Panel("Learning rate", {"lr": "train/lr"})] if len(rates) > 1 else []
 
@@ -173,15 +172,3 @@ def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:
 def _series(name: str, metric: str, rows: Sequence[Row]) -> Series:
     points = [(row["step"], number(row[metric])) for row in rows if metric in row]
     return {"name": name, "x": [step for step, _ in points], "y": [value for _, value in points]}
-
-
-def _is(path: str, metric: str) -> bool:
-    return path.rpartition("/")[2] == metric
-
-
-def _set_of(path: str) -> str:
-    return path.removeprefix("eval/").rpartition("/")[0]
-
-
-def _phase_name(name: str) -> str:
-    return "generating and scoring" if name == "generating" else name

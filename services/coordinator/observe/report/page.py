@@ -24,10 +24,12 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 # Match log lines of common.rpc.server and of the coordinator's reward and rollout clients, written as text or JSON.
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* \w (?:\w+ )?services\.\S+: (.*)")
-_CALL = re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)")
-_SCORER = re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
-_EPISODE = re.compile(r"prompt \S+ sample \d+: environment: (?P<reason>[a-z_]+): (?P<text>.*)")
-_REPLICA = re.compile(r"lost replica (?P<where>\S+): (?P<text>.*)")
+_FAILURES = {
+    re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)"): "{where} of {process}",
+    re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)"): "scorer {where}",
+    re.compile(r"prompt \S+ sample \d+: environment: (?P<reason>[a-z_]+): (?P<text>.*)"): "environment",
+    re.compile(r"lost replica (?P<where>\S+): (?P<text>.*)"): "replica {where}",
+}
 _DROPPED = "sampling/dropped_"
 # Metric -> reason and explanation.
 _WARNINGS = {
@@ -52,17 +54,17 @@ def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
     """Returns refused calls, samples without a score, failed episodes, lost replicas, dropped groups and warnings about
     steps from which little was learned, most frequent first.
     """
-    found: dict[tuple[str, str], Failure] = {}
-    for failure in (*_logged(run_dir), *_dropped(steps), *_warnings(steps)):
-        before = found.setdefault((failure.what, failure.reason), failure)
-        if before is not failure:
-            before.count += failure.count
-            before.last, before.text = failure.last, failure.text
-    return sorted(found.values(), key=lambda failure: -failure.count)
+    kinds: dict[tuple[str, str], Failure] = {}
+    for failure in (*_logged(run_dir), *_of_steps(steps)):
+        before = kinds.get((failure.what, failure.reason))
+        failure.count += before.count if before else 0
+        kinds[failure.what, failure.reason] = failure
+    return sorted(kinds.values(), key=lambda failure: -failure.count)
 
 
 def _logged(run_dir: Path) -> Iterator[Failure]:
     for path in sorted((run_dir / "logs").glob("*.log")):
+        # A killed process may have cut a character.
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from filter(None, (_failure(path.stem, *_read(line)) for line in lines))
 
@@ -70,8 +72,8 @@ def _logged(run_dir: Path) -> Iterator[Failure]:
 def _read(line: str) -> tuple[str, str]:
     """Returns the time and message of a log line; two empty strings if it is not one of Lockstep's."""
     if not line.startswith("{"):
-        found = _LINE.match(line)
-        return (found[1], found[2]) if found else ("", "")
+        match = _LINE.match(line)
+        return (match[1], match[2]) if match else ("", "")
     try:
         record = json.loads(line)
     except ValueError:
@@ -80,32 +82,24 @@ def _read(line: str) -> tuple[str, str]:
 
 
 def _failure(process: str, time: str, message: str) -> Failure | None:
-    if found := _CALL.match(message):
-        what, reason = f"{found['where']} of {process}", found["reason"]
-    elif found := _SCORER.match(message):
-        what, reason = f"scorer {found['where']}", found["reason"]
-    elif found := _EPISODE.match(message):
-        what, reason = "environment", found["reason"].upper()
-    elif found := _REPLICA.match(message):
-        what, reason = f"replica {found['where']}", "LOST"
-    else:
-        return None
-    return Failure(what, reason, 1, time, found["text"][:_MAX_TEXT])
+    for pattern, what in _FAILURES.items():
+        if match := pattern.match(message):
+            parts = {"reason": "LOST"} | match.groupdict()
+            text = parts["text"][:_MAX_TEXT]
+            return Failure(what.format(process=process, **parts), parts["reason"].upper(), 1, time, text)
+    return None
 
 
-def _dropped(steps: Sequence[Row]) -> Iterator[Failure]:
+def _of_steps(steps: Sequence[Row]) -> Iterator[Failure]:
+    """Yields dropped groups, and steps with a collapsed entropy or without a mixed group."""
     for row in steps:
         for name in (name for name in row if name.startswith(_DROPPED) and row[name]):
             reason = name.removeprefix(_DROPPED).upper()
             yield Failure("prompt groups dropped", reason, int(row[name]), f"step {row['step']}", "")
-
-
-def _warnings(steps: Sequence[Row]) -> Iterator[Failure]:
-    """Yields the steps with a collapsed entropy and those without a mixed group."""
     for row in steps:
-        for name, (what, text) in _WARNINGS.items():
+        for name, (reason, text) in _WARNINGS.items():
             if row.get(name):
-                yield Failure("step", what, 1, f"step {row['step']}", text)
+                yield Failure("step", reason, 1, f"step {row['step']}", text)
 
 
 _WIDTH = 44  # with name and seconds, a line of 80 columns
@@ -164,36 +158,34 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def gather(run_dir: Path) -> dict[str, object]:
-    """Returns everything that the page shows, as JSON values."""
     with closing(LedgerReader(run_dir)) as ledger:
         rows, notes = curves.read_metrics(run_dir / METRICS, ledger)
         with reading(f"{run_dir}: the config or a number in the ledger"):
             data = summary.head(run_dir, ledger, rows)
     decode, note = _decoder(run_dir, data["facts"])
-    found = samples.sources(run_dir)
-    if damaged := samples.unreadable(found):
+    sources = samples.sources(run_dir)
+    if damaged := samples.unreadable(sources):
         notes.append(f"Not shown, because they are damaged: {', '.join(damaged)}.")
-        found = [source for source in found if source.path.name not in damaged]
-    shown, left_out = samples.embed(found, decode)
+        sources = [source for source in sources if source.path.name not in damaged]
+    shown, left_out = samples.embed(sources, decode)
     if scorers := dict.fromkeys(source["scorer"] for source in shown):
         data["facts"].append(("scorer", "; ".join(scorers)))
-    num_steps = len(curves.steps_of(rows))
-    if num_steps > curves.MAX_STEPS:
-        notes.append(f"Curves show {len(curves.thin(curves.steps_of(rows))):,} of {num_steps:,} steps, evenly spaced.")
+    steps = steps_of(rows)
+    if len(steps) > curves.MAX_STEPS:
+        notes.append(f"Curves show {len(thin(steps)):,} of {len(steps):,} steps, evenly spaced.")
     return {
         **data,
         "panels": curves.panels(rows),
         "timeline": curves.phases(rows),
         "lanes": lanes(rows),
-        "histogram": samples.histogram(found),
+        "histogram": samples.histogram(sources),
         "samples": shown,
-        "failures": [asdict(failure) for failure in failures(run_dir, curves.steps_of(rows))],
+        "failures": [asdict(failure) for failure in failures(run_dir, steps)],
         "notes": [*note, *notes, *_left_out(shown, left_out)],
     }
 
 
 def render(data: Mapping[str, object]) -> str:
-    """Renders the page of the data that `gather` returned."""
     folder = files(report)
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)

@@ -66,18 +66,19 @@ def sources(run_dir: Path) -> list[Source]:
     return sorted(found, key=lambda source: (source.step, source.held_out))
 
 
-def embed(found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES) -> tuple[list[Shown], list[Source]]:
-    """Returns the samples that the page shows, in the order of `found`, and the sources that did not fit.
+def embed(
+    all_sources: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES
+) -> tuple[list[Shown], list[Source]]:
+    """Returns the samples that the page shows, in the order of `all_sources`, and the sources that did not fit.
 
     Tries the newest source first, then the oldest, then those halfway between, so that what fits is spread over the
     run.
     """
-    batches = [source for source in found if not source.held_out]
-    evaluations = [source for source in found if source.held_out]
-    both = bool(batches and evaluations)
-    rooms = ((batches, 1 - _EVALUATIONS_SHARE * both), (evaluations, _EVALUATIONS_SHARE if both else 1.0))
+    batches = [source for source in all_sources if not source.held_out]
+    evaluations = [source for source in all_sources if source.held_out]
+    held_out = _EVALUATIONS_SHARE if batches and evaluations else float(bool(evaluations))
     shown: dict[Source, Shown] = {}
-    for some, share in rooms:
+    for some, share in ((batches, 1 - held_out), (evaluations, held_out)):
         left = int(max_bytes * share)
         most = left // max(1, min(len(some), _MIN_SOURCES))
         for source in _spread(some):
@@ -87,12 +88,13 @@ def embed(found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES) -
             if (left := left - num_bytes) < 0:
                 break
             shown[source] = samples
-    return [shown[source] for source in found if source in shown], [s for s in found if s not in shown]
+    return [shown[source] for source in all_sources if source in shown], [s for s in all_sources if s not in shown]
 
 
-def histogram(found: Sequence[Source]) -> dict[str, object]:
+def histogram(all_sources: Sequence[Source]) -> dict[str, object]:
     """Returns the histogram of each batch's rewards: `labels` of the bins, and `counts` by step."""
-    batches = [(source, _read(source, ["reward"])) for source in thin([one for one in found if not one.held_out])]
+    of_steps = thin([source for source in all_sources if not source.held_out])
+    batches = [(source, _read(source, ["reward"])) for source in of_steps]
     rewards = {source.step: table["reward"].to_numpy() for source, table in batches if table is not None}
     if not rewards:
         return {"labels": [], "counts": {}}
@@ -122,9 +124,9 @@ def _spread(some: Sequence[Source]) -> Iterator[Source]:
         gaps = [half for (low, high), middle in halves for half in ((low, middle), (middle, high))]
 
 
-def unreadable(found: Sequence[Source]) -> list[str]:
+def unreadable(all_sources: Sequence[Source]) -> list[str]:
     """Returns the names of the files that are no Parquet files, as a full disk or a broken copy may leave them."""
-    return [source.path.name for source in found if not _has_footer(source.path)]
+    return [source.path.name for source in all_sources if not _has_footer(source.path)]
 
 
 def _has_footer(path: Path) -> bool:
@@ -176,8 +178,11 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
             "group": [row["group"] for row in rows],
             "sample": [row["sample"] for row in rows],
             "reward": [number(row["reward"]) for row in rows],
-            "components": [[number(value) for value in _values(row, components)] for row in rows],
-            "advantage": [_mean(row["advantages"]) for row in rows],
+            "components": [
+                [number(values.get(name, math.nan)) for name in components]
+                for values in (dict(row["components"]) for row in rows)
+            ],
+            "advantage": [number(float(np.mean(a))) if (a := row["advantages"]) else None for row in rows],
             "stop": [row["finish_reason"] for row in rows],
             "tokens": [len(row["tokens"]) for row in rows],
             "completion": [_text(row["tokens"], decode) for row in rows],
@@ -193,15 +198,6 @@ def _conversation(row: Record, decode: Decode) -> list[tuple[str, float | str | 
     if conversation is None:
         return None
     return [(part.text, None if part.reward is None else number(part.reward)) for part in conversation.parts]
-
-
-def _values(row: Record, components: Sequence[str]) -> Iterator[float]:
-    values = dict(row["components"])
-    return (values.get(name, math.nan) for name in components)
-
-
-def _mean(advantages: Sequence[float] | None) -> float | str | None:
-    return number(float(np.mean(advantages))) if advantages else None
 
 
 def _text(tokens: Sequence[int], decode: Decode) -> str:

@@ -37,7 +37,6 @@ class Head(TypedDict):
 
 
 def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
-    """Returns the facts of a run from its ledger, and its last step from `rows`."""
     opened = ledger.last(Kind.OPENED)
     if opened is None:
         raise DataLoss(f"{run_dir}: the ledger has no row that opened the run")
@@ -46,6 +45,8 @@ def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
     num_steps = config["num_steps"]  # None if the length is set in epochs
     sessions = _sessions(ledger)
     began, duration_s = sessions[0][0], sum(end - begin for begin, end in sessions)
+    failed, stopped = ledger.failure(), ledger.last(Kind.STOPPED, version)
+    versions = ", ".join(f"{name} {number}" for name, number in opened.get("versions", {}).items())
     facts = {
         "run": opened["run_id"],
         "model": config["model"],
@@ -53,43 +54,28 @@ def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
         "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
         "held-out": _held_out(ledger),
-        "early stopping": _early(ledger, version),
-        "error": _error(ledger),
+        "early stopping": "",
+        "error": f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else "",
         "seed": str(config.get("seed", "")),
         "config digest": hashlib.sha256(opened["config"].encode()).hexdigest(),
         "data digest": (ledger.last(Kind.COLLECTED) or {}).get("dataset", ""),
-        "versions": _versions(opened),
+        "versions": versions or "not recorded",
     }
+    if stopped:
+        best = f"after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
+        facts["early stopping"] = f"{stopped['metric']} was best {best}"
     return {
         "name": config["name"],
-        "state": _state(run_dir, ledger, version, num_steps),
+        "state": "running" if is_running(run_dir) else "failed" if failed else _end(version, num_steps, stopped),
         "facts": [(label, value) for label, value in facts.items() if value],
         "config": json.dumps(config, indent=1, ensure_ascii=False),
     }
 
 
-def _state(run_dir: Path, ledger: LedgerReader, version: int, num_steps: int | None) -> str:
-    if is_running(run_dir):
-        return "running"
-    if ledger.failure():
-        return "failed"
+def _end(version: int, num_steps: int | None, stopped: Decision | None) -> str:
     if num_steps is None:
         return "ended"
-    return "done" if version >= num_steps or ledger.last(Kind.STOPPED, version) else "stopped"
-
-
-def _early(ledger: LedgerReader, version: int) -> str:
-    """Returns why early stopping ended the run after `version`; an empty string if it did not."""
-    stopped = ledger.last(Kind.STOPPED, version)
-    if stopped is None:
-        return ""
-    return f"{stopped['metric']} was best after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
-
-
-def _error(ledger: LedgerReader) -> str:
-    """Returns the error that ended the last session; an empty string if none did."""
-    failed = ledger.failure()
-    return f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else ""
+    return "done" if version >= num_steps or stopped else "stopped"
 
 
 def _sessions(ledger: LedgerReader) -> list[tuple[float, float]]:
@@ -99,8 +85,7 @@ def _sessions(ledger: LedgerReader) -> list[tuple[float, float]]:
     """
     sessions: list[tuple[float, float]] = []
     for time_s, kind in ledger.times():
-        is_first = kind == Kind.OPENED or not sessions
-        begin = time_s if is_first else sessions.pop()[0]
+        begin = time_s if kind == Kind.OPENED or not sessions else sessions.pop()[0]
         sessions.append((begin, time_s))
     return sessions
 
@@ -111,19 +96,11 @@ def _held_out(ledger: LedgerReader) -> str:
     names = [name for name in (evaluations[0] if evaluations else {}) if name.endswith(("/reward", "/nll"))]
     if not names:
         return ""
-    first, last = (evaluation.get(names[0], float("nan")) for evaluation in (evaluations[0], evaluations[-1]))
-    what = names[0].removeprefix("eval/")
-    change = change_between(ledger, evaluations[0]["version"], evaluations[-1]["version"])
-    return (
-        f"{what} {first:.3f}"
-        + (f" → {last:.3f}" if len(evaluations) > 1 else "")
-        + (f", not to be compared: {change}" if change else "")
-    )
-
-
-def _versions(opened: Decision) -> str:
-    versions = opened.get("versions")
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else "not recorded"
+    first, last = evaluations[0], evaluations[-1]
+    text = f"{_of(names[0])} {first[names[0]]:.3f}"
+    text += f" → {last.get(names[0], math.nan):.3f}" if len(evaluations) > 1 else ""
+    change = change_between(ledger, first["version"], last["version"])
+    return text + (f", not to be compared: {change}" if change else "")
 
 
 def _duration(seconds: float) -> str:
@@ -153,11 +130,12 @@ _CURVE_CHARS = 16
 _MAX_VALUE = 40
 _Series = list[tuple[float, float]]
 """Steps and values."""
+_Rows = dict[str, list[str]]
+"""Cells of each run by the row's name."""
 
 
 @dataclass(frozen=True)
 class _Compared:
-    directory: Path
     head: Head
     config: Mapping[str, object]
     rows: Sequence[Row]
@@ -177,44 +155,38 @@ def show_comparison(run_dirs: Sequence[Path], console: Console) -> None:
             table.add_row(name, *cells)
         table.add_section()
     console.print(table)
-    console.print(
-        "curves: over the steps of the longest run, from the lowest to the highest value of all", soft_wrap=True
-    )
+    what = "curves: over the steps of the longest run, from the lowest to the highest value of all"
+    console.print(what, soft_wrap=True)
 
 
 def _read(directory: Path) -> _Compared:
     with closing(LedgerReader(directory)) as ledger:
         rows, _ = curves.read_metrics(directory / METRICS, ledger)
         about = head(directory, ledger, rows)
-    return _Compared(directory, about, json.loads(about["config"]), rows)
-
-
-_Rows = dict[str, list[str]]
-"""Cells of each run by the row's name."""
+    return _Compared(about, json.loads(about["config"]), rows)
 
 
 def _progress(runs: Sequence[_Compared]) -> _Rows:
-    known = [dict(run.head["facts"]) for run in runs]
-    rows = {"state": [run.head["state"] for run in runs]}
-    return rows | {name: [one.get(name, "") for one in known] for name in _FACTS if any(name in one for one in known)}
+    facts = [dict(run.head["facts"]) for run in runs]
+    rows = {name: [of_run.get(name, "") for of_run in facts] for name in _FACTS}
+    return {"state": [run.head["state"] for run in runs]} | {name: cells for name, cells in rows.items() if any(cells)}
 
 
 def _config(runs: Sequence[_Compared]) -> _Rows:
-    """Returns the keys in which the runs differ."""
     changed = dict.fromkeys(key for run in runs[1:] for key in differences(run.config, runs[0].config))
     return {key: [_value(run.config, key) for run in runs] for key in changed if key not in _NOT_COMPARED}
 
 
 def _value(config: Mapping[str, object], key: str) -> str:
-    found: object = config
+    value: object = config
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    text = json.dumps(found, ensure_ascii=False)
+        value = value.get(part) if isinstance(value, Mapping) else None
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
 
 
 def _curves(runs: Sequence[_Compared]) -> _Rows:
-    held_out = _metrics(runs, ("reward", "nll"))
+    held_out = (metric for metric in _held_out_metrics(runs) if metric.endswith(("/reward", "/nll")))
     metrics = _CURVES | {f"held-out {_of(metric)}": metric for metric in held_out}
     return {name: drawn for name, metric in metrics.items() if (drawn := _drawn([run.series(metric) for run in runs]))}
 
@@ -239,26 +211,24 @@ def _drawn(series: Sequence[_Series]) -> list[str]:
 
 def _last_held_out(runs: Sequence[_Compared]) -> _Rows:
     """Returns the last value of every held-out metric, with its step."""
-    found = {metric: [run.series(metric)[-1:] for run in runs] for metric in _metrics(runs)}
+    last = {metric: [run.series(metric)[-1:] for run in runs] for metric in _held_out_metrics(runs)}
     return {
-        f"last {_of(metric)}": [f"{one[0][1]:.4g} (step {one[0][0]})" if one else "" for one in last]
-        for metric, last in found.items()
+        f"last {_of(metric)}": ["".join(f"{value:.4g} (step {step})" for step, value in points) for points in of_runs]
+        for metric, of_runs in last.items()
     }
 
 
 def _times(runs: Sequence[_Compared]) -> _Rows:
-    """Returns the median over the steps of each time."""
     columns = {name: [[value for _, value in run.series(metric)] for run in runs] for name, metric in _TIMES.items()}
     return {
-        f"median {name}": [f"{median(values):.4g}" if values else "" for values in found]
-        for name, found in columns.items()
-        if any(found)
+        f"median {name}": [f"{median(values):.4g}" if values else "" for values in of_runs]
+        for name, of_runs in columns.items()
+        if any(of_runs)
     }
 
 
-def _metrics(runs: Sequence[_Compared], last_parts: Sequence[str] = ()) -> list[str]:
-    names = {name for run in runs for row in run.rows for name in row if name.startswith("eval/")}
-    return sorted(name for name in names if not last_parts or name.rpartition("/")[2] in last_parts)
+def _held_out_metrics(runs: Sequence[_Compared]) -> list[str]:
+    return sorted({name for run in runs for row in run.rows for name in row if name.startswith("eval/")})
 
 
 def _of(metric: str) -> str:

@@ -11,35 +11,23 @@ import numpy as np
 import pyarrow as pa
 
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.rl.advantages.estimators import (
-    centered_rewards,
-    gae,
-    gpg,
-    grpo,
-    opo,
-    per_turn,
-    python,
-    reinforce_plus_plus,
-    remax,
-    rloo,
-    whiten,
-)
+from services.coordinator.rl.advantages import estimators
 from services.coordinator.rl.advantages.samples import Samples
 
 Estimator = Callable[[Samples, AdvantageConfig], np.ndarray]
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": grpo,
-    "dr_grpo": centered_rewards,
-    "rloo": rloo,
-    "opo": opo,
-    "gpg": gpg,
-    "per_turn": per_turn,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": centered_rewards,  # and whitening over the batch
-    "remax": remax,
-    "gae": gae,
-    "python": python,
+    "grpo": estimators.grpo,
+    "dr_grpo": estimators.centered_rewards,
+    "rloo": estimators.rloo,
+    "opo": estimators.opo,
+    "gpg": estimators.gpg,
+    "per_turn": estimators.per_turn,
+    "reinforce_plus_plus": estimators.reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": estimators.centered_rewards,  # and whitening over the batch
+    "remax": estimators.remax,
+    "gae": estimators.gae,
+    "python": estimators.python,
 }
 
 
@@ -47,11 +35,7 @@ def compute_advantages(batch: pa.Table, config: AdvantageConfig, *, kl_coef: flo
     """Returns `batch` (SAMPLE_SCHEMA) with `advantages` and, with a critic, `returns`, one per token.
 
     Both are 0 where loss_mask is false. The returns, the critic's targets, are advantages before whitening + values.
-
-    Args:
-        batch: Rewards and the columns that the kind needs: values, baseline, ref_logprobs.
-        config: Kind and settings.
-        kl_coef: This step's coefficient if it is adaptive (controller.coef_after); None means `config.kl.coef`.
+    `kl_coef` is this step's coefficient if it is adaptive (samples.coef_after); None means `config.kl.coef`.
 
     Raises:
         InvalidInput: A column that the kind needs is missing or differs in length from tokens, or the kind compares
@@ -61,7 +45,7 @@ def compute_advantages(batch: pa.Table, config: AdvantageConfig, *, kl_coef: flo
     advantages_M = ESTIMATORS[config.kind](samples, config)
     if samples.values_M is not None:
         batch = _with_column(batch, "returns", samples.to_lists(advantages_M + samples.values_M))
-    return _with_column(batch, "advantages", samples.to_lists(whiten(advantages_M, samples, config)))
+    return _with_column(batch, "advantages", samples.to_lists(estimators.whiten(advantages_M, samples, config)))
 
 
 def _with_column(batch: pa.Table, name: str, column: pa.Array) -> pa.Table:

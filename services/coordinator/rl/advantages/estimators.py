@@ -120,7 +120,7 @@ def remax(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
     Both rewards are of the whole sample: later turns alone cannot be compared with all turns of the greedy completion.
     """
-    assert samples.baseline_S is not None, "kind remax needs baselines"
+    assert samples.baseline_S is not None
     penalties_M = discounted_sums(samples.penalty_M, samples.count_S, 1.0)
     return (samples.rewards_S - samples.baseline_S)[samples.sample_M] - penalties_M
 
@@ -134,7 +134,7 @@ def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     state after it.
     """
     values_M = samples.values_M
-    assert values_M is not None, "kind gae needs values"
+    assert values_M is not None
     next_M = np.roll(values_M, -1)
     bootstraps = samples.truncated_S[samples.trained_S] & config.bootstrap_truncated
     next_M[samples.last] = np.where(bootstraps, values_M[samples.last], 0.0)

@@ -34,36 +34,21 @@ def token_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np.nd
 
 @dataclass(frozen=True)
 class Samples:
-    """Holds the estimators' input, in the order of the batch. Tokens that loss_mask excludes are observations.
+    """The estimators' input, in the order of the batch. Tokens that loss_mask excludes are observations."""
 
-    Attributes:
-        rewards_S: float64, before KL penalties.
-        group_S: Index of the sample's prompt group, from 0 without gaps.
-        count_S: Number of trained tokens of each sample; may be 0.
-        truncated_S: Whether the sample was cut off at max_tokens.
-        offsets_S: int32 [S + 1], index among all N of each sample's first token.
-        position_M: Index of each trained token among all N.
-        sample_M: Index of its sample.
-        penalty_M: KL penalty of each token, multiplied by the coefficient.
-        values_M: Critic's value of the state before each token; None if the kind needs no critic.
-        baseline_S: Reward of the prompt's greedy completion; None if the kind needs none.
-        turn_starts_M: Whether each trained token is the first of a turn. Without an environment, a turn is a run of
-            consecutive trained tokens.
-        turn_rewards_K: Reward of each turn that has trained tokens; 0 without an environment.
-    """
-
-    rewards_S: np.ndarray
-    group_S: np.ndarray
-    count_S: np.ndarray
-    truncated_S: np.ndarray
-    offsets_S: np.ndarray
-    position_M: np.ndarray
-    sample_M: np.ndarray
-    penalty_M: np.ndarray
-    values_M: np.ndarray | None
-    baseline_S: np.ndarray | None
+    rewards_S: np.ndarray  # float64, before KL penalties
+    group_S: np.ndarray  # index of the sample's prompt group, from 0 without gaps
+    count_S: np.ndarray  # number of trained tokens of each sample; may be 0
+    truncated_S: np.ndarray  # whether the sample was cut off at max_tokens
+    offsets_S: np.ndarray  # int32 [S + 1], index among all N of each sample's first token
+    position_M: np.ndarray  # index of each trained token among all N
+    sample_M: np.ndarray  # index of its sample
+    penalty_M: np.ndarray  # KL penalty of each token, multiplied by the coefficient
+    values_M: np.ndarray | None  # critic's value of the state before each token; None if the kind needs no critic
+    baseline_S: np.ndarray | None  # reward of the prompt's greedy completion; None if the kind needs none
+    # Whether each trained token is the first of a turn: without an environment, of a run of trained tokens.
     turn_starts_M: np.ndarray
-    turn_rewards_K: np.ndarray
+    turn_rewards_K: np.ndarray  # reward of each turn that has trained tokens; 0 without an environment
 
     @classmethod
     def of(cls, batch: pa.Table, config: AdvantageConfig, kl_coef: float) -> Self:
@@ -81,14 +66,11 @@ class Samples:
             )
         lengths_S: np.ndarray = pc.list_value_length(batch["tokens"]).to_numpy()
         num_samples: int = batch.num_rows
-        sample_N = np.repeat(np.arange(num_samples), lengths_S)
         position_M = np.flatnonzero(trained_mask(batch))
-        sample_M = sample_N[position_M]
+        sample_M = np.repeat(np.arange(num_samples), lengths_S)[position_M]
         kind = f"advantage.kind {config.kind}"
         values_M = per_token(batch, "values", kind)[position_M] if config.needs_values else None
-        penalty_M = np.zeros(len(position_M))
-        if config.needs_reference:
-            penalty_M = kl_coef * kl_of(batch, config.kl.kind)
+        kl_M = kl_of(batch, config.kl.kind) if config.needs_reference else np.zeros(len(position_M))
         offsets_S = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32)
         turn_starts_M, turn_rewards_K = _turns(batch, offsets_S, position_M, sample_M)
         return cls(
@@ -99,7 +81,7 @@ class Samples:
             offsets_S=offsets_S,
             position_M=position_M,
             sample_M=sample_M,
-            penalty_M=penalty_M,
+            penalty_M=kl_coef * kl_M,
             values_M=values_M,
             baseline_S=_required(batch, "baseline", kind).to_numpy() if config.needs_baseline else None,
             turn_starts_M=turn_starts_M,
@@ -113,7 +95,6 @@ class Samples:
 
     @property
     def trained_S(self) -> np.ndarray:
-        """Returns whether each sample has trained tokens."""
         return self.count_S > 0
 
     @property
@@ -164,10 +145,10 @@ def trained_mask(batch: pa.Table) -> np.ndarray:
         InvalidInput: A mask differs in length from its sample's tokens.
     """
     column, lengths_S = batch["loss_mask"], pc.list_value_length(batch["tokens"]).to_numpy()
-    given_S = column.is_valid().to_numpy()
-    _refuse(given_S & (pc.fill_null(pc.list_value_length(column), 0).to_numpy() != lengths_S), "loss_mask")
+    has_mask_S = column.is_valid().to_numpy()
+    _refuse(has_mask_S & (pc.fill_null(pc.list_value_length(column), 0).to_numpy() != lengths_S), "loss_mask")
     mask_N = np.ones(lengths_S.sum(), bool)
-    mask_N[np.repeat(given_S, lengths_S)] = pc.list_flatten(column).to_numpy()
+    mask_N[np.repeat(has_mask_S, lengths_S)] = pc.list_flatten(column).to_numpy()
     return mask_N
 
 
@@ -206,6 +187,7 @@ def _refuse(bad_S: np.ndarray, name: str) -> None:
         raise InvalidInput(f"{name}: {int(bad_S.sum())} samples differ in length from tokens", field=name)
 
 
+# At most so much may one step change the coefficient, relatively: a measured KL is noisy.
 _MAX_ERROR = 0.2
 
 
@@ -218,9 +200,8 @@ def next_coef(coef: float, measured_kl: float, num_samples: int, config: KlConfi
     if config.target is None:
         return coef
     error = min(max(measured_kl / config.target - 1, -_MAX_ERROR), _MAX_ERROR)
-    return coef * (
-        1 + error * min(num_samples / config.horizon, 1.0)
-    )  # min(): a batch larger than the horizon cannot change the sign
+    # A batch that is larger than the horizon cannot change the sign.
+    return coef * (1 + error * min(num_samples / config.horizon, 1.0))
 
 
 def coef_after(before: Mapping[str, float] | None, config: KlConfig) -> float:
@@ -231,8 +212,7 @@ def coef_after(before: Mapping[str, float] | None, config: KlConfig) -> float:
 
 
 def kl_record(batch: pa.Table, coef: float, config: KlConfig) -> dict[str, float]:
-    """Returns the numbers that `coef_after` needs: the coefficient, the mean KL per sample in nats, and the number of
-    samples.
+    """Returns what `coef_after` needs: the coefficient, the mean KL per sample in nats, and the number of samples.
 
     Raises:
         InvalidInput: ref_logprobs are missing.

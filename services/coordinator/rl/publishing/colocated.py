@@ -8,19 +8,14 @@ meanwhile, for example because it only saved a checkpoint, the same weights are 
 """
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain, count
 
 from lockstep.rollout.v1.rollout_pb2 import ENGINE_PART_KV_CACHE, ENGINE_PART_WEIGHTS
-from lockstep.trainer.v1.trainer_pb2 import (
-    MODEL_PART_OPTIMIZER,
-    MODEL_PART_PARAMETERS,
-    ROLE_CRITIC,
-    ROLE_POLICY,
-    ROLE_REFERENCE,
-)
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
 from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp
 
 from services.common.errors import DeadlineExceeded, PreconditionFailed, Reason, Unavailable
@@ -39,11 +34,10 @@ _MAX_RETRIES = 8
 # publication, and what the processes allocate outside torch.
 _SPARE_SHARE = 0.05
 # Roles of the models beside the policy, by config section.
-_ROLES = {"reference": ROLE_REFERENCE, "critic": ROLE_CRITIC}
+_ROLES = {"reference": trainer_pb2.ROLE_REFERENCE, "critic": trainer_pb2.ROLE_CRITIC}
 
 
 def make_publisher(services: Services, run: Run) -> Publisher:
-    """Returns the publisher for the run's placement."""
     if isinstance(services.gpus, SharedGpus):
         return ColocatedPublisher(services, run, services.gpus)
     return Publisher(services.trainer, services.rollout, run)
@@ -89,25 +83,23 @@ class ColocatedPublisher(Publisher):
         _log("the engines sleep", begin, *memory)
         needed = (
             worker.freed_bytes + int(_SPARE_SHARE * worker.device_total_bytes)
-            for of_one in memory
-            for worker in of_one
+            for worker in chain(*memory)
             if worker.freed_bytes  # otherwise it was asleep already
         )
         self._needed_bytes = max([self._needed_bytes, *needed])
 
     async def _prepare(self, replicas: Sequence[Replica]) -> None:
         begin = time.perf_counter()
-        await self._trainer.release_memory(MODEL_PART_OPTIMIZER, least_free_bytes=self._needed_bytes)
+        needed = self._needed_bytes
+        await self._trainer.release_memory(MODEL_PART_OPTIMIZER, least_free_bytes=needed)
         if self._other_roles:
-            await self._trainer.release_memory(
-                MODEL_PART_PARAMETERS, roles=self._other_roles, least_free_bytes=self._needed_bytes
-            )
-        memory = await self._trainer.acquire_memory(MODEL_PART_PARAMETERS, roles=[ROLE_POLICY])
+            await self._trainer.release_memory(MODEL_PART_PARAMETERS, roles=self._other_roles, least_free_bytes=needed)
+        memory = await self._trainer.acquire_memory(MODEL_PART_PARAMETERS, roles=[trainer_pb2.ROLE_POLICY])
         _log("the trainer keeps the weights", begin, memory)
         begin = time.perf_counter()
         woken = await gather(r.wake(ENGINE_PART_WEIGHTS) for r in replicas)
         _log("the engines take memory for weights", begin, *woken)
-        taken = [worker.taken_bytes for of_one in woken for worker in of_one]
+        taken = [worker.taken_bytes for worker in chain(*woken)]
         # On the GPU of a lost replica, none of what its engine will need when it starts again is taken yet.
         self._weights_bytes = min(taken) if len(replicas) == len(self._rollout.replicas) else 0
         self._prepared = time.perf_counter()
@@ -115,10 +107,9 @@ class ColocatedPublisher(Publisher):
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
         _log("the engines receive the weights", self._prepared)
         begin = time.perf_counter()
+        needed = max(0, self._needed_bytes - self._weights_bytes)
         memory = await self._trainer.release_memory(
-            MODEL_PART_PARAMETERS,
-            MODEL_PART_OPTIMIZER,
-            least_free_bytes=max(0, self._needed_bytes - self._weights_bytes),
+            MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER, least_free_bytes=needed
         )
         _log("the trainer frees its memory", begin, memory)
         begin = time.perf_counter()
@@ -131,7 +122,7 @@ class ColocatedPublisher(Publisher):
 
 async def _asleep(replica: Replica) -> Sequence[DeviceMemory]:
     """Puts an engine to sleep. Tries again while samples that were just canceled are still ending."""
-    for num_retries in itertools.count():
+    for num_retries in count():
         try:
             return await replica.sleep()
         except PreconditionFailed as error:
@@ -143,10 +134,8 @@ async def _asleep(replica: Replica) -> Sequence[DeviceMemory]:
 
 def _log(what: str, begin: float, *answers: Iterable[DeviceMemory]) -> None:
     """Logs the time and memory that a phase took, and the memory that is left on the fullest device."""
-    memory = [of_one for answer in answers for of_one in answer]
-    freed, taken = (sum(of_one.freed_bytes for of_one in memory), sum(of_one.taken_bytes for of_one in memory))
-    free = min((of_one.device_free_bytes for of_one in memory if of_one.device_total_bytes), default=0)
-    seconds = time.perf_counter() - begin
-    log.info(
-        "%s: %.2f s, %.2f GB freed, %.2f GB taken, %.2f GB free", what, seconds, freed / 1e9, taken / 1e9, free / 1e9
-    )
+    devices = list(chain(*answers))
+    freed, taken = sum(device.freed_bytes for device in devices), sum(device.taken_bytes for device in devices)
+    free = min((device.device_free_bytes for device in devices if device.device_total_bytes), default=0)
+    numbers = time.perf_counter() - begin, freed / 1e9, taken / 1e9, free / 1e9
+    log.info("%s: %.2f s, %.2f GB freed, %.2f GB taken, %.2f GB free", what, *numbers)

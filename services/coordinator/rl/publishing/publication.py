@@ -4,7 +4,8 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
@@ -29,7 +30,7 @@ class Attendance:
     """Counts for each replica how many attempts in a row it missed."""
 
     def __init__(self, grace_s: float):
-        """Counts nothing yet. When a member has given up, the others have `grace_s` seconds to notice and to answer."""
+        """When a member has given up, the others have `grace_s` seconds to notice and to answer."""
         self._grace_s = grace_s
         self._ranks: Mapping[Replica, range] = {}
         self._absent: Sequence[Replica] = ()  # in the last phase, if it failed
@@ -37,13 +38,9 @@ class Attendance:
 
     def assign_ranks(self, replicas: Sequence[Replica], first: int) -> Mapping[Replica, range]:
         """Gives each replica's workers their ranks in a weight group, from `first` on, and returns the ranks."""
-        ranks: dict[Replica, range] = {}
-        begin = first
-        for replica in replicas:
-            ranks[replica] = range(begin, begin + replica.num_workers)
-            begin += replica.num_workers
-        self._ranks = ranks
-        return ranks
+        ends = accumulate((replica.num_workers for replica in replicas), initial=first)
+        self._ranks = {replica: range(*ranks) for replica, ranks in zip(replicas, pairwise(ends), strict=True)}
+        return self._ranks
 
     async def gather(
         self,
@@ -66,7 +63,8 @@ class Attendance:
                 return [task.result() for task in tasks]
             self._absent = self._named(failures)
             # A member that gave up has told the others, and commits do not depend on one another: all should answer.
-            if not self._absent and (not trainer or any(map(_is_abort, failures))):
+            reasons = {error.reason for error in failures if isinstance(error, LockstepError)}
+            if not self._absent and (not trainer or Reason.EPOCH_ABORTED in reasons):
                 await asyncio.wait(tasks, timeout=self._grace_s)
                 failures = _failures(tasks)
                 self._absent = self._named(failures) or _silent(replicas, tasks)
@@ -78,24 +76,28 @@ class Attendance:
             if isinstance(error, LockstepError) and error.reason is Reason.RUN_REPLACED:
                 raise error  # it is the cause of the others
         self._misses.update(self._absent)
-        raise _naming(self._absent, failures[0])
+        first = failures[0]
+        if not self._absent or not isinstance(first, LockstepError):
+            raise first
+        addresses = " and ".join(replica.address for replica in self._absent)
+        message = f"replica {addresses} did not take part: {first.message}"
+        raise type(first)(message, reason=first.reason, **first.metadata)
 
     def took_part(self, replicas: Sequence[Replica]) -> None:
-        """Resets the counts of `replicas`, because all of them took part in a whole publication."""
         for replica in replicas:
             del self._misses[replica]
 
     def to_drop(self, replicas: Sequence[Replica]) -> list[Replica]:
         """Returns those of `replicas` that missed too many attempts; none if all of them missed the last one."""
         missed = [replica for replica in replicas if replica in self._absent]
-        if len(missed) == len(replicas):
+        if len(missed) == len(replicas):  # then the trainer or the network may be the cause
             return []
         return [replica for replica in missed if self._misses[replica] >= _MAX_MISSES]
 
     def _named(self, failures: Sequence[BaseException]) -> list[Replica]:
         """Returns the replicas that the members of the weight group have named as absent."""
-        told = [error.metadata.get("absent", "") for error in failures if isinstance(error, LockstepError)]
-        ranks = {int(rank) for names in told for rank in names.split(",") if rank}
+        named = [error.metadata.get("absent", "") for error in failures if isinstance(error, LockstepError)]
+        ranks = {int(rank) for names in named for rank in names.split(",") if rank}
         return [replica for replica, own in self._ranks.items() if ranks & set(own)]
 
 
@@ -103,24 +105,12 @@ def _failures(tasks: Sequence[asyncio.Task[object]]) -> list[BaseException]:
     return [error for task in tasks if task.done() and (error := task.exception())]
 
 
-def _is_abort(error: BaseException) -> bool:
-    return isinstance(error, LockstepError) and error.reason is Reason.EPOCH_ABORTED
-
-
 def _silent(replicas: Sequence[Replica], tasks: Sequence[asyncio.Task[object]]) -> list[Replica]:
-    """Returns the replicas without an answer. Returns none if the trainer has no answer either and may be the cause."""
+    """Returns the replicas without an answer; none if the trainer, which may be the cause, has none either."""
     is_silent = [not task.done() or isinstance(task.exception(), DeadlineExceeded) for task in tasks]
     if any(is_silent[len(replicas) :]):
         return []
     return [replica for replica, silent in zip(replicas, is_silent, strict=False) if silent]
-
-
-def _naming(absent: Sequence[Replica], error: BaseException) -> BaseException:
-    if not absent or not isinstance(error, LockstepError):
-        return error
-    addresses = " and ".join(replica.address for replica in absent)
-    message = f"replica {addresses} did not take part: {error.message}"
-    return type(error)(message, reason=error.reason, **error.metadata)
 
 
 # Attempts with the same members: enough for a transient fault such as a lost packet, after which the error is raised.
@@ -128,8 +118,9 @@ _MAX_ATTEMPTS = 3
 
 
 def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int) -> WeightGroup:
-    """Returns the weight group of the senders of the trainer that returned `opened`, and of `num_workers` engine
-    workers. If they share GPUs, all ranks are members.
+    """Returns the weight group of the trainer's senders and `num_workers` engine workers.
+
+    If they share GPUs, all of the trainer's ranks are members.
     """
     num_ranks = opened.num_ranks if run.config.placement == "colocated" else 0
     return WeightGroup(
@@ -154,8 +145,6 @@ class Publisher:
         # Each replica with its `num_opens` when it joined: a replica that was reopened has to join again.
         self._members: Sequence[tuple[Replica, int]] = ()
         self._attendance = Attendance(run.config.weights.timeout_s)
-        self.before_record: Callable[[], Awaitable[None]] | None = None
-        """Is awaited before anything is recorded."""
 
     async def publish(self, version: int) -> PolicyStamp:
         """Makes every replica that is not DEAD serve the trainer's weights. Returns their stamp.
@@ -182,7 +171,7 @@ class Publisher:
                 stamp, received = await self._send(version)
                 self._attendance.took_part(living)
                 self._rollout.drop_leavers()
-                await self._await_record()
+                await self._run.record.ledger.free()
                 self._run.record.record_published(stamp, received)
                 self._let_repeat(version)
                 return stamp
@@ -201,11 +190,7 @@ class Publisher:
                 if not lost and attempts >= _MAX_ATTEMPTS:
                     if not self._rollout.refuse_newcomers(error):
                         raise
-                    attempts = 0
-
-    async def _await_record(self) -> None:
-        if self.before_record:
-            await self.before_record()
+                    attempts = 0  # the others may do without the newcomers
 
     def _let_repeat(self, version: int) -> None:
         """Lets a replica that was lost while it generated get the same weights again.
@@ -228,7 +213,7 @@ class Publisher:
 
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
         opened = self._trainer.opened
-        await self._await_record()
+        await self._run.record.ledger.free()
         self._epoch = self._run.record.next_epoch(len(replicas))
         num_workers = sum(replica.num_workers for replica in replicas)
         group = weight_group(self._run, opened, self._epoch, num_workers)
@@ -253,8 +238,7 @@ class Publisher:
         return stamp, {replica.address: digest for replica, digest in zip(replicas, digests, strict=True)}
 
     async def _prepare(self, replicas: Sequence[Replica]) -> None:
-        """Prepares an attempt. Nothing is needed if trainer and replicas have memory of their own."""
+        """Prepares an attempt: nothing, if trainer and replicas have memory of their own."""
 
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
-        """Makes the replicas serve the received weights."""
         await self._attendance.gather(replicas, [replica.commit(stamp) for replica in replicas])

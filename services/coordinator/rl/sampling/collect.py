@@ -20,33 +20,20 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.tokenizer import Tokenizer, stop_tokens, token_sequences
 
 
-class DraftCounts:
-    """Sums counts over groups, until they are taken as metrics."""
-
-    def __init__(self) -> None:
-        self._sum = Drafts()
-
-    def add(self, drafts: Drafts) -> None:
-        """Adds the counts of one group."""
-        for field in drafts.DESCRIPTOR.fields:
-            setattr(self._sum, field.name, getattr(self._sum, field.name) + getattr(drafts, field.name))
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call; none if nothing was drafted."""
-        taken, self._sum = self._sum, Drafts()
-        if not taken.num_drafts:
-            return {}
-        metrics = {
-            "speculation/drafted_tokens": float(taken.num_drafted),
-            "speculation/accepted_tokens": float(taken.num_accepted),
-            "speculation/accepted_per_draft": taken.num_accepted / taken.num_drafts,
-        }
-        return metrics | ({"speculation/draft_s": taken.seconds} if taken.seconds else {})
+def _draft_metrics(drafts: Drafts) -> dict[str, float]:
+    if not drafts.num_drafts:
+        return {}
+    metrics = {
+        "speculation/drafted_tokens": float(drafts.num_drafted),
+        "speculation/accepted_tokens": float(drafts.num_accepted),
+        "speculation/accepted_per_draft": drafts.num_accepted / drafts.num_drafts,
+    }
+    return metrics | ({"speculation/draft_s": drafts.seconds} if drafts.seconds else {})
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Says how to sample one prompt, and from which weights."""
+    """How to sample one prompt, and from which weights."""
 
     num_samples: int
     sampling: SamplingConfig
@@ -62,7 +49,7 @@ class Collector:
 
     def __init__(self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, seed: int):
         self._rollout, self._rewards, self._tokenizer, self._seed = rollout, rewards, tokenizer, seed
-        self._bad_words, self._drafts = cache(partial(token_sequences, tokenizer)), DraftCounts()
+        self._bad_words, self._drafts = cache(partial(token_sequences, tokenizer)), Drafts()
         self.failure_log = rewards.failure_log
 
     async def collect(
@@ -75,12 +62,12 @@ class Collector:
         """
         request = PromptRequest(num_samples, sampling, stamp, stamp.version, keep_failed=True)
         with self.failure_log.counting(f"evaluation of {name}", is_evaluation=True):
-            drawn = await gather(self.one(i, p, request) for i, p in enumerate(prompts))
-        groups = [group for group in drawn if group is not None]
+            results = await gather(self.one(i, p, request) for i, p in enumerate(prompts))
+        groups = [group for group in results if group is not None]
         assert len(groups) == len(prompts), "keep_failed keeps every group"
         if all(group.is_failed.all() for group in groups):
             message = f"data.eval.{name}: none of {len(groups)} prompts has a sample with a reward: "
-            raise LockstepError(f"{message}{self.why_no_score()}", reason=Reason.REWARD_FAILED)
+            raise LockstepError(f"{message}{self.failure_log.last}", reason=Reason.REWARD_FAILED)
         return groups
 
     async def one(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
@@ -93,42 +80,39 @@ class Collector:
             return await self._rewards.score(group, self._tokenizer, keep_failed=request.keep_failed)
 
     async def with_baseline(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
-        """Does the same as `one`, and keeps the reward of one greedy completion too."""
+        """Like `one`, with the reward of one greedy completion as the baseline."""
         greedy = replace(request, num_samples=1, sampling=request.sampling.model_copy(update={"temperature": 0.0}))
-        group, baseline = await gather(self.one(index, prompt, drawn) for drawn in (request, greedy))
+        group, baseline = await gather(self.one(index, prompt, each) for each in (request, greedy))
         return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
 
-    def why_no_score(self) -> str:
-        """Returns the last failure of the step or evaluation."""
-        return str(self.failure_log.last)
-
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the groups that were collected since the last call."""
+        drafts, self._drafts = self._drafts, Drafts()
         failed = {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
-        return failed | self._drafts.take_metrics()
+        return failed | _draft_metrics(drafts)
 
     def _count_drafts(self, group: SampledGroup, request: PromptRequest) -> None:
-        if not request.keep_failed:  # an evaluation is no part of a step
-            self._drafts.add(group.drafts)
+        if request.keep_failed:  # an evaluation is no part of a step
+            return
+        for field in Drafts.DESCRIPTOR.fields:
+            setattr(self._drafts, field.name, getattr(self._drafts, field.name) + getattr(group.drafts, field.name))
 
     def _params(self, request: PromptRequest, most: int) -> SamplingParams:
-        """Returns the sampling parameters for at most `most` tokens."""
-        max_tokens = min(request.sampling.max_tokens, most)
+        sampling, is_trained_on = request.sampling, not request.keep_failed
+        max_tokens = min(sampling.max_tokens, most)
         return SamplingParams(
-            temperature=request.sampling.temperature,
+            temperature=sampling.temperature,
             max_tokens=max_tokens,
-            min_tokens=min(request.sampling.min_tokens, max_tokens),
-            bad_words=[TokenSequence(tokens=tokens) for tokens in self._bad_words(request.sampling.bad_words)],
-            stop_token_ids=stop_tokens(self._tokenizer, request.sampling),
-            repetition_penalty=request.sampling.repetition_penalty,
-            presence_penalty=request.sampling.presence_penalty,
-            frequency_penalty=request.sampling.frequency_penalty,
-            stop=request.sampling.stop,
-            top_p=request.sampling.top_p,
-            top_k=request.sampling.top_k,
-            min_p=request.sampling.min_p,
-            return_routed_experts=not request.keep_failed,  # an evaluation trains on nothing
-            return_sampling_mask=request.sampling.is_truncated
-            and request.sampling.temperature > 0
-            and not request.keep_failed,
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            bad_words=[TokenSequence(tokens=tokens) for tokens in self._bad_words(sampling.bad_words)],
+            stop_token_ids=stop_tokens(self._tokenizer, sampling),
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            stop=sampling.stop,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            return_routed_experts=is_trained_on,
+            # A greedy sample keeps one token whatever the truncation is.
+            return_sampling_mask=sampling.is_truncated and sampling.temperature > 0 and is_trained_on,
         )

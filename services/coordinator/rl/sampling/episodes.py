@@ -17,12 +17,7 @@ from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
-from services.coordinator.clients.environment import (
-    EnvironmentFailure,
-    Environments,
-    EpisodeClient,
-    EpisodeFailed,
-)
+from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeClient, EpisodeFailed
 from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
 from services.coordinator.clients.rollout import Affinity, Rollout
 from services.coordinator.data.dialog import Dialog, OverlongPrompt
@@ -39,17 +34,15 @@ Taken = tuple[Sequence[int], Sequence[Message]]
 """The policy's tokens of a turn, with the environment's reply."""
 _NUM_COMPARED = 32
 """Number of episodes of several turns that are rendered again, after each start."""
+# Others may end an episode so often before it is played alone: a worker alone plays fewer episodes at a time.
 _MOST_HURT = 3
-# Why a sample has no score, by why its episode failed.
+# Why a sample has no score, by why its episode failed; any other failure is an error.
 _SCORE_REASONS = {
     EnvironmentFailure.TIMEOUT: FailureReason.FAILURE_REASON_TIMEOUT,
-    EnvironmentFailure.CRASHED: FailureReason.FAILURE_REASON_CRASHED,
-    EnvironmentFailure.REFUSED: FailureReason.FAILURE_REASON_ERROR,
-    EnvironmentFailure.INVALID_REPLY: FailureReason.FAILURE_REASON_ERROR,
-    EnvironmentFailure.NEIGHBOR: FailureReason.FAILURE_REASON_CRASHED,
     EnvironmentFailure.SET_ASIDE: FailureReason.FAILURE_REASON_TIMEOUT,
+    EnvironmentFailure.CRASHED: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.NEIGHBOR: FailureReason.FAILURE_REASON_CRASHED,
     EnvironmentFailure.LOST: FailureReason.FAILURE_REASON_CRASHED,
-    EnvironmentFailure.OVERLONG: FailureReason.FAILURE_REASON_ERROR,
     EnvironmentFailure.UNSPECIFIED: FailureReason.FAILURE_REASON_UNSPECIFIED,
 }
 
@@ -64,33 +57,6 @@ class _Played:
     sampling_mask: bytes = b""
 
 
-class _Tries:
-    """Counts how often an episode may still be played. In a worker of its own, every failure is its own."""
-
-    def __init__(self, max_retries: int):
-        self._num_left, self._num_hurt = max_retries + 1, 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._num_left <= 0
-
-    @property
-    def is_hurt(self) -> bool:
-        """Returns whether others have hurt it so often that it should be played alone."""
-        return self._num_hurt >= _MOST_HURT
-
-    def hangs_again(self, error: EpisodeFailed, *, alone: bool) -> bool:
-        """Takes note of a failure. Returns whether the episode hung alone, and must not be played again."""
-        if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
-            self._num_hurt += 1
-        elif alone or not error.alone:
-            self._num_left -= 1
-        if alone and error.failure is EnvironmentFailure.TIMEOUT:
-            self._num_left = 0
-            return True
-        return False
-
-
 class EpisodeCollector(Collector):
     """Collects groups whose samples are episodes. Each episode advances on its own."""
 
@@ -98,7 +64,7 @@ class EpisodeCollector(Collector):
         self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
     ):
         super().__init__(rollout, rewards, tokenizer, config.seed)
-        assert config.environment, "without an environment, Collector samples single completions"
+        assert config.environment, "make_collector has checked"
         self._settings, self._environments = config.environment, environments
         self._drops_overlong = config.data.overlong == "drop"
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
@@ -112,23 +78,20 @@ class EpisodeCollector(Collector):
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=request.num_samples):
             try:
                 played = await gather(self._play(prompt, request, sample) for sample in range(request.num_samples))
-            except (
-                EpisodeFailed
-            ) as error:  # of a request that keeps no failed episode: without one, the others are no group
+            except EpisodeFailed as error:  # the request keeps no failed episode, and the others are no whole group
                 if self._settings.on_failure == "fail" and error.failure is not EnvironmentFailure.OVERLONG:
                     raise
                 return None
-            completions, episodes = [one.completion for one in played], [one.episode for one in played]
-            routed_experts = [one.routed_experts for one in played] if any(one.routed_experts for one in played) else []
-            sampling_mask = [one.sampling_mask for one in played] if any(one.sampling_mask for one in played) else []
+            routed_experts = [one.routed_experts for one in played]
+            sampling_masks = [one.sampling_mask for one in played]
             group = SampledGroup(
                 index,
                 _shared_prompt(played),
-                completions,
+                [one.completion for one in played],
                 request.stamp,
-                episodes=episodes,
-                routed_experts=routed_experts,
-                sampling_mask=sampling_mask,
+                episodes=[one.episode for one in played],
+                routed_experts=routed_experts if any(routed_experts) else [],
+                sampling_mask=sampling_masks if any(sampling_masks) else [],
             )
             with self._rewards.least_loaded() as reward:
                 scored = await reward.score(group, self._tokenizer, keep_failed=request.keep_failed)
@@ -141,9 +104,8 @@ class EpisodeCollector(Collector):
         the prefix cache had, and the share of tool calls that were answered with an error.
         """
         counts, self._counts = self._counts, Counter()
-        if self._set_aside:
-            counts["set_aside"] = len(self._set_aside)
-            self._set_aside = set()
+        counts.update({"set_aside": len(self._set_aside)} if self._set_aside else {})
+        self._set_aside = set()
         reused, cached = counts.pop("reused", 0), counts.pop("cached", 0)
         calls, errors = counts.pop("tool_calls", 0), counts.pop("tool_errors", 0)
         metrics = {f"environment/{name}": float(number) for name, number in sorted(counts.items())}
@@ -160,35 +122,37 @@ class EpisodeCollector(Collector):
         Raises:
             EpisodeFailed: The environment still fails, and the request keeps no failed episodes.
         """
-        tries, alone = _Tries(self._settings.max_retries), prompt.prompt_id in self._dangerous
+        num_left, num_hurt, alone = self._settings.max_retries + 1, 0, prompt.prompt_id in self._dangerous
         while True:
             try:
                 async with self._environments.episode(f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}") as client:
                     played = await self._take_turns(client, prompt, request, sample, alone=alone)
-                self._forgive(prompt, sample)
+                dangerous = self._dangerous.get(prompt.prompt_id, set())
+                dangerous.discard(sample)
+                if not dangerous:
+                    self._dangerous.pop(prompt.prompt_id, None)
                 return played
             except EpisodeFailed as error:
                 failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
                 self._counts[f"failed_{error.failure}"] += 1
-                if tries.hangs_again(error, alone=alone):
+                if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
+                    num_hurt += 1
+                elif alone or not error.alone:  # in a worker of its own, every failure is its own
+                    num_left -= 1
+                if alone and error.failure is EnvironmentFailure.TIMEOUT:  # it would hang each time
+                    num_left = 0
                     self._set_aside.add(prompt.prompt_id)
                     detail = f"hangs again, alone in a worker: {where}: {error.detail}"
                     failure = EpisodeFailed(EnvironmentFailure.SET_ASIDE, detail)
                 self.failure_log.add(Cause(ENVIRONMENT, failure.failure, failure.detail), where)
                 if error.alone:
                     self._dangerous.setdefault(prompt.prompt_id, set()).add(sample)
-                alone = alone or tries.is_hurt or prompt.prompt_id in self._dangerous
-            if tries.is_over or failure.failure is EnvironmentFailure.OVERLONG:
+                alone = alone or num_hurt >= _MOST_HURT or prompt.prompt_id in self._dangerous
+            if num_left <= 0 or failure.failure is EnvironmentFailure.OVERLONG:
                 break
         if not request.keep_failed:
             raise failure
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
-
-    def _forgive(self, prompt: Prompt, sample: int) -> None:
-        samples = self._dangerous.get(prompt.prompt_id, set())
-        samples.discard(sample)
-        if not samples:
-            self._dangerous.pop(prompt.prompt_id, None)
 
     async def _take_turns(
         self, client: EpisodeClient, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
@@ -226,12 +190,10 @@ class EpisodeCollector(Collector):
                 taken.append((completion.tokens, reply.messages))
         self._compare(prompt, messages, taken, sample)
         completion, episode = stream.end(reason, self._turn_seed(prompt, request, sample, 0), client.environment)
-        sampling_mask = (
-            join_sampling_masks(stream.sampling_mask) if any(sets for sets, _ in stream.sampling_mask) else b""
-        )
-        return _Played(
-            first, completion, episode, routed_experts=bytes(stream.routed_experts), sampling_mask=sampling_mask
-        )
+        has_masks = any(mask for mask, _ in stream.sampling_mask)
+        sampling_mask = join_sampling_masks(stream.sampling_mask) if has_masks else b""
+        routed_experts = bytes(stream.routed_experts)
+        return _Played(first, completion, episode, routed_experts=routed_experts, sampling_mask=sampling_mask)
 
     def _begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         try:
@@ -250,14 +212,13 @@ class EpisodeCollector(Collector):
             self._dialog.check_played(prompt, messages, taken)
         except InvalidInput as error:
             self._counts["rendered_differently"] += 1
-            level = logging.INFO if self._differs else logging.WARNING
-            self._differs = True
             log.log(
-                level,
+                logging.INFO if self._differs else logging.WARNING,
                 "prompt %s sample %d: a program that renders the conversation with the chat template will not show the "
                 "model the text that it is trained on: %s",
                 *(prompt.prompt_id, sample, error.message),
             )
+            self._differs = True
 
     def _turn_seed(self, prompt: Prompt, request: PromptRequest, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""
@@ -266,7 +227,7 @@ class EpisodeCollector(Collector):
     def _total(self, score: Score, played: _Played) -> Score:
         """Returns the score with the environment's reward; a failed episode has a failure and no reward."""
         if played.failure:
-            reason = _SCORE_REASONS[played.failure.failure]
+            reason = _SCORE_REASONS.get(played.failure.failure, FailureReason.FAILURE_REASON_ERROR)
             return Score(failure=Failure(reason=reason, scorer=ENVIRONMENT, message=played.failure.message))
         whole = Score()
         whole.CopyFrom(score)
@@ -276,7 +237,7 @@ class EpisodeCollector(Collector):
 
 
 def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config) -> Dialog:
-    """Returns the dialog of the open environments, after checking that the chat template keeps earlier turns.
+    """Returns the dialog of the open environments.
 
     Raises:
         InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages. A model
@@ -288,18 +249,14 @@ def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config
 
 
 def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> Collector:
-    """Returns the collector of the run's groups: of episodes, if it has an environment, else of single completions."""
+    """Returns the collector of episodes if the run has an environment, else that of single completions."""
     if services.environments is None:
         return Collector(services.rollout, services.reward, tokenizer, config.seed)
     return EpisodeCollector(services.rollout, services.reward, tokenizer, config, services.environments)
 
 
 def _require_stamp(turn_of: SampledGroup, request: PromptRequest, sample: int, turn: int) -> None:
-    """Checks that a turn comes from the stamp that its whole sample will carry to the trainer.
-
-    Raises:
-        PreconditionFailed: STALE_STAMP, it does not.
-    """
+    """Checks that a turn comes from the stamp that its whole sample will carry to the trainer."""
     if turn_of.stamp != request.stamp:
         raise PreconditionFailed(
             f"prompt {turn_of.prompt.prompt_id} sample {sample}: turn {turn} was sampled from version "

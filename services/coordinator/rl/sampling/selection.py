@@ -34,18 +34,12 @@ DrawOne = Callable[[int, Prompt], Awaitable[ScoredGroup | None]]
 class Follower(Protocol):
     """Follows a selection. Places are those in the order of prompts; with `keep: arrival`, decisions count arrivals."""
 
-    def begin(self, place: int, prompt: Prompt) -> None:
-        """Takes note that the prompt is sampled."""
-        ...
+    def begin(self, place: int, prompt: Prompt) -> None: ...  # the prompt is sampled
 
-    def decide(self, place: int, group: ScoredGroup | None) -> None:
-        """Takes note of a group that was tried; None if it is not useful."""
-        ...
+    def decide(self, place: int, group: ScoredGroup | None) -> None: ...  # None if the group is not useful
 
 
 class Drop(StrEnum):
-    """Says why a group is not used."""
-
     NO_SCORE = "no_score"
     ALL_TRUNCATED = "all_truncated"
     ZERO_VARIANCE = "zero_variance"
@@ -53,7 +47,7 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True)
 class Selected:
-    """Holds the groups of a batch, the record of how they were chosen, and the outcomes that the curriculum uses."""
+    """The groups of a batch, the record of how they were chosen, and the outcomes that the curriculum uses."""
 
     groups: Sequence[ScoredGroup]
     decision: Mapping[str, object]
@@ -71,14 +65,10 @@ async def select(
     follower: Follower | None = None,
     why_no_score: Callable[[], str] = lambda: "see the log",
 ) -> Selected:
-    """Samples `prompts` until there are enough useful groups.
+    """Samples distinct `prompts` with `draw`, in their order, until there are enough useful groups.
 
-    Args:
-        config: The run's config.
-        prompts: Distinct prompts, in the order in which they are tried.
-        draw: Samples and scores one of them.
-        follower: Is told of every prompt and group.
-        why_no_score: Returns the last cause of a group without a score, for the message of an error.
+    `follower` is told of every prompt and group. `why_no_score` returns the last cause of a group without a score, for
+    the message of an error.
 
     Raises:
         LockstepError: TOO_FEW_GROUPS if too few groups are useful; or as `draw`.
@@ -120,6 +110,7 @@ class _Selection:
         self._next = islice(enumerate(prompts), budget)
         self._tried: dict[int, _Attempt] = {}  # index in the order of prompts -> result, in the order of arrival
         self._num_started = self._num_useful = 0
+        self._by_arrival = config.selection.over_sampling.keep == "arrival"
 
     async def fill_one_place(self) -> None:
         """Tries prompts one after another until one gives a useful group."""
@@ -132,21 +123,28 @@ class _Selection:
             self._num_useful += drop is None
             self._tried[index] = _Attempt(prompt, group, drop)
             if self._follower:
-                by_arrival = self._config.selection.over_sampling.keep == "arrival"
-                self._follower.decide(len(self._tried) - 1 if by_arrival else index, group if drop is None else None)
+                place = len(self._tried) - 1 if self._by_arrival else index
+                self._follower.decide(place, group if drop is None else None)
             if self._is_decided():
                 raise _EnoughError
             if drop is None or self._num_useful >= self._wanted:  # enough groups are done: no need to start another
                 return
 
     def result(self) -> Selected:
-        counted, rest = self._split()
-        useful = [tried.group for tried in counted if tried.group and tried.drop is None]
+        attempts, later = self._split()
+        useful = _useful(attempts)
         groups = useful[: self._num_trainable(len(useful))]
-        self._require_enough(groups, useful, counted)
-        discarded = useful[len(groups) :] + [tried.group for tried in rest if tried.group and tried.drop is None]
-        metrics = self._metrics(groups, discarded, counted)
-        return Selected(groups, self._decision(groups, discarded, counted), metrics, self._outcomes(counted))
+        self._require_enough(groups, len(useful), attempts)
+        discarded = useful[len(groups) :] + _useful(later)
+        decision = {
+            "keep": self._config.selection.over_sampling.keep,
+            "num_prompts": len(attempts),
+            "num_groups": len(groups),
+            "dropped": {tried.prompt.prompt_id: tried.drop for tried in attempts if tried.drop},
+            "discarded": [group.prompt.prompt_id for group in discarded],
+        }
+        metrics = self._metrics(groups, len(discarded), attempts)
+        return Selected(groups, decision, metrics, self._outcomes(attempts))
 
     def _why_dropped(self, group: ScoredGroup | None) -> Drop | None:
         dynamic = self._config.selection.dynamic
@@ -159,17 +157,14 @@ class _Selection:
 
     def _is_decided(self) -> bool:
         """Returns whether no draw in progress can still change the batch."""
-        if self._num_useful < self._wanted:
-            return False
-        if self._config.selection.over_sampling.keep == "arrival":
-            return True
+        if self._num_useful < self._wanted or self._by_arrival:
+            return self._num_useful >= self._wanted
         unbroken = takewhile(lambda tried: tried is not None, map(self._tried.get, count()))
         return sum(tried.drop is None for tried in unbroken if tried) >= self._wanted
 
     def _split(self) -> tuple[list[_Attempt], list[_Attempt]]:
         """Splits the tried prompts after the last group of the batch; returns both parts in order."""
-        by_arrival = self._config.selection.over_sampling.keep == "arrival"
-        order = [self._tried[index] for index in (self._tried if by_arrival else sorted(self._tried))]
+        order = [self._tried[index] for index in (self._tried if self._by_arrival else sorted(self._tried))]
         num_useful = accumulate(tried.drop is None for tried in order)
         end = next((at + 1 for at, number in enumerate(num_useful) if number == self._wanted), len(order))
         return order[:end], order[end:]
@@ -183,62 +178,51 @@ class _Selection:
         fits = all(samples // minibatches[name] >= samples_at_once(model) for name, model in models.items())
         return num_groups if fits else 0
 
-    def _require_enough(
-        self, groups: Sequence[ScoredGroup], useful: Sequence[ScoredGroup], counted: Sequence[_Attempt]
-    ) -> None:
-        if len(useful) == self._wanted:
+    def _require_enough(self, groups: Sequence[ScoredGroup], num_useful: int, attempts: Sequence[_Attempt]) -> None:
+        if num_useful == self._wanted:
             return
-        dynamic = self._config.selection.dynamic
-        reasons = ", ".join(f"{number} {drop}" for drop, number in _drops(counted).items() if number)
-        message = f"{len(useful)} of {self._wanted} prompt groups after {len(counted)} prompts, of which {reasons}"
+        dynamic, drops = self._config.selection.dynamic, _drops(attempts)
+        reasons = ", ".join(f"{number} {drop}" for drop, number in drops.items() if number)
+        message = f"{num_useful} of {self._wanted} prompt groups after {len(attempts)} prompts, of which {reasons}"
         if not groups or (dynamic.enabled and dynamic.on_budget == "fail"):
             more = f"let selection.dynamic try more prompts (max_rounds is {dynamic.max_rounds:g})"
-            advice = f"{more}, or use prompts of another difficulty"
-            if num_no_score := _drops(counted)[Drop.NO_SCORE]:
-                others = "" if num_no_score == len(counted) else f"; {advice}"
-                advice = f"the last without a score: {self._why_no_score()}{others}"
-            raise LockstepError(f"{message}: too few to train on; {advice}", reason=Reason.TOO_FEW_GROUPS)
+            fix = f"{more}, or use prompts of another difficulty"
+            if num_no_score := drops[Drop.NO_SCORE]:
+                others = "" if num_no_score == len(attempts) else f"; {fix}"
+                fix = f"the last without a score: {self._why_no_score()}{others}"
+            raise LockstepError(f"{message}: too few to train on; {fix}", reason=Reason.TOO_FEW_GROUPS)
         log.warning("%s; training on %d", message, len(groups))
 
     def _metrics(
-        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Attempt]
+        self, groups: Sequence[ScoredGroup], num_discarded: int, attempts: Sequence[_Attempt]
     ) -> dict[str, float]:
         masked = sum(int(group.is_truncated.sum()) for group in groups)
-        rewards = np.concatenate([tried.group.rewards for tried in counted if tried.group])
+        rewards = np.concatenate([tried.group.rewards for tried in attempts if tried.group])
         metrics = {
-            "prompts": len(counted),
-            "rounds": len(counted) / self._wanted,
+            "prompts": len(attempts),
+            "rounds": len(attempts) / self._wanted,
             "reward_mean": rewards.mean(),  # over all scored groups; reward/mean covers only those trained on
-            **{f"dropped_{drop}": number for drop, number in _drops(counted).items()},
-            "discarded": len(discarded),
+            **{f"dropped_{drop}": number for drop, number in _drops(attempts).items()},
+            "discarded": num_discarded,
             "aborted": self._num_started - len(self._tried),
             "overlong_masked": masked if self._config.selection.overlong.mask_truncated else 0,
         }
         return {f"sampling/{name}": float(value) for name, value in metrics.items()}
 
-    def _decision(
-        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Attempt]
-    ) -> dict[str, object]:
-        return {
-            "keep": self._config.selection.over_sampling.keep,
-            "num_prompts": len(counted),
-            "num_groups": len(groups),
-            "dropped": {tried.prompt.prompt_id: tried.drop for tried in counted if tried.drop},
-            "discarded": [group.prompt.prompt_id for group in discarded],
-        }
-
-    def _outcomes(self, counted: Sequence[_Attempt]) -> dict[str, tuple[int, int]]:
+    def _outcomes(self, attempts: Sequence[_Attempt]) -> dict[str, tuple[int, int]]:
         curriculum = self._config.selection.curriculum
         if not curriculum.enabled:
             return {}
-        scored = [tried.group for tried in counted if tried.group]
+        scored = [tried.group for tried in attempts if tried.group]
         passed = [reaches(group.numbers(curriculum.component), curriculum.pass_threshold) for group in scored]
-        return {
-            group.prompt.prompt_id: (len(is_passed), int(is_passed.sum()))
-            for group, is_passed in zip(scored, passed, strict=True)
-        }
+        pairs = zip(scored, passed, strict=True)
+        return {group.prompt.prompt_id: (len(is_passed), int(is_passed.sum())) for group, is_passed in pairs}
 
 
-def _drops(counted: Sequence[_Attempt]) -> dict[Drop, int]:
-    numbers = Counter(tried.drop for tried in counted)
+def _useful(attempts: Sequence[_Attempt]) -> list[ScoredGroup]:
+    return [tried.group for tried in attempts if tried.group and tried.drop is None]
+
+
+def _drops(attempts: Sequence[_Attempt]) -> dict[Drop, int]:
+    numbers = Counter(tried.drop for tried in attempts)
     return {drop: numbers[drop] for drop in Drop}

@@ -133,6 +133,12 @@ class FakeRun(SimpleNamespace):
     def record(self) -> "FakeRun":
         return self
 
+    @property
+    def ledger(self) -> "FakeRun":
+        return self
+
+    async def free(self) -> None: ...
+
     def next_epoch(self, num_replicas: int) -> int:
         self.epochs += 1
         return self.epochs

@@ -15,7 +15,7 @@ from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.rl.publishing.publication import Publisher
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
-from tests.support import LIMITS_S, PATIENCE_S, until
+from tests.support import LIMITS_S, PATIENCE_S, raises, until
 
 DEAD, STALE, SERVING = ReplicaState.DEAD, ReplicaState.STALE, ReplicaState.SERVING
 
@@ -41,11 +41,17 @@ class FakeTrainer:
 
 
 class FakeRun(SimpleNamespace):
-    """Fakes both the run and its record."""
+    """Fakes the run, its record and its ledger."""
 
     @property
     def record(self) -> "FakeRun":
         return self
+
+    @property
+    def ledger(self) -> "FakeRun":
+        return self
+
+    async def free(self) -> None: ...
 
     def next_epoch(self, num_replicas: int) -> int:
         self.epochs.append(num_replicas)
@@ -144,7 +150,7 @@ async def test_being_replaced_is_the_cause_of_what_the_members_say(parts: Parts,
     parts.trainer.join = join
     for fake in parts.fakes:
         fake.error["JoinWeightGroup"], fake.failures_left = Aborted("the trainer's store is gone"), 1
-    with pytest.raises(PreconditionFailed, match="run s has replaced run r"):
+    with raises(PreconditionFailed, reason=Reason.RUN_REPLACED):
         await parts.publisher.publish(3)
     assert "publication of version 3 failed" not in caplog.text
 

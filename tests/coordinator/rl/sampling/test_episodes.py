@@ -22,6 +22,7 @@ from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from tests.coordinator.fake_environment import FakeEnvironment, Script, episodes
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.coordinator.text.bridge_families import make_tokenizer
+from tests.support import raises
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)
 SAMPLING = SamplingConfig(max_tokens=8)
@@ -385,7 +386,7 @@ async def test_an_environment_must_begin_alike_for_all_samples():
         return pb.ResetResponse(messages=[pb.Message(role="", content=next(sent))])
 
     environment.Reset = reset  # type: ignore[method-assign]
-    with pytest.raises(LockstepError, match="other first messages with the same seed"):
+    with raises(InvalidInput, field="environment"):
         await played(environment)
 
 

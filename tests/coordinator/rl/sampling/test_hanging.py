@@ -154,7 +154,7 @@ async def test_a_policy_that_always_hangs_is_named_in_the_error(monkeypatch: pyt
     async with real(harmful(rows, "queries"), monkeypatch) as collector:
         groups = await gather(collector.one(i, make_prompt(i), PromptRequest(2, SAMPLING, STAMP, 1)) for i in range(3))
         assert groups == [None] * 3
-        why = collector.why_no_score()
+        why = str(collector.failure_log.last)
         assert "set_aside: hangs again, alone in a worker: prompt p" in why and "(environment.turn_s): step of '" in why
         with pytest.raises(LockstepError, match="prompt p0 sample 0: no reply within") as raised:
             await collector.collect("math", [make_prompt(0)], 1, SAMPLING, STAMP)

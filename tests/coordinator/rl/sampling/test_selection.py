@@ -29,7 +29,7 @@ from services.reward.scorers.base import Item
 from services.reward.scorers.text import LengthScorer
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.coordinator.fake_steps import GREEDY_TOKEN, stamp_of, steps
-from tests.support import until
+from tests.support import raises, until
 
 
 def config_of(prompts_per_step: int = 4, **sections: Any) -> Config:
@@ -87,7 +87,7 @@ def test_the_batch_is_the_first_useful_groups_whatever_the_timing(kinds: list[st
     config = CONFIGS[factor]
     useful = [index for index, kind in enumerate(kinds[:20]) if kind == "mixed"]
     if len(useful) < 2:  # fewer than one group per mini-batch
-        with pytest.raises(LockstepError, match="too few"):
+        with raises(LockstepError, reason=Reason.TOO_FEW_GROUPS):
             asyncio.run(select_of(config, kinds, seed))
         return
     selected = asyncio.run(select_of(config, kinds, seed))
@@ -149,7 +149,7 @@ async def test_a_budget_that_is_used_up(on_budget: str, kept: list[int] | None):
 async def test_too_few_samples_for_the_ranks_is_an_error():
     config = config_of(selection={"dynamic": {"enabled": True, "max_rounds": 1}}, trainer={"num_ranks": 3})
     assert len((await select_of(config, ["mixed", "mixed", "same", "same"], 0)).groups) == 2
-    with pytest.raises(LockstepError, match="too few to train on"):
+    with raises(LockstepError, reason=Reason.TOO_FEW_GROUPS):
         await select_of(config, ["mixed", "same", "same", "same"], 0)
 
 
