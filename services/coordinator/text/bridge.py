@@ -18,7 +18,6 @@ from services.coordinator.text.tokenizer import Tokenizer
 _ANSWER = "LockstepAnswer"
 """Text that can be found in rendered conversations, because no template changes letters."""
 _QUESTION: Message = {"role": "user", "content": "LockstepQuestion"}
-_SYSTEM: Message = {"role": "system", "content": "LockstepSystem"}
 _THINKING = "<think>\nEasy.\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'
 _SAID = ("Paris.", _THINKING + "Paris.", "", "  Paris \n\n", "Zoë 🎉 漢字", _CALL, _THINKING + _CALL, "<think>\nEasy")
@@ -53,14 +52,11 @@ class Bridge:
         """
         return self._tokenizer.render(messages, **self._variables)
 
-    def prompt(
-        self, messages: Sequence[Message], said: Sequence[Message] = (), *, add_special_tokens: bool = False
-    ) -> list[int]:
+    def prompt(self, messages: Sequence[Message], said: Sequence[Message] = ()) -> list[int]:
         """Returns the tokens of a first prompt, up to the first token to sample.
 
         The messages that the environment has `said` follow the `messages` of the data; they cannot write special
-        tokens. Messages with an empty role are raw text, and come last: after the assistant header, or alone. With
-        `add_special_tokens`, the tokenizer adds its own, such as BOS, to a prompt of raw text alone.
+        tokens. Messages with an empty role are raw text, which comes last, after the assistant header.
 
         Raises:
             InvalidInput: The chat template rejects the messages, there is none, or raw text precedes a message.
@@ -71,10 +67,6 @@ class Bridge:
         if any(message["role"] for message in raw):
             raise InvalidInput("messages: raw text (a message without a role) precedes a message", field="messages")
         text = "".join(message["content"] for message in raw)
-        if not templated and add_special_tokens:
-            return self._tokenizer.encode(text, add_special_tokens=True)
-        if not templated:
-            return self._tokenizer.encode_marked(text)
         return self._tokenizer.encode_marked(self.render(templated)) + self._raw(text)
 
     def extend(self, stream: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -108,7 +100,7 @@ class Bridge:
         tokens = self._tokenizer.encode_marked(self.after_turn(said))
         return tokens[1:] if stream[-1] == self.end_token else tokens
 
-    def check(self, roles: Collection[str], *, with_system: bool = False) -> None:
+    def check(self, roles: Collection[str]) -> None:
         """Proves on sample conversations that the chat template fulfills the assumptions of `extend`.
 
         In the rendering of a whole conversation, the first prompt must be as it was rendered alone, each turn of the
@@ -119,14 +111,13 @@ class Bridge:
         Args:
             roles: Roles of the messages that the environment may send. Raw text (an empty role) needs no check, and a
                 model without a chat template takes nothing else.
-            with_system: Whether prompts begin with a system message.
 
         Raises:
             InvalidInput: The message says what the template does, and shows the first difference.
         """
         templated = sorted(role for role in set(roles) if role)
         if templated and self._tokenizer.has_chat_template:
-            _check_keeps_turns(self, templated, with_system=with_system)
+            _check_keeps_turns(self, templated)
 
     def check_episode(
         self,
@@ -272,7 +263,7 @@ def _call_id(index: int) -> str:
     return f"call{index:05d}"  # Mistral's templates take 9 letters and digits only
 
 
-def _check_keeps_turns(bridge: Bridge, roles: Sequence[str], *, with_system: bool) -> None:
+def _check_keeps_turns(bridge: Bridge, roles: Sequence[str]) -> None:
     """Compares whole sample conversations of 1, 2 and 12 turns with what `bridge` puts together; see Bridge.check.
 
     Raises:
@@ -280,7 +271,7 @@ def _check_keeps_turns(bridge: Bridge, roles: Sequence[str], *, with_system: boo
     """
     for role in roles:
         _check_shown(bridge, role)
-    first = [_SYSTEM, _QUESTION] if with_system else [_QUESTION]
+    first = [_QUESTION]
     texts = list(_texts(bridge.render(first)))
     for said in texts:
         for order in (*product(roles), *product(roles, repeat=2)):
@@ -356,7 +347,7 @@ def _remove(expected: str, rest: str) -> str:
     where = show_difference(expected, rest)
     if "think>" in where:
         _refuse(f"removes or changes <think> of earlier turns: {where}", "keeps it", contradicts=True)
-    if _QUESTION["content"] in expected or _SYSTEM["content"] in expected:
+    if _QUESTION["content"] in expected:
         what = "changes the first prompt when messages follow, such as its tools or system message"
         _refuse(f"{what}: {where}", "keeps it", contradicts=True)
     _refuse(f"changes earlier turns when messages follow: {where}", "keeps them", contradicts=True)

@@ -21,8 +21,8 @@ def read_table(path: Path, *, field: str) -> pa.Table:
         InvalidInput: The path is a directory, or the file is not a Parquet file.
     """
     if path.is_dir():
-        inside = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
-        listed = f"; it holds {', '.join(inside[:5])}" if inside else " without any Parquet file"
+        names = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
+        listed = f"; it holds {', '.join(names[:5])}" if names else " without any Parquet file"
         raise InvalidInput(f"{field}: {path} is a directory{listed}", field=field)
     if not path.is_file():
         raise NotFound(f"{field}: {path} does not exist", field=field)
@@ -95,12 +95,6 @@ def _without_nulls(value: object) -> object:
 def row_place(path: Path, index: int) -> str:
     """Returns how messages name a row of a file that has no lines, counted from 1 as lines are."""
     return f"{path} row {index + 1}"
-
-
-def iter_rows(table: pa.Table) -> Iterator[Record]:
-    """Yields rows as dictionaries, in order."""
-    for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
 
 
 def write_tables(tables: Mapping[Path, pa.Table]) -> None:

@@ -182,7 +182,12 @@ class EpisodeCollector(Collector):
                 break
         if not request.keep_failed:
             raise failure
-        return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
+        return _Played(
+            prompt,
+            Completion(finish_reason=FinishReason.FINISH_REASON_STOP),
+            Episode((), (), (), environment=""),
+            failure,
+        )
 
     def _forgive(self, prompt: Prompt, sample: int) -> None:
         samples = self._dangerous.get(prompt.prompt_id, set())
