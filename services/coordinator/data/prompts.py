@@ -58,6 +58,7 @@ class Prompts(Sequence[Prompt]):
         digest = hashlib.blake2b(digest_size=16)
         for row in rows:
             digest.update(row.number.to_bytes(8, "little") + row.content_hash)
+        # The offsets of the rows: without them, the same tokens cut into other rows would have the same digest.
         digest.update(np.cumsum([0, *(row.num_tokens for row in rows)], dtype="<i8").tobytes())
         for row in rows:
             digest.update(row.tokens.astype("<u4").tobytes())

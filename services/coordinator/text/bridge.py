@@ -6,7 +6,7 @@ They begin with a stop token. A tokenizer splits text at such an added token bef
 the same as within the tokenized whole, and the policy's own tokens stay as they were sampled.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice, product
 from typing import Any, NoReturn
@@ -18,13 +18,14 @@ from services.coordinator.text.tokenizer import Tokenizer
 _ANSWER = "LockstepAnswer"
 """Text that can be found in rendered conversations, because no template changes letters."""
 _QUESTION: Message = {"role": "user", "content": "LockstepQuestion"}
+# Texts that some template changes in earlier turns: thinking, white space, calls of tools, markup of other families.
 _THINKING = "<think>\nEasy.\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'
 _SAID = ("Paris.", _THINKING + "Paris.", "", "  Paris \n\n", "Zoë 🎉 漢字", _CALL, _THINKING + _CALL, "<think>\nEasy")
 _SAID += ("<|channel|>final<|message|>4", "<answer>4</answer>", "```python\n1\n```", "\\boxed{4}", "[TOOL_CALLS][]")
 _SAID += ("So [THINK]x[/THINK]4", "<tool_response>\n4\n</tool_response>", "### {{ 1 }}\n\n- 4")
+# Turns of a long conversation: some templates change a turn only once several others follow it.
 _LONG = 12
-"""Number of turns of a long conversation."""
 _ANCHOR = "a"
 
 
@@ -191,7 +192,9 @@ class Bridge:
         )
         after = rendered.partition(_ANSWER)[2]
         tokens = self._tokenizer.encode(after)
-        if tokens and tokens[0] in self._tokenizer.eos_token_ids and self._splits_at(after, tokens):
+        is_stop = bool(tokens) and tokens[0] in self._tokenizer.eos_token_ids
+        # The text must have the same tokens after other text, too.
+        if is_stop and self._tokenizer.encode(_ANCHOR + after) == self._tokenizer.encode(_ANCHOR) + tokens:
             return tokens[0]
         stops = [self._text_of(token) for token in self._tokenizer.eos_token_ids]
         shown = self._text_of(tokens[0]) if tokens else ""
@@ -208,10 +211,6 @@ class Bridge:
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
-
-    def _splits_at(self, text: str, tokens: list[int]) -> bool:
-        """Returns whether `text` has the same tokens after other text."""
-        return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
 
     def _as_texts(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages of the environment's in which special tokens are marked as text.
@@ -264,15 +263,11 @@ def _call_id(index: int) -> str:
 
 
 def _check_keeps_turns(bridge: Bridge, roles: Sequence[str]) -> None:
-    """Compares whole sample conversations of 1, 2 and 12 turns with what `bridge` puts together; see Bridge.check.
-
-    Raises:
-        InvalidInput: They differ, or the template rejects or leaves out a message.
-    """
+    """Compares whole sample conversations of 1, 2 and 12 turns with what `bridge` puts together; see Bridge.check."""
     for role in roles:
         _check_shown(bridge, role)
     first = [_QUESTION]
-    texts = list(_texts(bridge.render(first)))
+    texts = _texts(bridge.render(first))
     for said in texts:
         for order in (*product(roles), *product(roles, repeat=2)):
             _check_conversation(bridge, first, order, [said])
@@ -291,13 +286,11 @@ def _check_shown(bridge: Bridge, role: str) -> None:
         _refuse(f"leaves out messages of role {role}", "shows them")
 
 
-def _texts(prompt: str) -> Iterator[str]:
-    begins_thinking = prompt.rstrip().endswith("<think>")
-    for said in _SAID:
-        if not begins_thinking:
-            yield said
-        elif not said.startswith("<think>"):
-            yield _THINKING.removeprefix("<think>\n") + said
+def _texts(prompt: str) -> Sequence[str]:
+    if not prompt.rstrip().endswith("<think>"):
+        return _SAID
+    # The prompt begins the thinking, so each turn ends it first.
+    return [_THINKING.removeprefix("<think>\n") + said for said in _SAID if not said.startswith("<think>")]
 
 
 def _check_conversation(bridge: Bridge, first: Sequence[Message], order: Sequence[str], texts: Sequence[str]) -> None:

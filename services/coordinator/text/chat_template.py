@@ -36,6 +36,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: datetime.date | None = None):
         self.source, self._date = source, date
+        # Templates use these without asking whether they are defined, because apply_chat_template always defines them.
         self._constants = {**special_tokens, "tools": None, "documents": None, "strftime_now": self._strftime_now}
         try:
             self._template = compile_template(source)

@@ -80,7 +80,7 @@ class PlainText:
             for token, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True)
             if token in self._ids and token != self._unknown
         }
-        for begin in sorted(starts, reverse=True):
+        for begin in sorted(starts, reverse=True):  # from the end, so that earlier places stay right
             text = text[:begin] + _HIDDEN + text[begin:]
         return text
 

@@ -175,15 +175,15 @@ def test_tools_that_move_are_found():
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "words"),
+    ("name", "role", "message"),
     [
         ("mixtral", "tool", "rejects messages of role tool after the assistant's turn"),
         ("mistral-v0.3", "system", "rejects messages of role system"),
         ("phi-3", "tool", "leaves out messages of role tool"),
     ],
 )
-def test_roles_that_a_template_does_not_take(name: str, role: str, words: str):
-    assert words in refusal(FAMILIES[name].bridge(), role, "user")
+def test_roles_that_a_template_does_not_take(name: str, role: str, message: str):
+    assert message in refusal(FAMILIES[name].bridge(), role, "user")
 
 
 def test_a_turn_must_end_with_a_stop_token():
@@ -298,15 +298,15 @@ def test_marks_of_another_are_no_special_tokens():
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("messages", "message"),
     [
         ([], "needs a message"),
         ([{"role": "assistant", "content": "42"}], "must not have a message of the assistant"),
         ([{"role": "", "content": "42"}, QUESTION], "must not mix raw text and messages"),
     ],
 )
-def test_replies_that_are_none(messages: list[Message], words: str):
-    with pytest.raises(InvalidInput, match=words):
+def test_replies_that_are_none(messages: list[Message], message: str):
+    with pytest.raises(InvalidInput, match=message):
         FAMILIES["qwen2.5"].bridge().extend([5], messages)
 
 

@@ -76,6 +76,7 @@ def _records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
         return
     if path.suffix not in (".json", ".jsonl"):
         raise InvalidInput(f"{path}: a source file must be .parquet, .json or .jsonl", field=_FIELD)
+    # Files of one object a line are published as .json too.
     with path.open(encoding="utf-8-sig") as file:
         is_array = file.read(1024).lstrip().startswith("[")
     for where, index, value in _read_array(path) if is_array else _read_lines(path, bad):

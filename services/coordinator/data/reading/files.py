@@ -21,6 +21,7 @@ from services.coordinator.data.reading.sources import files_of, read_rows, warn_
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
 
+# Enough rows for all cores of the tokenizer, and few enough that their texts need little memory beside their tokens.
 _ROWS_AT_ONCE = 4096
 
 

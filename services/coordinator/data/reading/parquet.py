@@ -105,6 +105,7 @@ def write_tables(tables: Mapping[Path, pa.Table]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial[path].open("wb") as file:
                 pq.write_table(table, file, compression="zstd")
+                # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
                 file.flush()
                 os.fsync(file.fileno())
         for path in tables:

@@ -83,6 +83,7 @@ def _content(path: Path) -> bytes:
 def _read_json_lines(content: bytes, path: Path, max_rows: int | None) -> TextRows:
     rows: list[_Row | bytes] = []
     lines = array("Q")
+    # Lines of bytes end with \n or \r only. Lines of text would also end with U+2028, which JSON may contain.
     for number, line in enumerate(content.splitlines(), 1):
         if len(rows) == max_rows:
             break
@@ -104,6 +105,7 @@ def _read_json(content: bytes, path: Path, max_rows: int | None) -> TextRows:
 
 def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
     csv.field_size_limit(sys.maxsize)  # by default 128 KiB
+    # Without `strict`, a quote that is never closed would make one cell of the rest of the file.
     reader = csv.reader(io.StringIO(_text(content, str(path), has_lines=True), newline=""), strict=True)
     rows: list[_Row | bytes] = []
     lines, begin = array("Q"), 1
@@ -117,7 +119,7 @@ def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
                     raise ValueError(f"{path} line {begin} has {len(cells)} cells, the first line {len(names)}")
                 rows.append(dict(zip(names, cells, strict=True)))
                 lines.append(begin)
-            begin = reader.line_num + 1
+            begin = reader.line_num + 1  # not one line a row: a cell in quotes may have several
     except csv.Error as error:
         raise ValueError(f"{path} line {begin}: {error}") from error
     if twice := [name for name in names if names.count(name) > 1]:
