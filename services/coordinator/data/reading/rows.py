@@ -114,7 +114,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
             raise BadRow("the prompt is a list, but the file's first one is text: set data.chat to have both")
         if self.is_templated and has_text and not self.config.chat:
             raise BadRow("the prompt is text, but the file's first one is a list: set data.chat to have both")
-        row = PromptRow(where, number, content_hash, (prompt,), answer, json.dumps(extra))
+        text = messages[0]["content"]  # of a prompt that is text, the whole
+        row = PromptRow(where, number, content_hash, (text,), answer, json.dumps(extra))
         if not self.is_templated:
             return row
         messages = self._with_system(messages)
