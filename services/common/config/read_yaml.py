@@ -1,6 +1,6 @@
-"""Parses YAML with limits, suggests keys in place of unknown ones, and words what is wrong with a value.
+"""Parses YAML, suggests known keys for unknown ones, and describes wrong values.
 
-The limits: a small text must not build a huge tree, and no table may set a key twice.
+A text is refused if it is small but stands for a huge tree (through aliases), or if a table sets a key twice.
 """
 
 import difflib
@@ -102,10 +102,11 @@ _OTHER_NAMES = {
 
 
 def suggest(known: Sequence[str], path: str, value: object) -> str:
-    """Returns the dotted key of `known` that is nearest to `path`, the unknown key of `value`; "" if none is near.
+    """Returns the dotted key of `known` that is nearest to the unknown key `path`, or "" if none is near.
 
-    Of keys that are equally near, the first is returned. If `path` begins with a section that exists, only its keys are
-    searched. A table with a single key is read as a longer path: the writer may have misspelled only its last part.
+    If `path` begins with a section that exists, only the keys of that section are searched. Of equally near keys, the
+    first is returned. If `value`, the value of the unknown key, is a table with a single key, that key is added to the
+    path, because only its last part may be misspelled.
     """
     while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
         ((name, value),) = table.items()

@@ -23,7 +23,7 @@ _TIMEOUT_S = 5.0
 
 
 class Span:
-    """A block of work. Its times are read once, for everything that records them."""
+    """A block of work with its begin and end, so that the trace, the metrics and OpenTelemetry get the same times."""
 
     def __init__(self, name: str, **arguments: object):
         self.name, self.arguments = name, arguments

@@ -14,7 +14,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.rewards import total
 from services.coordinator.data.prompts import Prompt, value_name
-from services.coordinator.data.reading.parquet import Record
+from services.coordinator.data.reading.record import Record
 from services.coordinator.text.tokenizer import Tokenizer
 
 
@@ -38,11 +38,6 @@ class Episode:
         if row["environment"] is None:
             return None
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
-
-    @classmethod
-    def empty(cls) -> Self:
-        """Returns the episode of a sample that has no tokens because its environment failed."""
-        return cls((), (), (), "")
 
     @property
     def reward(self) -> float:
@@ -273,30 +268,15 @@ class Conversation:
     finish_reason: str
 
     @classmethod
-    def of(cls, row: Record, text: Callable[[Sequence[int]], str]) -> Self | None:
-        """Returns the conversation of a row of a batch, or None if it was sampled without an environment.
-
-        Args:
-            row: The row.
-            text: Returns the text to show for some tokens.
-        """
-        episode = Episode.of(row)
-        if episode is None:
-            return None
-        parts: list[Part] = []
-        turns, replies = episode.turns(row["tokens"]), episode.replies(row["tokens"])
-        for turn, reward, reply in zip(turns, episode.turn_rewards, replies, strict=True):
-            parts.append(Part(text(turn), reward))
-            if reply:
-                parts.append(Part(text(reply), None))
-        return cls._of_parts(row, parts, text)
-
-    @classmethod
-    def of_any(cls, row: Record, text: Callable[[Sequence[int]], str]) -> Self:
-        """Returns the conversation of a row of a batch, like `of`, also of a single completion."""
-        return cls.of(row, text) or cls._of_parts(row, [Part(text(row["tokens"]), row["reward"])], text)
-
-    @classmethod
-    def _of_parts(cls, row: Record, parts: Sequence[Part], text: Callable[[Sequence[int]], str]) -> Self:
+    def of(cls, row: Record, text: Callable[[Sequence[int]], str]) -> Self:
+        """Returns the conversation of a row of a batch; `text` returns the text to show for some tokens."""
+        tokens, episode = row["tokens"], Episode.of(row)
+        parts: list[Part] = [] if episode else [Part(text(tokens), row["reward"])]
+        if episode:
+            turns, replies = episode.turns(tokens), episode.replies(tokens)
+            for turn, reward, reply in zip(turns, episode.turn_rewards, replies, strict=True):
+                parts.append(Part(text(turn), reward))
+                if reply:
+                    parts.append(Part(text(reply), None))
         prompt = text(row["prompt_tokens"])
         return cls(row["prompt_id"], row["sample"], prompt, parts, row["reward"], row["finish_reason"])

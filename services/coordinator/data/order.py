@@ -54,9 +54,8 @@ class EpochOrder:
             order = shuffled(self.num_prompts, self.seed, current)
             if current:
                 self._avoid_repeats(self._cache[current - 1], order, current)
-            self._cache = {known: kept for known, kept in self._cache.items() if known == current - 1} | {
-                current: order
-            }
+            previous = {known: old for known, old in self._cache.items() if known == current - 1}
+            self._cache = previous | {current: order}
         return self._cache[epoch]
 
     def _avoid_repeats(self, before: np.ndarray, order: np.ndarray, epoch: int) -> None:

@@ -58,6 +58,7 @@ class Prompts(Sequence[Prompt]):
         digest = hashlib.blake2b(digest_size=16)
         for row in rows:
             digest.update(row.number.to_bytes(8, "little") + row.content_hash)
+        # The offsets of the rows: without them, the same tokens cut into other rows would have the same digest.
         digest.update(np.cumsum([0, *(row.num_tokens for row in rows)], dtype="<i8").tobytes())
         for row in rows:
             digest.update(row.tokens.astype("<u4").tobytes())
@@ -80,12 +81,12 @@ class Prompts(Sequence[Prompt]):
         )
 
 
+@dataclass(frozen=True)
 class PromptDataset:
     """The training prompts, and the order that assigns them to the steps' batches."""
 
-    def __init__(self, prompts: Prompts, order: EpochOrder):
-        self.prompts = prompts
-        self._order = order
+    prompts: Prompts
+    order: EpochOrder
 
     @classmethod
     def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int, needs_answer: bool = True) -> "PromptDataset":
@@ -106,12 +107,8 @@ class PromptDataset:
         return len(self.prompts)
 
     def batch(self, step: int) -> list[Prompt]:
-        """Returns the `prompts_per_step` prompts of `step`, all distinct. Needs no state to resume.
-
-        Raises:
-            ValueError: `step` is negative.
-        """
-        return [self.prompts[int(index)] for index in self._order.indices(step)]
+        """Returns the `prompts_per_step` prompts of `step`, all distinct. Needs no state to resume."""
+        return [self.prompts[int(index)] for index in self.order.indices(step)]
 
 
 def load_eval(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool = True) -> dict[str, Prompts]:

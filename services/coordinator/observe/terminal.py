@@ -37,7 +37,7 @@ class LastSample(Reporter):
                 (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
         except pa.ArrowInvalid as error:  # it is a ValueError, but it means that the disk has lost data
             raise OSError(f"{path} is damaged: {error}") from error
-        self._shown.conversation(version, Conversation.of_any(row, self._text))
+        self._shown.conversation(version, Conversation.of(row, self._text))
 
     def _text(self, tokens: Sequence[int]) -> str:
         text = self._decode(tokens)

@@ -1,10 +1,12 @@
 """Estimates the bytes that a micro-batch needs on a rank: kept activations, a layer's working memory, and the logits.
 
-With GPU kernels the activations are those of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2; with
-flash attention there is no 5as/h term), with this model's widths in every term. torch.compile keeps the same. On CPU
-every operator of a layer keeps its own inputs, which is about twice as much; torch's flash attention for CPU keeps no
-scores either. There, tensors below 32 MiB are in the heap of glibc, which is not given back, and temporary results
-leave holes between the tensors that are kept. benchmarks/memory.py compares the estimates for CPU with measured peaks.
+On GPU, the activations are those of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2), with this
+model's widths in every term. The 5as/h term is left out, because flash attention keeps no scores. torch.compile keeps
+the same tensors.
+
+On CPU, every operator of a layer keeps its own inputs, which is about twice as much; flash attention keeps no scores
+there either. Tensors below 32 MiB are in the heap of glibc, which the process does not give back, and temporary results
+leave holes between the tensors that are kept. benchmarks/memory.py compares these estimates with measured peaks.
 """
 
 from dataclasses import dataclass

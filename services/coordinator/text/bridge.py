@@ -6,7 +6,7 @@ They begin with a stop token. A tokenizer splits text at such an added token bef
 the same as within the tokenized whole, and the policy's own tokens stay as they were sampled.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice, product
 from typing import Any, NoReturn
@@ -18,14 +18,14 @@ from services.coordinator.text.tokenizer import Tokenizer
 _ANSWER = "LockstepAnswer"
 """Text that can be found in rendered conversations, because no template changes letters."""
 _QUESTION: Message = {"role": "user", "content": "LockstepQuestion"}
-_SYSTEM: Message = {"role": "system", "content": "LockstepSystem"}
+# Texts that some template changes in earlier turns: thinking, white space, calls of tools, markup of other families.
 _THINKING = "<think>\nEasy.\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'
 _SAID = ("Paris.", _THINKING + "Paris.", "", "  Paris \n\n", "Zoë 🎉 漢字", _CALL, _THINKING + _CALL, "<think>\nEasy")
 _SAID += ("<|channel|>final<|message|>4", "<answer>4</answer>", "```python\n1\n```", "\\boxed{4}", "[TOOL_CALLS][]")
 _SAID += ("So [THINK]x[/THINK]4", "<tool_response>\n4\n</tool_response>", "### {{ 1 }}\n\n- 4")
+# Turns of a long conversation: some templates change a turn only once several others follow it.
 _LONG = 12
-"""Number of turns of a long conversation."""
 _ANCHOR = "a"
 
 
@@ -53,14 +53,11 @@ class Bridge:
         """
         return self._tokenizer.render(messages, **self._variables)
 
-    def prompt(
-        self, messages: Sequence[Message], said: Sequence[Message] = (), *, add_special_tokens: bool = False
-    ) -> list[int]:
+    def prompt(self, messages: Sequence[Message], said: Sequence[Message] = ()) -> list[int]:
         """Returns the tokens of a first prompt, up to the first token to sample.
 
         The messages that the environment has `said` follow the `messages` of the data; they cannot write special
-        tokens. Messages with an empty role are raw text, and come last: after the assistant header, or alone. With
-        `add_special_tokens`, the tokenizer adds its own, such as BOS, to a prompt of raw text alone.
+        tokens. Messages with an empty role are raw text, which comes last, after the assistant header.
 
         Raises:
             InvalidInput: The chat template rejects the messages, there is none, or raw text precedes a message.
@@ -71,10 +68,6 @@ class Bridge:
         if any(message["role"] for message in raw):
             raise InvalidInput("messages: raw text (a message without a role) precedes a message", field="messages")
         text = "".join(message["content"] for message in raw)
-        if not templated and add_special_tokens:
-            return self._tokenizer.encode(text, add_special_tokens=True)
-        if not templated:
-            return self._tokenizer.encode_marked(text)
         return self._tokenizer.encode_marked(self.render(templated)) + self._raw(text)
 
     def extend(self, stream: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -108,7 +101,7 @@ class Bridge:
         tokens = self._tokenizer.encode_marked(self.after_turn(said))
         return tokens[1:] if stream[-1] == self.end_token else tokens
 
-    def check(self, roles: Collection[str], *, with_system: bool = False) -> None:
+    def check(self, roles: Collection[str]) -> None:
         """Proves on sample conversations that the chat template fulfills the assumptions of `extend`.
 
         In the rendering of a whole conversation, the first prompt must be as it was rendered alone, each turn of the
@@ -119,14 +112,13 @@ class Bridge:
         Args:
             roles: Roles of the messages that the environment may send. Raw text (an empty role) needs no check, and a
                 model without a chat template takes nothing else.
-            with_system: Whether prompts begin with a system message.
 
         Raises:
             InvalidInput: The message says what the template does, and shows the first difference.
         """
         templated = sorted(role for role in set(roles) if role)
         if templated and self._tokenizer.has_chat_template:
-            _check_keeps_turns(self, templated, with_system=with_system)
+            _check_keeps_turns(self, templated)
 
     def check_episode(
         self,
@@ -200,7 +192,9 @@ class Bridge:
         )
         after = rendered.partition(_ANSWER)[2]
         tokens = self._tokenizer.encode(after)
-        if tokens and tokens[0] in self._tokenizer.eos_token_ids and self._splits_at(after, tokens):
+        is_stop = bool(tokens) and tokens[0] in self._tokenizer.eos_token_ids
+        # The text must have the same tokens after other text, too.
+        if is_stop and self._tokenizer.encode(_ANCHOR + after) == self._tokenizer.encode(_ANCHOR) + tokens:
             return tokens[0]
         stops = [self._text_of(token) for token in self._tokenizer.eos_token_ids]
         shown = self._text_of(tokens[0]) if tokens else ""
@@ -217,10 +211,6 @@ class Bridge:
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
-
-    def _splits_at(self, text: str, tokens: list[int]) -> bool:
-        """Returns whether `text` has the same tokens after other text."""
-        return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
 
     def _as_texts(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages of the environment's in which special tokens are marked as text.
@@ -272,16 +262,12 @@ def _call_id(index: int) -> str:
     return f"call{index:05d}"  # Mistral's templates take 9 letters and digits only
 
 
-def _check_keeps_turns(bridge: Bridge, roles: Sequence[str], *, with_system: bool) -> None:
-    """Compares whole sample conversations of 1, 2 and 12 turns with what `bridge` puts together; see Bridge.check.
-
-    Raises:
-        InvalidInput: They differ, or the template rejects or leaves out a message.
-    """
+def _check_keeps_turns(bridge: Bridge, roles: Sequence[str]) -> None:
+    """Compares whole sample conversations of 1, 2 and 12 turns with what `bridge` puts together; see Bridge.check."""
     for role in roles:
         _check_shown(bridge, role)
-    first = [_SYSTEM, _QUESTION] if with_system else [_QUESTION]
-    texts = list(_texts(bridge.render(first)))
+    first = [_QUESTION]
+    texts = _texts(bridge.render(first))
     for said in texts:
         for order in (*product(roles), *product(roles, repeat=2)):
             _check_conversation(bridge, first, order, [said])
@@ -300,13 +286,11 @@ def _check_shown(bridge: Bridge, role: str) -> None:
         _refuse(f"leaves out messages of role {role}", "shows them")
 
 
-def _texts(prompt: str) -> Iterator[str]:
-    begins_thinking = prompt.rstrip().endswith("<think>")
-    for said in _SAID:
-        if not begins_thinking:
-            yield said
-        elif not said.startswith("<think>"):
-            yield _THINKING.removeprefix("<think>\n") + said
+def _texts(prompt: str) -> Sequence[str]:
+    if not prompt.rstrip().endswith("<think>"):
+        return _SAID
+    # The prompt begins the thinking, so each turn ends it first.
+    return [_THINKING.removeprefix("<think>\n") + said for said in _SAID if not said.startswith("<think>")]
 
 
 def _check_conversation(bridge: Bridge, first: Sequence[Message], order: Sequence[str], texts: Sequence[str]) -> None:
@@ -356,7 +340,7 @@ def _remove(expected: str, rest: str) -> str:
     where = show_difference(expected, rest)
     if "think>" in where:
         _refuse(f"removes or changes <think> of earlier turns: {where}", "keeps it", contradicts=True)
-    if _QUESTION["content"] in expected or _SYSTEM["content"] in expected:
+    if _QUESTION["content"] in expected:
         what = "changes the first prompt when messages follow, such as its tools or system message"
         _refuse(f"{what}: {where}", "keeps it", contradicts=True)
     _refuse(f"changes earlier turns when messages follow: {where}", "keeps them", contradicts=True)

@@ -36,7 +36,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], date: datetime.date | None = None):
         self.source, self._date = source, date
-        self._given = {**special_tokens, "tools": None, "documents": None, "strftime_now": self._strftime_now}
+        # Templates use these without asking whether they are defined, because apply_chat_template always defines them.
+        self._constants = {**special_tokens, "tools": None, "documents": None, "strftime_now": self._strftime_now}
         try:
             self._template = compile_template(source)
             self.variables = frozenset(find_undeclared_variables(self._template.environment.parse(source)))
@@ -58,7 +59,7 @@ class ChatTemplate:
             raise InvalidInput(message, field="data.chat_template_kwargs")
         inputs = {"messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            return self._template.render(self._given | inputs)
+            return self._template.render(self._constants | inputs)
         except InvalidInput:  # raised by _strftime_now
             raise
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:

@@ -8,8 +8,9 @@ the template's own.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import tokenizers
@@ -34,35 +35,38 @@ class PlainText:
         self._ids, self._special = set(added), {token.content: token for token in tokens}
         self._mark_of = {text: chr(_FIRST_MARK + number) for number, text in enumerate(self._special)}
         self._text_of = {mark: text for text, mark in self._mark_of.items()} | {_HIDDEN: ""}
-        self._spelled = _any_of(self._special)
-        self._marked = _any_of(self._text_of)
+        self._spelled = _pattern_of(self._special)
+        self._marked = _pattern_of(self._text_of)
 
     def mark(self, text: str, only: Collection[str] | None = None) -> str:
         """Returns `text` without added tokens, or without `only` some. Characters that are marks become U+FFFD."""
         text = self._marked.sub("\ufffd", text)
         if only is not None:
-            return self._spelled.sub(lambda found: self._mark_of[found[0]] if found[0] in only else found[0], text)
+            return self._spelled.sub(lambda match: self._mark_of[match[0]] if match[0] in only else match[0], text)
         parts, begin = [], 0
-        for found in self._spelled.finditer(text):
-            parts += [self._hide(text[begin : found.start()]), self._mark_of[found[0]]]
-            begin = found.end()
+        for match in self._spelled.finditer(text):
+            parts += [self._hide(text[begin : match.start()]), self._mark_of[match[0]]]
+            begin = match.end()
         return "".join([*parts, self._hide(text[begin:])])
 
     def unmark(self, text: str) -> str:
         """Returns `text` with the added tokens that were spelled in it."""
-        return self._marked.sub(lambda found: self._text_of[found[0]], text)
+        return self._marked.sub(lambda match: self._text_of[match[0]], text)
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text with marks. Without marks, they are those that the tokenizer gives.
 
-        Text between two added tokens is encoded alone by any tokenizer. So a stretch that has marks can be encoded
-        apart from the others, and as text.
+        Text between two added tokens is encoded alone by any tokenizer. So a part that has marks can be encoded apart
+        from the others, and as text.
         """
         if not self._marked.search(text):
             return _encode(self._backend, text)
         tokens: list[int] = []
-        for stretch, is_marked in self._stretches(text):
-            tokens += self._as_text(stretch) if is_marked else _encode(self._backend, stretch)
+        for has_marks, parts in groupby(self._parts(text), lambda part: bool(self._marked.search(part))):
+            if has_marks:
+                tokens += (token for part in parts for token in self._as_text(part))
+            else:
+                tokens += _encode(self._backend, "".join(parts))
         return tokens
 
     def _hide(self, text: str) -> str:
@@ -76,50 +80,31 @@ class PlainText:
             for token, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True)
             if token in self._ids and token != self._unknown
         }
-        for begin in sorted(starts, reverse=True):
+        for begin in sorted(starts, reverse=True):  # from the end, so that earlier places stay right
             text = text[:begin] + _HIDDEN + text[begin:]
         return text
 
-    def _as_text(self, stretch: str) -> list[int]:
-        """Encodes a stretch with marks. A spelled token that is no text to the tokenizer is encoded by characters."""
+    def _as_text(self, part: str) -> list[int]:
+        """Encodes a part with marks. A spelled token that is no text to the tokenizer is encoded by characters."""
         try:
-            tokens = _encode(self._without_added, self.unmark(stretch))
+            tokens = _encode(self._without_added, self.unmark(part))
         except Exception:  # noqa: BLE001 tokenizers raises no narrower class
             tokens = []
         if tokens and self._unknown not in tokens:
             return tokens
-        texts = re.split(f"({self._marked.pattern})", stretch)
-        parts = (text if index % 2 == 0 else self.unmark(text) for index, text in enumerate(texts))
-        pieces = (part if index % 2 == 0 else list(part) for index, part in enumerate(parts))
-        return [
-            token
-            for piece in pieces
-            for text in ([piece] if isinstance(piece, str) else piece)
-            for token in _encode(self._without_added, text)
-        ]
-
-    def _stretches(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields the parts of a text, and whether they are between two added tokens and have marks."""
-        plain, parts = "", self._parts(text)
-        for part in parts:
-            if not self._marked.search(part):
-                plain += part
-                continue
-            if plain:
-                yield plain, False
-            plain = ""
-            yield part, True
-        if plain:
-            yield plain, False
+        texts: list[str] = []
+        for index, piece in enumerate(re.split(f"({self._marked.pattern})", part)):
+            texts += list(self.unmark(piece)) if index % 2 else [piece]  # every second piece is a mark
+        return [token for text in texts for token in _encode(self._without_added, text)]
 
     def _parts(self, text: str) -> Sequence[str]:
         """Splits a text into added tokens, with the white space that they take, and the text between them."""
         parts, begin = [], 0
-        for found in self._spelled.finditer(text):
-            token = self._special[found[0]]
-            before, after = text[begin : found.start()], text[found.end() :]
+        for match in self._spelled.finditer(text):
+            token = self._special[match[0]]
+            before, after = text[begin : match.start()], text[match.end() :]
             left = len(before.rstrip()) if token.lstrip else len(before)
-            right = found.end() + (len(after) - len(after.lstrip()) if token.rstrip else 0)
+            right = match.end() + (len(after) - len(after.lstrip()) if token.rstrip else 0)
             parts += [before[:left], text[begin + left : right]]
             begin = right
         return [*parts, text[begin:]]
@@ -139,8 +124,8 @@ class PlainText:
         """
         content = json.loads(self._backend.to_str()) | {"post_processor": None}
         # One character is a letter of the alphabet, which the model needs for other words.
-        words = {word for word in self._special if len(word) > 1}
-        rename = {word: f"{_HIDDEN}{number}" for number, word in enumerate(words)}
+        spelled = {text for text in self._special if len(text) > 1}
+        rename = {text: f"{_HIDDEN}{number}" for number, text in enumerate(spelled)}
         for token in content["added_tokens"]:
             token["content"] = rename.get(token["content"], token["content"])
         _rename_words(content["model"], rename)
@@ -165,7 +150,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     return backend.encode(text, add_special_tokens=False).ids
 
 
-def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+def _pattern_of(texts: Collection[str]) -> re.Pattern[str]:
     """Returns a pattern that finds any of `texts`, the earlier ones first; one that finds nothing if there are none."""
     if not texts:
         return re.compile(r"(?!)")

@@ -25,7 +25,7 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
     Raises:
         LockstepError: See Tokenizer.load.
     """
-    if not card.files.keys() & set(VOCABULARIES):
+    if not card.files.keys() & set(VOCABULARIES):  # the model has no tokenizer, so it has no template either
         return ModelCard()
     with TemporaryDirectory(prefix="lockstep-served-") as directory:
         write_model_card(card, Path(directory))

@@ -184,12 +184,12 @@ class Tokenizer:
         if messages[-1]["role"] != "assistant":
             return self.render(messages, **variables)
         begun = messages[-1]["content"].lstrip()
-        whole, kept = self.render(messages, add_generation_prompt=False, **variables), begun.rstrip()
-        begin = whole.rfind(kept)
+        whole, stripped = self.render(messages, add_generation_prompt=False, **variables), begun.rstrip()
+        begin = whole.rfind(stripped)
         if begin < 0:
-            raise TemplateRefusal(f"the chat template changes the last message {kept[:80]!r}", field="messages")
+            raise TemplateRefusal(f"the chat template changes the last message {stripped[:80]!r}", field="messages")
         # Many templates remove white space at the end of a message.
-        return whole[: begin + len(begun if whole.startswith(begun, begin) else kept)]
+        return whole[: begin + len(begun if whole.startswith(begun, begin) else stripped)]
 
     @cached_property
     def _plain(self) -> PlainText:
@@ -278,11 +278,11 @@ def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str 
 
 
 def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    found: list[JsonValue] = [] if eos_token is None else [backend.token_to_id(eos_token)]
+    candidates: list[JsonValue] = [] if eos_token is None else [backend.token_to_id(eos_token)]
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
-        found += value if isinstance(value, list) else [value]
-    ids = tuple(sorted({token_id for token_id in found if isinstance(token_id, int)}))
+        candidates += value if isinstance(value, list) else [value]
+    ids = tuple(sorted({token_id for token_id in candidates if isinstance(token_id, int)}))
     if not ids:
         message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"
         raise InvalidInput(message, field="model")
@@ -295,7 +295,7 @@ def stop_tokens(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[int]:
     return list(dict.fromkeys((*own, *sampling.stop_token_ids)))
 
 
-def token_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+def token_sequences(tokenizer: Tokenizer, bad_words: Sequence[str]) -> list[list[int]]:
     """Returns the same token sequences as vLLM's SamplingParams.update_from_tokenizer.
 
     Each word has one and, if it begins with another token after a space but is as long, one after a space too. That of
@@ -305,7 +305,7 @@ def token_sequences(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int
         InvalidInput: See Tokenizer.encode.
     """
     sequences: list[list[int]] = []
-    for word in dict.fromkeys(words):
+    for word in dict.fromkeys(bad_words):
         alone, spaced = (tokenizer.encode(space + word.lstrip()) for space in ("", " "))
         sequences.append(alone)
         if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
@@ -320,21 +320,21 @@ def check_bad_words(tokenizer: Tokenizer, config: Config) -> None:
         InvalidInput: A word has no tokens, there are too many, or no stop token could be sampled.
     """
     stops = stop_tokens(tokenizer, config.rollout.sampling)
-    words_of = {f"evaluation.sets.{name}": settings.bad_words for name, settings in config.evaluation.sets.items()}
-    for section, words in {"rollout.sampling": config.rollout.sampling.bad_words, **words_of}.items():
+    of_sets = {f"evaluation.sets.{name}": settings.bad_words for name, settings in config.evaluation.sets.items()}
+    for section, bad_words in {"rollout.sampling": config.rollout.sampling.bad_words, **of_sets}.items():
         try:
-            why = _why_not(tokenizer, words, stops)
+            why = _why_not(tokenizer, bad_words, stops)
         except InvalidInput as error:
             why = error.message
         if why:
             raise InvalidInput(f"{section}.bad_words: {why}", field=f"{section}.bad_words")
 
 
-def _why_not(tokenizer: Tokenizer, words: Sequence[str], stops: Sequence[int]) -> str:
-    """Returns why a completion cannot be sampled without `words`; "" if it can."""
-    sequences = token_sequences(tokenizer, words)
+def _why_not(tokenizer: Tokenizer, bad_words: Sequence[str], stops: Sequence[int]) -> str:
+    """Returns why a completion cannot be sampled without `bad_words`; "" if it can."""
+    sequences = token_sequences(tokenizer, bad_words)
     if not all(sequences):
-        empty = next(word for word in words if not all(token_sequences(tokenizer, [word])))
+        empty = next(word for word in bad_words if not all(token_sequences(tokenizer, [word])))
         return f"{empty!r} has no tokens that could be forbidden; leave it out"
     if len(sequences) > MAX_BAD_WORDS or sum(map(len, sequences)) > MAX_BAD_WORD_TOKENS:
         return (

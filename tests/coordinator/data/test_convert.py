@@ -19,6 +19,7 @@ from services.coordinator.data.prepare.formats import DEEPSCALER, GSM8K
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading import parquet
 from tests.coordinator.data import fake_hub
+from tests.support import raises
 
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 thousand.\nAltogether 48+24 = <<48+24=72>>72 thousand.\n#### 72,000"
 GSM8K_ROWS = [{"question": "How many clips?", "answer": SOLUTION}] + [
@@ -151,7 +152,7 @@ def test_no_test_split(tmp_path):
     report = convert(DEEPSCALER, source, tmp_path / "out", ConversionOptions(test_size=0))
     assert dict(report.num_rows) == {"train": 6}
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
-    with pytest.raises(InvalidInput, match="--test-size 6 leaves nothing to train on: the source has 6 problems"):
+    with raises(InvalidInput, field="test_size"):
         convert(DEEPSCALER, source, tmp_path, ConversionOptions(test_size=6))
 
 
@@ -205,7 +206,7 @@ def test_bad_files(tmp_path, name, content, message):
 
 
 def test_missing_sources(tmp_path):
-    with pytest.raises(NotFound, match="none/x/y does not exist and is not the id of a dataset on the Hub"):
+    with raises(NotFound, field="source"):
         convert(GSM8K, str(tmp_path / "none" / "x" / "y"), tmp_path, ConversionOptions())
     (tmp_path / "readme.md").touch()
     with pytest.raises(NotFound, match=r"has no file main/train-\*\.parquet or .* for gsm8k; it holds readme\.md"):

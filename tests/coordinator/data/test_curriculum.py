@@ -60,12 +60,12 @@ def test_the_curriculum_is_off_unless_asked_for():
     expected = list(plain_order(data, seed=0, step=2))
     assert list(prompts_to_try(data, config_of(), 2, refuse)) == expected
     curriculum = {"enabled": True, "window": 5}
-    asked = []
+    calls = []
     config = config_of(selection={"curriculum": curriculum})
     first = expected[0].prompt_id
-    order = prompts_to_try(data, config, 2, lambda *args: asked.append(args) or {first: 0.0})
+    order = prompts_to_try(data, config, 2, lambda *args: calls.append(args) or {first: 0.0})
     assert list(order) == [*expected[1:], expected[0]]
-    assert asked == [(2, 5)]
+    assert calls == [(2, 5)]
 
 
 def test_success_rates_are_of_the_steps_before(tmp_path: Path):
@@ -113,31 +113,31 @@ def rates(config: Config, step: int) -> dict[str, float]:
 async def test_prompts_outside_the_band_are_not_tried_again_while_there_are_others(tmp_path: Path, enabled: bool):
     selection = {"curriculum": {"enabled": enabled}, "dynamic": {"enabled": True}}
     config = config_of(runs_dir=tmp_path, rollout={"completions_per_prompt": 4}, selection=selection)
-    async with steps(config, 36, rule) as given:
-        batches = await given.live(0, 8)
+    async with steps(config, 36, rule) as loop:
+        batches = await loop.live(0, 8)
     prompts = [prompt_id for batch in batches.values() for prompt_id in batch["prompt_id"].to_pylist()]
     assert {int(prompt_id[1:]) % 3 for prompt_id in prompts} == {2}
-    easy_or_hard = [prompt_id for prompt_id in given.replica.answered if int(prompt_id[1:]) % 3 < 2]
+    easy_or_hard = [prompt_id for prompt_id in loop.replica.answered if int(prompt_id[1:]) % 3 < 2]
     assert (len(easy_or_hard) == len(set(easy_or_hard)) > 10) is enabled
-    assert rates(config, 12).keys() == (set(given.replica.answered) if enabled else set())
+    assert rates(config, 12).keys() == (set(loop.replica.answered) if enabled else set())
 
 
 @pytest.mark.parametrize("lost", [None, 3])
 async def test_a_killed_coordinator_goes_on_with_the_same_batches(tmp_path: Path, lost: int | None):
     whole, killed = (curriculum_config(tmp_path, name) for name in ("whole", "killed"))
-    async with steps(whole, 36, rule) as given:
+    async with steps(whole, 36, rule) as loop:
         chance = random.Random(0)
-        given.replica.before_answer = lambda prompt: asyncio.sleep(chance.uniform(0, 0.004))
-        expected = await given.live(0, 6)
-        given.config = killed
-        await given.live(0, 5)
+        loop.replica.before_answer = lambda prompt: asyncio.sleep(chance.uniform(0, 0.004))
+        expected = await loop.live(0, 6)
+        loop.config = killed
+        await loop.live(0, 5)
         assert rates(killed, 5) == rates(whole, 5)
         if lost is not None:
             (killed.run_dir / "batches" / f"step-{lost:06d}.parquet").unlink()
-        num_answered = len(given.replica.answered)
-        resumed = await given.live(2, 5)  # from a checkpoint of version 2: batches recorded after it are used again
-        assert (len(given.replica.answered) == num_answered) == (lost is None)
-        resumed |= await given.live(5, 6)
+        num_answered = len(loop.replica.answered)
+        resumed = await loop.live(2, 5)  # from a checkpoint of version 2: batches recorded after it are used again
+        assert (len(loop.replica.answered) == num_answered) == (lost is None)
+        resumed |= await loop.live(5, 6)
     assert all(resumed[version].equals(expected[version]) for version in range(2, 6))
     for step in range(7):
         assert rates(killed, step) == rates(whole, step)

@@ -1,5 +1,6 @@
 """Tests that bad words become the token sequences that vLLM makes of them, and which are refused before a run."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from services.coordinator.fleet.launch import Addresses
 from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words, token_sequences
 from tests.coordinator.fake_services import make_config
+from tests.support import raises
 
 WORDS = st.text(min_size=1, max_size=8) | st.sampled_from(["you", " you", "  clips", "<|im_end|>", "a\n", "12", "it's"])
 
@@ -28,12 +30,12 @@ def pair(make_model: Callable[..., Path]) -> tuple[Tokenizer, Any]:
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(words=st.lists(WORDS.filter(str.strip), max_size=5))
-def test_words_have_the_tokens_that_vllm_gives_them(pair: tuple[Tokenizer, Any], words: list[str]) -> None:
+@given(bad_words=st.lists(WORDS.filter(str.strip), max_size=5))
+def test_words_have_the_tokens_that_vllm_gives_them(pair: tuple[Tokenizer, Any], bad_words: list[str]) -> None:
     ours, theirs = pair
-    sampling = SamplingParams(bad_words=words)
+    sampling = SamplingParams(bad_words=bad_words)
     sampling.update_from_tokenizer(SimpleNamespace(encode=theirs.encode, max_token_id=len(theirs) - 1))  # type: ignore[arg-type]
-    assert token_sequences(ours, words) == (sampling.bad_words_token_ids or [])
+    assert token_sequences(ours, bad_words) == (sampling.bad_words_token_ids or [])
 
 
 def test_a_word_at_the_begin_of_a_text_is_another_token_than_within(tokenizer: Tokenizer) -> None:
@@ -43,7 +45,7 @@ def test_a_word_at_the_begin_of_a_text_is_another_token_than_within(tokenizer: T
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("bad_words", "message"),
     [
         (["x", " \n"], "' \\\\n' has no tokens that could be forbidden"),
         (["<|im_end|>", "<|endoftext|>"], "all stop tokens .*every completion would reach max_tokens"),
@@ -53,10 +55,11 @@ def test_a_word_at_the_begin_of_a_text_is_another_token_than_within(tokenizer: T
 )
 @pytest.mark.parametrize("section", ["rollout.sampling", "evaluation.sets.held"])
 def test_words_with_which_sampling_could_not_work_are_refused(
-    tokenizer: Tokenizer, section: str, words: list[str], message: str
+    tokenizer: Tokenizer, section: str, bad_words: list[str], message: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=rf"^{section}\.bad_words: .*{message}"):
-        check_bad_words(tokenizer, configured(section, words))
+    with raises(InvalidInput, field=f"{section}.bad_words") as caught:
+        check_bad_words(tokenizer, configured(section, bad_words))
+    assert re.match(rf"{section}\.bad_words: .*{message}", caught.value.message)
 
 
 @pytest.mark.parametrize("section", ["rollout.sampling", "evaluation.sets.held"])
@@ -65,29 +68,30 @@ def test_a_completion_may_end_with_another_stop_token(tokenizer: Tokenizer, sect
     check_bad_words(tokenizer, configured(section, ends[:1]))
     check_bad_words(tokenizer, configured(section, ends, stop_token_ids=[9]))
     check_bad_words(tokenizer, configured(section, ends, ignore_eos=True))  # it is to reach max_tokens
-    with pytest.raises(InvalidInput, match="all stop tokens"):
+    with raises(InvalidInput, field=f"{section}.bad_words"):
         check_bad_words(tokenizer, configured(section, ends, ignore_eos=True, stop_token_ids=[2]))
 
 
 def test_a_run_is_refused_before_its_data_is_read(make_model: Callable[..., Path]) -> None:
     changed = {"model": str(make_model())}
     for section in ("rollout.sampling", "evaluation.sets.held"):
-        with pytest.raises(InvalidInput, match=f"{section}.bad_words"):
+        with raises(InvalidInput, field=f"{section}.bad_words"):
             load_data(configured(section, [" "]).model_copy(update=changed), Addresses())
-    with pytest.raises(NotFound, match=r"data\.train"):
+    with raises(NotFound, field="data.train"):
         load_data(configured("rollout.sampling", ["x"]).model_copy(update=changed), Addresses())
 
 
 def test_a_word_that_the_vocabulary_lacks_is_named_with_its_key() -> None:
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})), None, (0,))
-    with pytest.raises(InvalidInput, match=r"^rollout\.sampling\.bad_words: .*cannot encode 'b'"):
+    with raises(InvalidInput, field="rollout.sampling.bad_words") as caught:
         check_bad_words(tokenizer, configured("rollout.sampling", ["b"]))
+    assert "cannot encode 'b'" in caught.value.message
 
 
-def configured(section: str, words: list[str], **sampling: Any) -> Any:
+def configured(section: str, bad_words: list[str], **sampling: Any) -> Any:
     is_training = section == "rollout.sampling"
     return make_config(
         data={"train": "t", "eval": {"held": "h"}, "prompts_per_step": 8},
-        rollout={"sampling": {"top_k": 5, **sampling, "bad_words": words if is_training else []}},
-        evaluation={"sets": {"held": {"bad_words": [] if is_training else words}}},
+        rollout={"sampling": {"top_k": 5, **sampling, "bad_words": bad_words if is_training else []}},
+        evaluation={"sets": {"held": {"bad_words": [] if is_training else bad_words}}},
     )

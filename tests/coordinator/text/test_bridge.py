@@ -10,6 +10,7 @@ from services.coordinator.text.bridge import Bridge, with_call_ids
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from tests.coordinator.text.bridge_families import FAMILIES, TEMPLATES, TOOLS, Family, make_tokenizer
 from tests.coordinator.text.test_prefix_stable import LATE_END, STRIPS_THINKING
+from tests.support import raises
 
 _WORDS = ("clips", "12 + 30", "Zoë", "漢字", "🎉 fun", "= 7?", "<b>", '{"a": null}', "\n", "\n\n", "  ", "it's", "\t•")
 _MARKUP = ("<|im_end|>", "</s>", "[INST]", "<|eot_id|>", "<|end|>", "<tool_call>")
@@ -122,9 +123,9 @@ def test_an_episode_that_the_template_renders_differently_is_found():
     bridge.check_episode([QUESTION], (), (), ())
 
 
-def refusal(bridge: Bridge, *roles: str, with_system: bool = False) -> str:
+def refusal(bridge: Bridge, *roles: str) -> str:
     with pytest.raises(InvalidInput) as caught:
-        bridge.check(roles, with_system=with_system)
+        bridge.check(roles)
     assert caught.value.metadata == {"field": "data.chat_template"}
     assert caught.value.message.count("data.chat_template") == 1 and "\n" not in caught.value.message
     return caught.value.message
@@ -156,11 +157,14 @@ def test_thinking_that_is_never_kept_is_found():
 @pytest.mark.parametrize("roles", [("tool",), ("user",)])
 def test_a_system_message_that_moves_is_found(roles: tuple[str, ...]):
     # Mistral's templates put the system message into the last user message, if that is the last message at all.
-    bridge = Bridge(FAMILIES["mistral-v0.3"].tokenizer())
+    tokenizer = FAMILIES["mistral-v0.3"].tokenizer()
+    bridge = Bridge(tokenizer)
     bridge.check(roles)
-    message = refusal(bridge, *roles, with_system=True)
-    assert "changes the first prompt when messages follow" in message
-    assert "expected 'System" in message or "expected 'LockstepSystem" in message
+    first = [{"role": "system", "content": "LockstepSystem"}, QUESTION]
+    with raises(InvalidInput, field="data.chat_template") as caught:
+        bridge.check_episode(first, (), [tokenizer.encode("4")], [[{"role": role, "content": "5"} for role in roles]])
+    assert "changes earlier turns when messages follow" in caught.value.message
+    assert "expected 'LockstepSystem" in caught.value.message
 
 
 def test_tools_that_move_are_found():
@@ -171,15 +175,15 @@ def test_tools_that_move_are_found():
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "words"),
+    ("name", "role", "message"),
     [
         ("mixtral", "tool", "rejects messages of role tool after the assistant's turn"),
         ("mistral-v0.3", "system", "rejects messages of role system"),
         ("phi-3", "tool", "leaves out messages of role tool"),
     ],
 )
-def test_roles_that_a_template_does_not_take(name: str, role: str, words: str):
-    assert words in refusal(FAMILIES[name].bridge(), role, "user")
+def test_roles_that_a_template_does_not_take(name: str, role: str, message: str):
+    assert message in refusal(FAMILIES[name].bridge(), role, "user")
 
 
 def test_a_turn_must_end_with_a_stop_token():
@@ -191,7 +195,7 @@ def test_a_turn_must_end_with_a_stop_token():
     late = chatml.replace("+ '<|im_end|>'", "+ '\\n<|im_end|>'")
     assert r"ends an assistant's turn with '\n'" in refusal(Bridge(make_tokenizer(late, eos=("<|im_end|>",))), "user")
     assert r"ends an assistant's turn with '\n'" in refusal(Bridge(make_tokenizer(LATE_END)), "user")
-    with pytest.raises(InvalidInput, match="not a stop token"):
+    with raises(InvalidInput, field="data.chat_template"):
         forgot.extend([5], [QUESTION])
 
 
@@ -230,13 +234,12 @@ def test_raw_text_is_appended_as_it_is(kind: str):
     bridge = Bridge(tokenizer)
     bridge.check(["", "user", "tool"])  # it need not send user and tool messages, and fails if it does
     raw = {"role": "", "content": "\n\n<information>Zoë 漢 </information>\n\n"}
-    stream = bridge.prompt([{"role": "", "content": "What?"}])
-    assert stream == tokenizer.encode("What?")
+    stream = tokenizer.encode("What?")
     before = tokenizer.decode(stream)
     for last in ([], list(tokenizer.eos_token_ids)):
         added = bridge.extend(stream + last, [raw, raw])
         assert tokenizer.decode(stream + last + added) == before + 2 * raw["content"]
-    with pytest.raises(InvalidInput, match="has none: set data"):
+    with raises(InvalidInput, field="data.chat_template"):
         bridge.extend(stream, [QUESTION])
 
 
@@ -294,38 +297,31 @@ def test_marks_of_another_are_no_special_tokens():
     assert tokenizer.encode_marked("a<|im_end|>\n") == tokenizer.encode("a<|im_end|>\n")
 
 
-def test_special_tokens_of_the_tokenizer_are_for_raw_prompts_only(tokenizer):
-    bridge = Bridge(tokenizer)
-    plain = bridge.prompt([{"role": "", "content": "clips"}])
-    assert bridge.prompt([{"role": "", "content": "clips"}], add_special_tokens=True) == [0, *plain]
-    assert bridge.prompt([QUESTION], add_special_tokens=True) == bridge.prompt([QUESTION])
-
-
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("messages", "message"),
     [
         ([], "needs a message"),
         ([{"role": "assistant", "content": "42"}], "must not have a message of the assistant"),
         ([{"role": "", "content": "42"}, QUESTION], "must not mix raw text and messages"),
     ],
 )
-def test_replies_that_are_none(messages: list[Message], words: str):
-    with pytest.raises(InvalidInput, match=words):
+def test_replies_that_are_none(messages: list[Message], message: str):
+    with pytest.raises(InvalidInput, match=message):
         FAMILIES["qwen2.5"].bridge().extend([5], messages)
 
 
 def test_raw_text_does_not_precede_a_prompt():
-    with pytest.raises(InvalidInput, match="precedes a message"):
+    with raises(InvalidInput, field="messages"):
         FAMILIES["qwen2.5"].bridge().prompt([{"role": "", "content": "a"}, QUESTION])
 
 
 def test_what_the_template_does_not_take_is_its_refusal():
-    with pytest.raises(TemplateRefusal, match="must alternate"):
+    with raises(TemplateRefusal, field="messages"):
         FAMILIES["mixtral"].bridge().extend([5], [QUESTION, QUESTION])
 
 
 def test_tools_are_shown_or_refused():
     assert '"name": "search"' in FAMILIES["qwen3"].bridge().render([QUESTION])
     assert '"name": "search"' not in FAMILIES["qwen3-moe"].bridge().render([QUESTION])
-    with pytest.raises(InvalidInput, match="does not show tools"):
+    with raises(InvalidInput, field="data.chat_template"):
         Bridge(FAMILIES["phi-3"].tokenizer(), TOOLS)

@@ -56,9 +56,11 @@ def test_an_export_renders_the_training_prompt(
     more = {} if key is None else {"chat_template": key}
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", **more}
     model = make_model(OTHER if own in ("jinja", "disagree") else None, tokenizer_config=config)
-    given = tmp_path / "given.jinja"
-    given.write_text(OTHER.replace("helpful", "terse"), encoding="utf-8")
-    data = FilesConfig(train=(tmp_path,), chat_template=given if is_given else None, chat_template_kwargs=variables)
+    own_template = tmp_path / "own.jinja"
+    own_template.write_text(OTHER.replace("helpful", "terse"), encoding="utf-8")
+    data = FilesConfig(
+        train=(tmp_path,), chat_template=own_template if is_given else None, chat_template_kwargs=variables
+    )
     trained = Tokenizer.load(model, chat_template=data.chat_template)
     before = read_model_card(model)
     for directory in exported(model, tmp_path / "out", data):
@@ -120,7 +122,7 @@ class _Trainer(trainer_pb2_grpc.TrainerServiceServicer):
     """Keeps what the coordinator asks to export."""
 
     def __init__(self, card: ModelCard):
-        self.card, self.asked = card, trainer_pb2.ExportHuggingFaceRequest()
+        self.card, self.request = card, trainer_pb2.ExportHuggingFaceRequest()
 
     async def GetInfo(self, request: object, context: object) -> trainer_pb2.GetInfoResponse:
         return trainer_pb2.GetInfoResponse(num_ranks=1)
@@ -131,23 +133,23 @@ class _Trainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ExportHuggingFace(
         self, request: trainer_pb2.ExportHuggingFaceRequest, context: object
     ) -> trainer_pb2.ExportHuggingFaceResponse:
-        self.asked = request
+        self.request = request
         return trainer_pb2.ExportHuggingFaceResponse(num_bytes=1)
 
 
 async def test_a_run_exports_the_template_that_it_opened_with(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    given = tmp_path / "given.jinja"
-    given.write_text(OTHER)
-    config = make_config(data={"train": "x.parquet", "prompts_per_step": 8, "chat_template": given})
+    own_template = tmp_path / "own.jinja"
+    own_template.write_text(OTHER)
+    config = make_config(data={"train": "x.parquet", "prompts_per_step": 8, "chat_template": own_template})
     service, server = _Trainer(read_model_card(make_model())), Server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.trainer.v1.TrainerService"])
     trainer = Trainer(f"127.0.0.1:{port}", config)
     try:
         await trainer.open("run")
-        given.unlink()
+        own_template.unlink()
         await trainer.export("model")
     finally:
         await trainer.close()
         await server.grpc.stop(0)
-    assert service.asked.model_card.files["chat_template.jinja"].decode() == OTHER
+    assert service.request.model_card.files["chat_template.jinja"].decode() == OTHER

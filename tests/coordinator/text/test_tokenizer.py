@@ -18,6 +18,7 @@ from tokenizers import processors
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.text.chat_template import ChatTemplate, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
+from tests.support import raises
 
 # Features that templates of well-known models use: macros, dates, tojson, break, generation marks and refusals.
 EVERYTHING = """{{- bos_token }}
@@ -200,7 +201,7 @@ def test_added_token_with_two_ids_is_an_error(make_model):
     directory = make_model(
         tokenizer_config={"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
     )
-    with pytest.raises(InvalidInput, match=r"'<\|im_end\|>' the id 9, but it has 2"):
+    with raises(InvalidInput, field="model"):
         Tokenizer.load(directory)
 
 
@@ -260,9 +261,9 @@ def test_a_damaged_template_is_named(make_model, tmp_path):
     directory, own = make_model(chat_template="{% if %}"), tmp_path / "own.jinja"
     own.write_text("{% else %}")
     for template, source in ((None, directory / "chat_template.jinja"), (own, own)):
-        with pytest.raises(InvalidInput, match=f"{source}: .*not valid Jinja, line 1") as refused:
+        with raises(InvalidInput, field="data.chat_template") as refused:
             Tokenizer.load(directory, chat_template=template)
-        assert refused.value.metadata["field"] == "data.chat_template"
+        assert refused.value.message.startswith(f"{source}: ") and "line 1" in refused.value.message
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "unknown"])
@@ -290,7 +291,7 @@ def test_a_tokenizer_of_sentencepiece_is_converted(make_model, load_transformers
     assert tokens == theirs.encode(texts[0], add_special_tokens=False)
     assert ours.decode(tokens) == texts[0] and ours.eos_token_ids == (2,)
     (directory / "tokenizer.model").write_bytes(b"neither sentencepiece nor tiktoken")
-    with pytest.raises(InvalidInput, match="cannot load the tokenizer"):
+    with raises(InvalidInput, field="model"):
         Tokenizer.load(directory)
 
 
@@ -312,25 +313,25 @@ def test_where_the_template_comes_from(make_model, tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     directory = make_model(None, tokenizer_config=config | {"chat_template": named})
     assert Tokenizer.load(directory).render(chat) == "default"
-    with pytest.raises(InvalidInput, match=r"chat templates \['tool_use'\] but no default"):
+    with raises(InvalidInput, field="data.chat_template"):
         Tokenizer.load(make_model(None, tokenizer_config=config | {"chat_template": named[:1]}))
     assert Tokenizer.load(make_model("file", tokenizer_config=config)).render(chat) == "file"
     (tmp_path / "own.jinja").write_text("own")
     assert Tokenizer.load(directory, chat_template=tmp_path / "own.jinja").render(chat) == "own"
-    with pytest.raises(NotFound, match=r"none\.jinja does not exist"):
+    with raises(NotFound, field="data.chat_template"):
         Tokenizer.load(directory, chat_template=tmp_path / "none.jinja")
 
 
 def test_messages_need_a_template(make_model):
     tokenizer = Tokenizer.load(make_model(None))
     assert not tokenizer.has_chat_template
-    with pytest.raises(InvalidInput, match=r"set data\.chat_template"):
+    with raises(InvalidInput, field="data.chat_template"):
         tokenizer.render(CHATS[0])
 
 
 def test_the_date_is_never_the_clocks(make_model):
     directory = make_model(chat_template='{{ strftime_now("%Y-%m-%d") }}')
-    with pytest.raises(InvalidInput, match=r"set data\.template_date") as caught:
+    with raises(InvalidInput, field="data.template_date") as caught:
         Tokenizer.load(directory).render(CHATS[0])
     assert not isinstance(caught.value, TemplateRefusal)
     assert Tokenizer.load(directory, date=datetime.date(2024, 7, 26)).render(CHATS[0]) == "2024-07-26"
@@ -355,14 +356,14 @@ def test_refusals(template, message):
 
 
 def test_a_misspelled_template_variable_is_an_error(tokenizer):
-    with pytest.raises(InvalidInput, match=r"no variable enable_thinkng; it has .*enable_thinking"):
+    with raises(InvalidInput, field="data.chat_template_kwargs"):
         tokenizer.render(CHATS[0], enable_thinkng=False)
 
 
 def test_a_text_that_the_vocabulary_lacks_is_named() -> None:
     tokenizer = Tokenizer.load(Path("deploy/quickstart/model"))
     assert tokenizer.encode_batch(["1+2="]) == [tokenizer.encode("1+2=")]
-    with pytest.raises(InvalidInput, match=r"data: the model's tokenizer cannot encode '3 plus 4': .*UNK"):
+    with raises(InvalidInput, field="data"):
         tokenizer.encode_batch(["1+2=", "3 plus 4"])
 
 
@@ -372,12 +373,11 @@ def test_a_text_that_the_vocabulary_lacks_is_named() -> None:
     ids=["parentheses", "blocks"],
 )
 def test_a_template_that_nests_too_deeply_is_refused(source):
-    with pytest.raises(InvalidInput, match="chat template nests too deeply") as refused:
+    with raises(InvalidInput, field="data.chat_template"):
         ChatTemplate(source, {})
-    assert refused.value.metadata["field"] == "data.chat_template"
 
 
 def test_a_template_that_never_ends_is_refused():
     template = ChatTemplate("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {})
-    with pytest.raises(TemplateRefusal, match="rejects these messages: maximum recursion"):
+    with raises(TemplateRefusal, field="messages"):
         template.render([])

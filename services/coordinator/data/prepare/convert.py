@@ -8,10 +8,12 @@ Documents are {"text", "title"}, or {"contents"} with the title in the first lin
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, TypeVar
 
 import huggingface_hub
 import pyarrow as pa
@@ -19,8 +21,11 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.coordinator.data.prepare.formats import ConversionOptions, Example, Format, Split, text
-from services.coordinator.data.reading.parquet import Record, iter_rows, read_table, row_place, write_tables
-from services.coordinator.data.reading.record import BadRow, BadRows
+from services.coordinator.data.reading.parquet import ParquetRows, read_table, row_place, write_tables
+from services.coordinator.data.reading.record import BadRow, BadRows, Record
+
+SplitT = TypeVar("SplitT", bound=str)
+Parsed = TypeVar("Parsed")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FIELD = "source"
@@ -37,26 +42,41 @@ def find_files(format: Format, source: str, revision: str | None = None) -> dict
     if path.is_file():
         return {"train": [path]}
     folder = path if path.is_dir() else _download(format, source, revision)
-    found: dict[Split, list[Path]] = {split: _first_match(folder, patterns) for split, patterns in format.files.items()}
-    if not found["train"]:
-        inside = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*"))[:10]) or "nothing"
+    files_of: dict[Split, list[Path]] = {}
+    for split, patterns in format.files.items():
+        if matches := next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), None):
+            files_of[split] = matches
+    if "train" not in files_of:
+        names = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*"))[:10]) or "nothing"
         wanted = " or ".join(format.files["train"])
-        raise NotFound(f"{source} has no file {wanted} for {format.name}; it holds {inside}", field=_FIELD)
-    return {split: files for split, files in found.items() if files}
+        raise NotFound(f"{source} has no file {wanted} for {format.name}; it holds {names}", field=_FIELD)
+    return files_of
 
 
-def read_records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
+def _parsed(path: Path, parse: Callable[[Record], Parsed], bad: BadRows) -> Iterator[tuple[int, Parsed]]:
+    """Yields index and result of each record of a file that `parse` can use. Adds the others to `bad`."""
+    for where, index, record in _records(path, bad):
+        try:
+            result = parse(record)
+        except BadRow as error:
+            bad.add(where, error)
+        else:
+            yield index, result
+
+
+def _records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
     """Yields place, index and content of each record of a Parquet, JSON or JSON Lines file. Adds bad lines to `bad`.
 
     Raises:
         InvalidInput: The file has another format.
     """
     if path.suffix == ".parquet":
-        for index, record in enumerate(iter_rows(read_table(path, field=_FIELD))):
-            yield row_place(path, index), index, record
+        for index, (where, record) in enumerate(ParquetRows(path, read_table(path, field=_FIELD))):
+            yield where, index, record
         return
     if path.suffix not in (".json", ".jsonl"):
         raise InvalidInput(f"{path}: a source file must be .parquet, .json or .jsonl", field=_FIELD)
+    # Files of one object a line are published as .json too.
     with path.open(encoding="utf-8-sig") as file:
         is_array = file.read(1024).lstrip().startswith("[")
     for where, index, value in _read_array(path) if is_array else _read_lines(path, bad):
@@ -64,10 +84,6 @@ def read_records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
             yield where, index, value
         else:
             bad.add(where, f"a {type(value).__name__}, not an object")
-
-
-def _first_match(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
 
 
 def _download(format: Format, source: str, revision: str | None) -> Path:
@@ -147,7 +163,8 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
     instruction = format.instruction if options.instruction is None else options.instruction
     splits: dict[Split, list[_Row]] = {}
     for split, paths in find_files(format, source, options.revision).items():
-        splits[split] = [row for path in paths for row in _rows(format, path, instruction, bad)]
+        examples = (parsed for path in paths for parsed in _parsed(path, format.parse, bad))
+        splits[split] = [_row(example, format.name, index, instruction) for index, example in examples]
     num_good = sum(map(len, splits.values()))
     bad.settle(options.bad_rows, total=num_good + len(bad.rows), field="source")
     num_held_out = 0
@@ -156,28 +173,17 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
         num_held_out = len(splits["test"])
     if empty := [split for split, rows in splits.items() if not rows]:
         raise InvalidInput(f"{source} has no rows for {empty[0]}", field="source")
-    files = write_splits({split: pa.Table.from_pylist(rows, _SCHEMA) for split, rows in splits.items()}, out)
+    tables: dict[Split, pa.Table] = {split: pa.Table.from_pylist(rows, _SCHEMA) for split, rows in splits.items()}
+    files = write_splits(tables, out)
     num_rows: dict[Split, int] = {split: len(rows) for split, rows in splits.items()}
     return ConversionReport(format.name, source, files, num_rows, tuple(bad.rows), num_held_out)
 
 
-def write_splits(tables: Mapping[Split, pa.Table], out: Path) -> dict[Split, Path]:
-    """Writes `<out>/<split>.parquet` for each split and returns the paths."""
-    files: dict[Split, Path] = {split: out / f"{split}.parquet" for split in tables}
+def write_splits(tables: Mapping[SplitT, pa.Table], out: Path) -> dict[SplitT, Path]:
+    """Writes `<out>/<name>.parquet` for each table, all or none, and returns the paths."""
+    files = {split: out / f"{split}.parquet" for split in tables}
     write_tables({files[split]: table for split, table in tables.items()})
     return files
-
-
-def _rows(format: Format, path: Path, instruction: str, bad: BadRows) -> list[_Row]:
-    rows: list[_Row] = []
-    for where, index, record in read_records(path, bad):
-        try:
-            example = format.parse(record)
-        except BadRow as error:
-            bad.add(where, error)
-            continue
-        rows.append(_row(example, format.name, index, instruction))
-    return rows
 
 
 def _row(example: Example, source: str, index: int, instruction: str) -> _Row:
@@ -229,31 +235,30 @@ def make_search_files(
         if not path.is_file():
             raise NotFound(f"{path} does not exist or is no file", field="source")
     bad = BadRows(str(corpus), "bad", "Fix them, or drop them with --bad-rows drop")
-    splits: dict[Split, pa.Table] = {}
+    tables: dict[Split | Literal["corpus"], pa.Table] = {}
     for split, path in questions.items():
-        rows = [row for where, _, record in read_records(path, bad) if (row := _question(record, path, where, bad))]
-        splits[split] = pa.Table.from_pylist(rows, _QUESTIONS)
-    documents = pa.Table.from_batches(_documents(corpus, bad), _CORPUS)
-    num_good = documents.num_rows + sum(table.num_rows for table in splits.values())
-    bad.settle(bad_rows, total=num_good + len(bad.rows), field="source")
-    tables = {out / f"{split}.parquet": table for split, table in splits.items()} | {out / "corpus.parquet": documents}
-    if empty := [path.name for path, table in tables.items() if not table.num_rows]:
-        raise InvalidInput(f"there are no rows for {empty[0]}", field="source")
-    write_tables(tables)
-    num_rows: dict[Split, int] = {split: table.num_rows for split, table in splits.items()}
-    files: dict[Split, Path] = {split: out / f"{split}.parquet" for split in splits}
-    source = f"{', '.join(map(str, questions.values()))}; {documents.num_rows} documents of {corpus}"
-    return ConversionReport("search-r1", source, files, num_rows, tuple(bad.rows), num_held_out=0)
+        rows = [row for _, row in _parsed(path, partial(_question, path.stem), bad)]
+        tables[split] = pa.Table.from_pylist(rows, _QUESTIONS)
+    # A corpus has millions of documents: as Arrow batches, they take a fraction of the memory that their rows take.
+    documents = (document for _, document in _parsed(corpus, _document, bad))
+    chunks = iter(lambda: list(islice(documents, _DOCUMENTS_AT_ONCE)), [])
+    batches = (pa.RecordBatch.from_pylist(chunk, _CORPUS) for chunk in chunks)
+    tables["corpus"] = pa.Table.from_batches(batches, _CORPUS)
+    num_rows = {name: table.num_rows for name, table in tables.items()}
+    bad.settle(bad_rows, total=sum(num_rows.values()) + len(bad.rows), field="source")
+    if empty := [name for name, num in num_rows.items() if not num]:
+        raise InvalidInput(f"there are no rows for {empty[0]}.parquet", field="source")
+    files = write_splits(tables, out)
+    source = f"{', '.join(map(str, questions.values()))}; {num_rows['corpus']} documents of {corpus}"
+    files_of_splits: dict[Split, Path] = {split: files[split] for split in questions}
+    num_of_splits: dict[Split, int] = {split: num_rows[split] for split in questions}
+    return ConversionReport("search-r1", source, files_of_splits, num_of_splits, tuple(bad.rows), num_held_out=0)
 
 
-def _question(record: Record, path: Path, where: str, bad: BadRows) -> dict[str, object] | None:
-    try:
-        question, answers = text(record, "question"), _answers(record)
-    except BadRow as error:
-        bad.add(where, error)
-        return None
+def _question(source: str, record: Record) -> dict[str, object]:
+    question, answers = text(record, "question"), _answers(record)
     prompt = f"{SEARCH_INSTRUCTION}\n\nQuestion: {question}"
-    return {"prompt": prompt, "answer": answers[0], "answers": answers, "source": path.stem}
+    return {"prompt": prompt, "answer": answers[0], "answers": answers, "source": source}
 
 
 def _answers(record: Record) -> list[str]:
@@ -261,23 +266,10 @@ def _answers(record: Record) -> list[str]:
     if column is None:
         raise BadRow(f"no column {' or '.join(_ANSWER_COLUMNS)}, only {', '.join(record)}")
     value = record[column]
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not found or not all(isinstance(a, str) and a.strip() for a in found):
+    answers = [value] if isinstance(value, str) else value
+    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
         raise BadRow(f"{column} is neither text nor a list of texts")
-    return [answer.strip() for answer in found]
-
-
-def _documents(path: Path, bad: BadRows) -> Iterator[pa.RecordBatch]:
-    rows: list[dict[str, str | None]] = []
-    for where, _, record in read_records(path, bad):
-        try:
-            rows.append(_document(record))
-        except BadRow as error:
-            bad.add(where, error)
-        if len(rows) == _DOCUMENTS_AT_ONCE:
-            yield pa.RecordBatch.from_pylist(rows, _CORPUS)
-            rows = []
-    yield pa.RecordBatch.from_pylist(rows, _CORPUS)
+    return [answer.strip() for answer in answers]
 
 
 def _document(record: Record) -> dict[str, str | None]:

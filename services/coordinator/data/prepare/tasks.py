@@ -74,11 +74,7 @@ def _carries(a: int, b: int) -> int:
     """Counts the carries of `a + b`. Each carry reduces the digit sum by 9: ten less in one column, one more in the
     next.
     """
-    return (_digit_sum(a) + _digit_sum(b) - _digit_sum(a + b)) // 9
-
-
-def _digit_sum(number: int) -> int:
-    return sum(map(int, str(number)))
+    return (sum(map(int, f"{a}{b}")) - sum(map(int, str(a + b)))) // 9
 
 
 _SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "answer", "source", COLUMN)])

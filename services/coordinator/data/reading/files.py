@@ -21,6 +21,7 @@ from services.coordinator.data.reading.sources import files_of, read_rows, warn_
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
 
+# Enough rows for all cores of the tokenizer, and few enough that their texts need little memory beside their tokens.
 _ROWS_AT_ONCE = 4096
 
 
@@ -117,23 +118,23 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         key, limit = cls._limits(config).max_tokens
         bad = BadRows(field, "bad", "Fix them, or set data.bad_rows=drop")
         overlong = BadRows(field, f"above data.{key} {limit}", "Increase it, or set data.overlong=drop")
-        kept: list[Tokenized] = []
+        examples: list[Tokenized] = []
         num_rows = 0
-        for path in (file for given in paths for file in files_of(given, field=field)):
+        for path in (file for pattern in paths for file in files_of(pattern, field=field)):
             file = cls(path, config, tokenizer, field, max_rows)
             for where, example in file._examples(bad, first_number=num_rows):
                 if example.num_tokens > limit:
                     overlong.add(where, f"{example.num_tokens} tokens")
                 else:
-                    kept.append(example)
+                    examples.append(example)
             num_rows += len(file._file)
         bad.settle(config.bad_rows, total=num_rows, field=field)
         overlong.settle(config.overlong, total=num_rows, field=f"data.{key}")
-        if not kept:
+        if not examples:
             rows = f"{num_rows}" if cls.noun == "rows" else f"{num_rows} rows"
             message = f"{field}: no {cls.noun} left of {rows} in {', '.join(map(str, paths))}"
             raise InvalidInput(message, field=field)
-        return kept
+        return examples
 
     @classmethod
     @abstractmethod
@@ -161,17 +162,15 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
             for row, prompt in zip(chunk, prompts, strict=True):
                 pieces = [prompt, *islice(later, len(row.pieces) - 1)]
-                if example := self._usable(row, pieces, bad):
+                if not prompt:
+                    bad.add(row.where, "the prompt has no tokens")
+                    continue
+                try:
+                    example = self._example(row, pieces)
+                except BadRow as error:
+                    bad.add(row.where, error)
+                else:
                     yield row.where, example
-
-    def _usable(self, row: ReadRow, pieces: list[list[int]], bad: BadRows) -> Tokenized | None:
-        try:
-            if not pieces[0]:
-                raise BadRow("the prompt has no tokens")
-            return self._example(row, pieces)
-        except BadRow as error:
-            bad.add(row.where, error)
-            return None
 
     def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
         for index, (where, record) in enumerate(self._file):

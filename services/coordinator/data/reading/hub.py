@@ -71,17 +71,17 @@ def dataset_file(url: str, field: str) -> Path:
         raise InvalidInput(f"{field}: {url} names no file: add one, as in {url}/FILE", field=field)
     name = f"file {file} of dataset {dataset}"
     with _hub_errors(name, revision, field):
-        kept = huggingface_hub.try_to_load_from_cache(dataset, file, repo_type="dataset", revision=revision)
-        if not isinstance(kept, str):  # without a network, a download would be tried for half a minute
+        cached = huggingface_hub.try_to_load_from_cache(dataset, file, repo_type="dataset", revision=revision)
+        if not isinstance(cached, str):  # without a network, a download would be tried for half a minute
             _info(dataset, revision, f"{field}: {name} was not downloaded to this host before, and", field)
         return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset", revision=revision))
 
 
-def dataset_files(url: str, field: str, *, endings: tuple[str, ...]) -> list[str]:
+def dataset_files(url: str, field: str, *, suffixes: tuple[str, ...]) -> list[str]:
     """Returns the URLs of the files that `url` names, sorted, all of one revision.
 
     A FILE may be a pattern, in which * is any text without a slash. Without a FILE, data.train is the files of the
-    dataset's training split, if it has one such split. If it is there in several forms, the first of `endings` counts.
+    dataset's training split, if it has one such split. If it is there in several forms, the first of `suffixes` counts.
 
     Raises:
         InvalidInput: `url` has another form, or it is not clear which files it names. The message lists what there is.
@@ -92,22 +92,22 @@ def dataset_files(url: str, field: str, *, endings: tuple[str, ...]) -> list[str
     if wanted and "*" not in wanted:
         return [url]
     with _hub_errors(f"dataset {dataset}", revision, field):
-        found = _info(dataset, revision, f"{field}: the files of dataset {dataset} are not known, because", field)
-    names = sorted(file.rfilename for file in found.siblings or () if file.rfilename.endswith(endings))
+        repository = _info(dataset, revision, f"{field}: the files of dataset {dataset} are not known, because", field)
+    names = sorted(file.rfilename for file in repository.siblings or () if file.rfilename.endswith(suffixes))
     if wanted:
         pattern = re.compile(re.escape(wanted).replace(r"\*", "[^/]*"))
         chosen = [name for name in names if pattern.fullmatch(name)]
     else:
         training = [name for name in names if _OF_TRAINING.search(name)] if field == "data.train" else []
-        forms = ([name for name in training if name.endswith(ending)] for ending in endings)
+        forms = ([name for name in training if name.endswith(suffix)] for suffix in suffixes)
         chosen = next(filter(None, forms), [])
         chosen = chosen if len({name.rpartition("/")[0] for name in chosen}) == 1 else []
     if not chosen:
-        has = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}" if names else f"no {' or '.join(endings)}"
+        has = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}" if names else f"no {' or '.join(suffixes)}"
         example = f"hf://datasets/{dataset}/{names[0] if names else 'FILE'}"
         message = f"{field}: {url} does not say which files to read: name them, as in {example} (* is any text)"
         raise InvalidInput(f"{message}; it has {has}", field=field)
-    return [f"hf://datasets/{dataset}@{found.sha}/{name}" for name in chosen]
+    return [f"hf://datasets/{dataset}@{repository.sha}/{name}" for name in chosen]
 
 
 def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> "DatasetInfo":

@@ -21,8 +21,8 @@ def read_table(path: Path, *, field: str) -> pa.Table:
         InvalidInput: The path is a directory, or the file is not a Parquet file.
     """
     if path.is_dir():
-        inside = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
-        listed = f"; it holds {', '.join(inside[:5])}" if inside else " without any Parquet file"
+        names = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
+        listed = f"; it holds {', '.join(names[:5])}" if names else " without any Parquet file"
         raise InvalidInput(f"{field}: {path} is a directory{listed}", field=field)
     if not path.is_file():
         raise NotFound(f"{field}: {path} does not exist", field=field)
@@ -97,12 +97,6 @@ def row_place(path: Path, index: int) -> str:
     return f"{path} row {index + 1}"
 
 
-def iter_rows(table: pa.Table) -> Iterator[Record]:
-    """Yields rows as dictionaries, in order."""
-    for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
-
-
 def write_tables(tables: Mapping[Path, pa.Table]) -> None:
     """Writes all files under temporary names, then renames them. If a write fails, existing files stay unchanged."""
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in tables}
@@ -111,6 +105,7 @@ def write_tables(tables: Mapping[Path, pa.Table]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial[path].open("wb") as file:
                 pq.write_table(table, file, compression="zstd")
+                # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
                 file.flush()
                 os.fsync(file.fileno())
         for path in tables:

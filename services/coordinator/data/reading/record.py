@@ -41,7 +41,7 @@ def depth_of(text: str) -> int:
     """Returns how deeply a text of JSON nests; 0 if it cannot be deeper than MAX_DEPTH."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return 0
-    steps: Iterator[int] = (1 if found[0] in "[{" else -1 for found in _BRACKET.finditer(_TEXT.sub("", text)))
+    steps: Iterator[int] = (1 if bracket[0] in "[{" else -1 for bracket in _BRACKET.finditer(_TEXT.sub("", text)))
     return max(accumulate(steps), default=0)
 
 
@@ -81,7 +81,7 @@ class BadRows:
             return
         left = len(self.rows) - NUM_NAMED
         named = "; ".join(self.rows[:NUM_NAMED]) + (f"; and {left} more" if left > 0 else "")
-        counted = f"{len(self.rows)} of {total} rows that are {self.problem}: {named} (counted from 1)"
+        bad_of_all = f"{len(self.rows)} of {total} rows that are {self.problem}: {named} (counted from 1)"
         if policy == "fail":
-            raise InvalidInput(f"{self.what} has {counted}. {self.fix}", field=field, bad_rows=len(self.rows))
-        _log.warning("%s: dropped %s", self.what, counted)
+            raise InvalidInput(f"{self.what} has {bad_of_all}. {self.fix}", field=field, bad_rows=len(self.rows))
+        _log.warning("%s: dropped %s", self.what, bad_of_all)

@@ -104,26 +104,29 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         messages = as_messages(prompt, may_continue=self.config.continue_final_message)
         if self.needs_answer or not isinstance(answer, str | None):
             require(answer, "answer")
-        self._require_metric(extra)
-        content_hash = _hash([prompt, answer, extra], {names[0]: prompt, self.config.answer_column: answer} | extra)
-        own = answer, json.dumps(extra)
-        if not self.is_templated:
-            if not isinstance(prompt, str):
-                raise BadRow("the prompt is a list, but the file's first one is text: set data.chat to have both")
-            return PromptRow(where, number, content_hash, (prompt,), *own)
-        if isinstance(prompt, str) and not self.config.chat:
-            raise BadRow("the prompt is text, but the file's first one is a list: set data.chat to have both")
-        messages = self._with_system(messages)
-        stored, pieces = json.dumps(messages, ensure_ascii=False), (self._render_prompt(messages),)
-        kind = isinstance(prompt, str), self.config.system_prompt is not None
-        return PromptRow(where, number, content_hash, pieces, *own, self._render_prompt, stored, *kind)
-
-    def _require_metric(self, extra: Record) -> None:
         column = self.config.metrics_column
         if column and not isinstance(value := extra.get(column), str | int | None):
-            raise BadRow(
-                f"column {column}, data.metrics_column, is {in_words(value)}, not text, an integer or a boolean"
-            )
+            is_wrong = f"is {in_words(value)}, not text, an integer or a boolean"
+            raise BadRow(f"column {column}, data.metrics_column, {is_wrong}")
+        content_hash = _hash([prompt, answer, extra], {names[0]: prompt, self.config.answer_column: answer} | extra)
+        has_text = isinstance(prompt, str)
+        if not self.is_templated and not has_text:
+            raise BadRow("the prompt is a list, but the file's first one is text: set data.chat to have both")
+        if self.is_templated and has_text and not self.config.chat:
+            raise BadRow("the prompt is text, but the file's first one is a list: set data.chat to have both")
+        text = messages[0]["content"]  # of a prompt that is text, the whole
+        row = PromptRow(where, number, content_hash, (text,), answer, json.dumps(extra))
+        if not self.is_templated:
+            return row
+        messages = self._with_system(messages)
+        return replace(
+            row,
+            pieces=(self._render_prompt(messages),),
+            render=self._render_prompt,
+            messages_json=json.dumps(messages, ensure_ascii=False),
+            has_text=has_text,
+            has_system=self.config.system_prompt is not None,
+        )
 
     def _example(self, row: PromptRow, pieces: list[list[int]]) -> PromptRow:
         return replace(row, pieces=() if row.render else row.pieces, tokens=np.array(pieces[0], np.uint32))

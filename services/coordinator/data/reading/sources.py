@@ -14,7 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -57,19 +57,8 @@ class TextRows:
             yield where, _object(row, where) if isinstance(row, bytes) else row
 
 
-def read_text_rows(path: Path, form: str, *, field: str, max_rows: int | None) -> TextRows:
-    """Reads a file, or only its first `max_rows` rows.
-
-    Args:
-        path: The file. A byte order mark of UTF-8 or UTF-16 at its beginning is no part of its text.
-        form: A key of FORMS.
-        field: The config key that errors name.
-        max_rows: All rows if None.
-
-    Raises:
-        InvalidInput: The file cannot be read or is empty. The message names the first line that cannot be used.
-    """
-    name, read = FORMS[form]
+def _read_text_rows(path: Path, form: str, *, field: str, max_rows: int | None) -> TextRows:
+    name, read = _FORMS[form]
     try:
         rows = read(_content(path), path, max_rows)
     except (OSError, EOFError, zlib.error) as error:
@@ -82,7 +71,7 @@ def read_text_rows(path: Path, form: str, *, field: str, max_rows: int | None) -
 
 
 def _content(path: Path) -> bytes:
-    """Returns the text of a file in UTF-8, without compression and byte order mark."""
+    """Returns the text of a file in UTF-8, without compression and byte order mark, which is no part of it."""
     content = path.read_bytes()
     if content.startswith(_GZIP):
         content = gzip.decompress(content)
@@ -94,6 +83,7 @@ def _content(path: Path) -> bytes:
 def _read_json_lines(content: bytes, path: Path, max_rows: int | None) -> TextRows:
     rows: list[_Row | bytes] = []
     lines = array("Q")
+    # Lines of bytes end with \n or \r only. Lines of text would also end with U+2028, which JSON may contain.
     for number, line in enumerate(content.splitlines(), 1):
         if len(rows) == max_rows:
             break
@@ -115,6 +105,7 @@ def _read_json(content: bytes, path: Path, max_rows: int | None) -> TextRows:
 
 def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
     csv.field_size_limit(sys.maxsize)  # by default 128 KiB
+    # Without `strict`, a quote that is never closed would make one cell of the rest of the file.
     reader = csv.reader(io.StringIO(_text(content, str(path), has_lines=True), newline=""), strict=True)
     rows: list[_Row | bytes] = []
     lines, begin = array("Q"), 1
@@ -128,7 +119,7 @@ def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
                     raise ValueError(f"{path} line {begin} has {len(cells)} cells, the first line {len(names)}")
                 rows.append(dict(zip(names, cells, strict=True)))
                 lines.append(begin)
-            begin = reader.line_num + 1
+            begin = reader.line_num + 1  # not one line a row: a cell in quotes may have several
     except csv.Error as error:
         raise ValueError(f"{path} line {begin}: {error}") from error
     if twice := [name for name in names if names.count(name) > 1]:
@@ -136,7 +127,7 @@ def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
     return TextRows(path, rows, lines)
 
 
-FORMS: Mapping[str, tuple[str, Callable[[bytes, Path, int | None], TextRows]]] = {
+_FORMS: Mapping[str, tuple[str, Callable[[bytes, Path, int | None], TextRows]]] = {
     ".jsonl": ("JSON Lines", _read_json_lines),
     ".ndjson": ("JSON Lines", _read_json_lines),
     ".json": ("a JSON list of objects, or one object a line", _read_json),
@@ -214,20 +205,9 @@ def _type_of(value: object) -> pa.DataType:
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"PAR1"
-_ENDINGS = (".parquet", *FORMS, *(f"{ending}.gz" for ending in FORMS))
+_SUFFIXES = (".parquet", *_FORMS, *(f"{suffix}.gz" for suffix in _FORMS))
 
-
-class Rows(Protocol):
-    """The rows of a file."""
-
-    types: Mapping[str, pa.DataType]
-    """Column -> its type; in a file of text, the type of its first value that is not empty."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[tuple[str, Record]]:
-        """Yields the place of each row, as messages name it, and the row."""
-        ...
+Rows = ParquetRows | TextRows
 
 
 def files_of(path: Path, *, field: str) -> list[Path]:
@@ -239,7 +219,7 @@ def files_of(path: Path, *, field: str) -> list[Path]:
         LockstepError: See `dataset_files`.
     """
     if str(path).startswith("hf:"):
-        return [Path(url) for url in dataset_files(str(path), field, endings=_ENDINGS)]
+        return [Path(url) for url in dataset_files(str(path), field, suffixes=_SUFFIXES)]
     if not glob.has_magic(str(path)) or path.exists():
         return [path]
     files = [file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
@@ -269,8 +249,8 @@ def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:
     """Reads a file, or only its first `max_rows` rows.
 
     Args:
-        path: A file in Parquet, or one whose name has an ending of `text_files.FORMS`, also with .gz; or such a file in
-            a dataset on the Hub: hf://datasets/OWNER/NAME/FILE or hf://datasets/OWNER/NAME@REVISION/FILE.
+        path: A file in Parquet, or one whose name ends with a key of `_FORMS`, also with .gz; or such a file in a
+            dataset on the Hub: hf://datasets/OWNER/NAME/FILE or hf://datasets/OWNER/NAME@REVISION/FILE.
         field: The config key that names the path.
         max_rows: All rows if None.
 
@@ -283,9 +263,9 @@ def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:
         path = dataset_file(str(path), field)
     form = Path(path.name.lower().removesuffix(".gz")).suffix
     if form != ".parquet" and path.is_file() and not _is_parquet(path):
-        if form in FORMS:
-            return read_text_rows(path, form, field=field, max_rows=max_rows)
-        forms = f"{', '.join(FORMS)} (these also with .gz)"
+        if form in _FORMS:
+            return _read_text_rows(path, form, field=field, max_rows=max_rows)
+        forms = f"{', '.join(_FORMS)} (these also with .gz)"
         raise InvalidInput(f"{field}: {path} is of no known form: its name must end in .parquet, {forms}", field=field)
     return ParquetRows(path, read_table(path, field=field).slice(0, max_rows))
 

@@ -194,9 +194,9 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
 
 def _conversation(row: Record, decode: Decode) -> list[tuple[str, float | str | None]] | None:
     """Returns an episode as texts in order, each with the reward of the turn, or None if the environment wrote it."""
-    conversation = Conversation.of(row, lambda tokens: _text(tokens, decode))
-    if conversation is None:
+    if row["environment"] is None:
         return None
+    conversation = Conversation.of(row, lambda tokens: _text(tokens, decode))
     return [(part.text, None if part.reward is None else number(part.reward)) for part in conversation.parts]
 
 

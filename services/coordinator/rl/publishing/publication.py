@@ -118,9 +118,9 @@ _MAX_ATTEMPTS = 3
 
 
 def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int) -> WeightGroup:
-    """Returns the weight group of the trainer's senders and `num_workers` engine workers.
+    """Returns the weight group of a trainer, which answered `opened` to OpenRun, and of `num_workers` engine workers.
 
-    If they share GPUs, all of the trainer's ranks are members.
+    The trainer's members are the ranks that send or, if trainer and engines share GPUs, all ranks.
     """
     num_ranks = opened.num_ranks if run.config.placement == "colocated" else 0
     return WeightGroup(
@@ -149,8 +149,8 @@ class Publisher:
     async def publish(self, version: int) -> PolicyStamp:
         """Makes every replica that is not DEAD serve the trainer's weights. Returns their stamp.
 
-        A replica that fails, or that does not take part twice in a row, is dropped, and the others get the weights in a
-        new epoch. If none is left, the one that the run itself is restarting is awaited.
+        A replica is dropped if it fails, or if it misses two attempts in a row. The others then get the weights in a
+        new epoch. If none is left and the run itself is restarting one, that one is awaited.
 
         Raises:
             Unavailable: NO_REPLICA, no replica is left; or the trainer is unreachable.
@@ -193,10 +193,10 @@ class Publisher:
                     attempts = 0  # the others may do without the newcomers
 
     def _let_repeat(self, version: int) -> None:
-        """Lets a replica that was lost while it generated get the same weights again.
+        """Lets a replica that is lost while it generates get the same weights again.
 
-        That needs a trainer that holds them until the groups are sampled: not one that trains meanwhile (trainer.lag).
-        In a colocated run, an engine cannot be started while the GPUs pass to the engines, as in a publication.
+        Not with a lag: the trainer trains meanwhile, and no longer has these weights. Not in a colocated run: the GPUs
+        pass to the engines in a publication, and no engine can be started then.
         """
         config = self._run.config
         if not config.trainer.lag.versions and config.placement != "colocated":

@@ -152,7 +152,12 @@ class EpisodeCollector(Collector):
                 break
         if not request.keep_failed:
             raise failure
-        return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
+        return _Played(
+            prompt,
+            Completion(finish_reason=FinishReason.FINISH_REASON_STOP),
+            Episode((), (), (), environment=""),
+            failure,
+        )
 
     async def _take_turns(
         self, client: EpisodeClient, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool

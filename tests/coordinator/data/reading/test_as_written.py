@@ -26,7 +26,7 @@ from services.coordinator.sft.rows import SftDataset
 from services.coordinator.text.tokenizer import Tokenizer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, raises
 
 NUMBERS = st.integers() | st.sampled_from([10**4000, 2**63, -(2**63) - 1, 0.5, -0.0, 1e300, 5e-324])
 PLAIN = st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -61,8 +61,8 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[PromptDataset]
     async def score(data: PromptDataset) -> list[float]:
         completions = [Completion(tokens=[7], finish_reason=FINISH_REASON_STOP)]
         groups = [SampledGroup(0, prompt, completions, PolicyStamp()) for prompt in data.prompts]
-        found = [await reward.score(group, TOKENIZER) for group in groups]  # type: ignore[arg-type]
-        return [reward for group in found if group for reward in group.rewards.tolist()]
+        scored_groups = [await reward.score(group, TOKENIZER) for group in groups]  # type: ignore[arg-type]
+        return [reward for group in scored_groups if group for reward in group.rewards.tolist()]
 
     async def end() -> None:
         await reward.close()
@@ -198,6 +198,6 @@ def test_a_name_of_two_columns_of_parquet(tokenizer: Tokenizer, tmp_path: Path) 
 def test_lines_after_those_that_are_wanted_are_not_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "1"}\nnot JSON\n')
     config = DataConfig.model_validate({"train": "x", "prompts_per_step": 1, "eval": {"x": tmp_path / "x.jsonl"}})
-    with pytest.raises(InvalidInput, match=r"line 2: Expecting value"):
+    with raises(InvalidInput, field="data.eval.x"):
         load_eval(config, tokenizer)
     assert len(load_eval(config.model_copy(update={"max_eval_prompts": 1}), tokenizer)["x"]) == 1

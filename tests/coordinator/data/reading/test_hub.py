@@ -26,12 +26,12 @@ from services.coordinator.text.tokenizer import Tokenizer
 from services.common.files.model_card import read_model_card
 from services.coordinator.cli.init import starting_config
 try:
-    given = load(Config, sys.argv[2:])
-    config = with_local_models(given, has_weights=json.loads(sys.argv[1]))
+    written = load(Config, sys.argv[2:])
+    config = with_local_models(written, has_weights=json.loads(sys.argv[1]))
     Tokenizer.load(Path(config.model))
     if sys.argv[1] == "false":
-        made = starting_config(Path(given.model), Path("rows.jsonl"), Path("run.yaml"), num_gpus=0)
-        assert f'model: "{given.model}" ' in made, made
+        made = starting_config(Path(written.model), Path("rows.jsonl"), Path("run.yaml"), num_gpus=0)
+        assert f'model: "{written.model}" ' in made, made
     print(json.dumps([config.model, config.reference.model, sorted(read_model_card(config.model).files)]))
 except LockstepError as error:
     print(type(error).__name__, error)
@@ -64,8 +64,8 @@ def test_a_model_on_the_hub_is_a_directory_of_the_cache(tmp_path: Path) -> None:
         assert names(card) == files.keys() - {"model.safetensors", "SHA256SUMS"}
         whole = resolve(endpoint, tmp_path, "openai/gsm8k", "reference.model=openai/gsm8k@v1")
         assert names(whole) == names(card) | {"model.safetensors"}
-        directory, reference, found = json.loads(whole)
-        assert directory == reference and "tokenizer.json" in found
+        directory, reference, files = json.loads(whole)
+        assert directory == reference and "tokenizer.json" in files
         missing = resolve(endpoint, tmp_path, "openai/gsm9k")
         assert missing.startswith("NotFound model: you cannot see openai/gsm9k, which is not a directory here, on the")
     assert resolve(endpoint, tmp_path, "openai/gsm8k") == resolve(endpoint, tmp_path, directory)  # it was kept

@@ -17,6 +17,7 @@ from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading.sources import read_rows
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.data.fake_hub import hub
+from tests.support import raises
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1 + 1 =", "answer": "2", "level": 1, "date": "2024-01-01"},
@@ -77,7 +78,7 @@ def rows_of(path: Path, **keys: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ('{"a": 1}\n{"a": \n', r"data\.train: .*x\.jsonl is not JSON Lines: .*x\.jsonl line 2: Expecting value"),
         ('{"a": 1}\n[1]\n', r"line 2 is a list, not an object"),
@@ -87,9 +88,9 @@ def rows_of(path: Path, **keys: Any) -> list[dict[str, Any]]:
         ('{"a": 1}\n\n{"a": "caf\udce9"}\n', r"x\.jsonl line 3 has the byte 0xe9: save the file as UTF-8"),
     ],
 )
-def test_lines_that_cannot_be_used_are_named(tmp_path: Path, content: str, words: str) -> None:
+def test_lines_that_cannot_be_used_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "x.jsonl").write_text(content, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(InvalidInput, match=words):
+    with pytest.raises(InvalidInput, match=message):
         read_rows(tmp_path / "x.jsonl", field="data.train")
 
 
@@ -106,7 +107,7 @@ def test_parquet_is_known_by_its_content(tmp_path: Path, name: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"data\.train: .*none\.jsonl does not exist"):
+    with raises(NotFound, field="data.train"):
         read_rows(tmp_path / "none.jsonl", field="data.train")
 
 
@@ -163,7 +164,7 @@ def test_several_files_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
 
 
 def test_other_urls_are_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"is not hf://datasets/OWNER/NAME\[@REVISION\]/FILE"):
+    with raises(InvalidInput, field="data.train"):
         read_rows(Path("hf://openai/gsm8k"), field="data.train")
 
 
@@ -199,7 +200,7 @@ def test_all_columns_of_csv_are_text(tokenizer: Tokenizer, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         (
             "x.json",
@@ -223,9 +224,9 @@ def test_all_columns_of_csv_are_text(tokenizer: Tokenizer, tmp_path: Path) -> No
         ),
     ],
 )
-def test_files_that_cannot_be_used_say_why(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_files_that_cannot_be_used_say_why(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InvalidInput, match=rf"data\.train: .*{words}"):
+    with pytest.raises(InvalidInput, match=rf"data\.train: .*{message}"):
         read_rows(tmp_path / name, field="data.train")
 
 
@@ -237,7 +238,7 @@ def test_patterns_on_this_host(tokenizer: Tokenizer, tmp_path: Path) -> None:
     both = load(tmp_path / "part-?.jsonl", tokenizer)
     assert [prompt.answer for prompt in both.prompts] == ["1", "2"]
     assert [prompt.answer for prompt in load(tmp_path / "part-[1].jsonl", tokenizer).prompts] == ["3"]  # a name
-    with pytest.raises(NotFound, match=r"data\.train: no file matches .*x\*\.jsonl"):
+    with raises(NotFound, field="data.train"):
         load(tmp_path / "x*.jsonl", tokenizer)
 
 
