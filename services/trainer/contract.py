@@ -18,8 +18,9 @@ from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.stamps import require_stamp
-from services.trainer.backend import Part, Role
+from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
+from services.trainer.offload import Part
 from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import check_routed_experts, check_samples, check_sampling_masks, vocab_size_of

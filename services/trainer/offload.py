@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
-from services.trainer.backend import Part
 from services.trainer.compat.torch import HostMemory, storage_id
 
 # Groups of tensors, by name. A group's tensors are listed anew whenever the group is offloaded.
@@ -14,6 +14,15 @@ PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
 Groups = Mapping[str, Callable[[], Iterable[torch.Tensor]]]
 
 _ALIGN_BYTES = 512
+
+
+class Part(StrEnum):
+    """The parts of a model that can leave the device."""
+
+    OPTIMIZER = "optimizer"
+    """Optimizer state, float32 weights beside bfloat16 ones, and buffers for gradients, which are dropped."""
+    PARAMETERS = "parameters"
+    """The weights that forward and backward compute with."""
 
 
 @dataclass(frozen=True)
@@ -116,28 +125,7 @@ class Offloader:
         return [storage for storage in storages.values() if storage.nbytes() and storage.device.type == here]
 
 
-class OffloadedParts:
-    """Implements `Offloads` for a backend whose parts are groups of an offloader."""
-
-    _offloader: Offloader
-
-    def release(self, parts: Collection[Part]) -> None:
-        self._offloader.evict(*_groups_of(parts))
-
-    def acquire(self, parts: Collection[Part]) -> None:
-        self._offloader.restore(*_groups_of(parts))
-
-    def needed_bytes(self, parts: Collection[Part]) -> int:
-        return self._offloader.needed_bytes(*_groups_of(parts))
-
-    def device_bytes(self) -> int:
-        return self._offloader.device_bytes()
-
-    def host_bytes(self) -> int:
-        return self._offloader.host_bytes()
-
-
-def _groups_of(parts: Collection[Part]) -> list[str]:
+def groups_of(parts: Collection[Part]) -> list[str]:
     of_parts = {Part.PARAMETERS: (PARAMS,), Part.OPTIMIZER: (GRADS, OPTIMIZER)}
     return [name for part, names in of_parts.items() if part in parts for name in names]
 

@@ -27,7 +27,7 @@ from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
-from services.trainer.backend import Part, Role
+from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.contract import (
@@ -39,6 +39,7 @@ from services.trainer.contract import (
     role_of,
 )
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.offload import Part
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.publish import highest_cost
 from services.trainer.ranks.sockets import published_host

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from lockstep.types.v1.types_pb2 import DeviceMemory
 
 from services.common.errors import Overloaded, Reason
-from services.trainer.backend import Part, Role
+from services.trainer.backend import Role
+from services.trainer.offload import Part
 from services.trainer.ranks.worker import Worker
 from tests.support import make_model
 from tests.trainer.fsdp_harness import Harness, samples

@@ -14,59 +14,31 @@ from services.common.config.layout import check_layout
 from services.common.config.trainer import TrainerConfig
 from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
-from services.trainer.backend import (
-    Adapters,
-    Backend,
-    BackgroundSaves,
-    LossFunction,
-    Offloads,
-    PublishesSpans,
-    ReplaysRouting,
-    Role,
-    SeveralSenders,
-    compute_dtype,
-)
+from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
 from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
 from services.trainer.megatron.microbatch import MicrobatchShard
-from services.trainer.megatron.model import (
-    LogprobModel,
-    ValueModel,
-    build_chunks,
-    half_precision,
-    wrap_chunks,
-)
+from services.trainer.megatron.model import LogprobModel, ValueModel, build_chunks, half_precision, wrap_chunks
 from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
 from services.trainer.megatron.settings import model_architecture, read_config, transformer_config
-from services.trainer.megatron.stream import (
-    WeightStream,
-)
+from services.trainer.megatron.stream import WeightStream
 from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
-from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
+from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, Offloader
 from services.trainer.updates.packing import Microbatch
 
 T = TypeVar("T")
 
 
-class MegatronBackend(
-    OffloadedParts,
-    Backend,
-    ReplaysRouting,
-    SeveralSenders,
-    PublishesSpans,
-    Adapters,
-    BackgroundSaves,
-    Offloads,
-):
+class MegatronBackend(Backend):
     """Implements a role on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
         self._role, self._config, self._dtype = role, config, compute_dtype(config, device)
-        self._model_path = model_path
+        self._model_path, self.saves_in_background = model_path, config.megatron.async_save
         with same_on_all_ranks():
             self._hf = read_config(model_path)
             architecture = model_architecture(self._hf)
@@ -188,10 +160,6 @@ class MegatronBackend(
     def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
         slots = self._stream.slots(bucket_bytes)
         return slots if any(rank for rank, _ in slots) else []
-
-    @property
-    def saves_in_background(self) -> bool:
-        return self._config.megatron.async_save
 
     def save(self, directory: Path) -> None:
         with self._saving():

@@ -26,7 +26,7 @@ from services.common.files.storage import storage_error, writing
 from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
-from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
+from services.trainer.backend import Backend, Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.export import (
     adapter_config,
@@ -251,7 +251,7 @@ class Worker(MemoryCommands):
         self._end_of_save()
         final, backend = Path(path), self._open(Role(role))
         directory = checkpoint.staging(final) / "state"
-        if isinstance(backend, BackgroundSaves) and backend.saves_in_background:
+        if backend.saves_in_background:
             write = backend.begin_save(directory)
             self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
             return Message({})
@@ -275,7 +275,7 @@ class Worker(MemoryCommands):
         subdirectory `adapter` gets the adapters alone, with the tokenizer.
         """
         weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
-        adapter = self._adapters().adapter() if lora.rank else ()
+        adapter = self._open().adapter() if lora.rank else ()
         if self._rank != 0:
             _exhaust(weights)
             _exhaust(adapter)
@@ -304,24 +304,22 @@ class Worker(MemoryCommands):
         backend, lora = self._open(), self._configs[Role.POLICY].lora
         base = backend.weight_specs()
         if not lora.published_rank:
-            slots = backend.sender_slots(bucket_bytes) if isinstance(backend, SeveralSenders) else []
+            slots = backend.sender_slots(bucket_bytes)
             self._members = sorted({0, *(rank for rank, _ in slots)})
             numbered = [(self._members.index(rank), num_tensors) for rank, num_tensors in slots]
             return Plan.of(base, bucket_bytes=bucket_bytes, slots=numbered)
         self._members = [0]
-        adapter = self._adapters().adapter_specs()
+        adapter = backend.adapter_specs()
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
     def _published(self, plan: Plan, *, skips_base: bool) -> Items | Iterator[Items]:
         backend = self._open()
         if plan.num_senders > 1:
-            assert isinstance(backend, SeveralSenders), "only such a backend makes plans of several senders"
             return backend.sent_weights(plan.message.bucket_bytes)
         if not plan.has_adapter:
-            return backend.spans() if isinstance(backend, PublishesSpans) else backend.weights()
-        adapters = self._adapters()
-        return itertools.chain(() if skips_base else adapters.base(), adapters.adapter())
+            return backend.spans()
+        return itertools.chain(() if skips_base else backend.base(), backend.adapter())
 
     def _complete(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         if self._rank != 0:
@@ -345,15 +343,10 @@ class Worker(MemoryCommands):
         assert self._plan is not None, "open creates the plan with the policy"
         return self._plan
 
-    def _adapters(self) -> Adapters:
-        backend = self._open()
-        assert isinstance(backend, Adapters), "only such a backend accepts a config with adapters"
-        return backend
-
     def _forward_of(self, role: Role) -> Callable[[Sequence[Microbatch], float], list[torch.Tensor]]:
         """Returns a role's forward. For a reference that is not open it is the base of a policy with adapters."""
         is_base = role is Role.REFERENCE and role not in self._backends and self._configs[Role.POLICY].lora.rank
-        return self._adapters().forward_base if is_base else self._open(role).forward
+        return self._open().forward_base if is_base else self._open(role).forward
 
     def _close_role(self, role: Role) -> None:
         if role is Role.POLICY:

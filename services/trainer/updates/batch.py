@@ -16,7 +16,7 @@ import torch.distributed as dist
 from services.common.config.loss import LossConfig
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import InternalError, LockstepError, PreconditionFailed, Reason
-from services.trainer.backend import Backend, LossFunction, ReplaysRouting
+from services.trainer.backend import Backend, LossFunction
 from services.trainer.losses import Totals, explained_variance, policy_loss, value_loss
 from services.trainer.losses.kinds import covariance, covariance_sums
 from services.trainer.updates.optim import learning_rate, weight_decay
@@ -323,7 +323,7 @@ class Replayed:
         num_tokens = torch.tensor(float(sum(map(len, routed_experts))), dtype=torch.float64, device=backend.device)
         num_tokens = float(backend.reduce(num_tokens, dist.ReduceOp.SUM))
         num_layers, top_k = routed_experts[0].shape[1:]
-        counts = backend.replayed().tolist() if isinstance(backend, ReplaysRouting) else [0.0, 0.0]
+        counts = backend.replayed().tolist()
         if counts[0] != num_tokens * num_layers:
             backend.discard_gradients()
             raise InternalError(
