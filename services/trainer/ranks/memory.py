@@ -38,8 +38,8 @@ class MemoryCommands:
             Overloaded: OUT_OF_MEMORY, the device has too little. Nothing was moved.
         """
         begin, before = time.perf_counter(), self._device_state()
-        wanted, backends = [Part(part) for part in model_parts], self._backends_of(roles)
-        needed = sum(backend.needed_bytes(wanted) for backend in backends)
+        parts, backends = [Part(part) for part in model_parts], self._backends_of(roles)
+        needed = sum(backend.needed_bytes(parts) for backend in backends)
         if self._device.type == "cuda" and needed > before["device_free_bytes"]:
             raise Overloaded(
                 f"the trainer needs {gib(needed)} for {' and '.join(model_parts)} of {', '.join(roles)}, but "
@@ -50,7 +50,7 @@ class MemoryCommands:
                 free_bytes=before["device_free_bytes"],
             )
         for backend in backends:
-            backend.acquire(wanted)
+            backend.acquire(parts)
         return self._answer(before, begin)
 
     def _backends_of(self, roles: Sequence[str]) -> list[Backend]:
@@ -71,7 +71,6 @@ class MemoryCommands:
         return device_state(self._device, resident_bytes=resident, host_bytes=host)
 
     def _synchronize(self) -> None:
-        """Waits for all kernels and their errors."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -91,6 +90,5 @@ def reserve_workspaces(device: torch.device) -> None:
 
 
 def return_free_memory(device: torch.device) -> None:
-    """Gives memory that torch keeps, but that holds nothing, back to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -26,18 +26,17 @@ _HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
 
 @dataclass(frozen=True)
 class RanksAddress:
-    """Holds the address on which rank 0 listens for its ranks, and the key that they need to connect."""
+    """The address on which rank 0 listens for its ranks, and the key that they need to connect."""
 
     url: str
     key: str = field(repr=False)
 
     def pack(self) -> str:
-        """Returns the address as JSON, for the store where the ranks meet."""
+        """Returns JSON, for the store where the ranks meet."""
         return json.dumps(asdict(self))
 
     @classmethod
     def unpack(cls, packed: str | bytes) -> "RanksAddress":
-        """Returns the address that `pack` packed."""
         return cls(**json.loads(packed))
 
 

@@ -27,14 +27,8 @@ from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
 from services.trainer.backend import Backend, Role
+from services.trainer.checkpoint import export as exports
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.checkpoint.export import (
-    adapter_config,
-    export_adapter,
-    export_hugging_face,
-    served_card,
-    tokenizer_card,
-)
 from services.trainer.checkpoint.torch_writer import in_background
 from services.trainer.losses import Totals
 from services.trainer.losses.kinds import require_importable
@@ -54,7 +48,7 @@ CONFIGS: dict[Role, type[TrainerConfig]] = {
 
 
 class Worker(MemoryCommands):
-    """Holds one rank's backend of each role and, if the rank sends weights, its membership in the weight group."""
+    """One rank's backend of each role and, if the rank sends weights, its membership in the weight group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -106,10 +100,8 @@ class Worker(MemoryCommands):
         return_free_memory(self._device)  # of loading; what a step takes first would stay in the middle of it
         frames = []
         if role is Role.POLICY:
-            self._model_path, self._routed_experts = (
-                model_path,
-                routed_experts_shape((Path(model_path) / "config.json").read_bytes()),
-            )
+            self._model_path = model_path
+            self._routed_experts = routed_experts_shape((Path(model_path) / "config.json").read_bytes())
             self._profiler, self._num_updates = Profiler(config.profiler, self._rank), 0
             self._plan, self._base_sums = self._make_plan(bucket_bytes), None
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
@@ -135,14 +127,12 @@ class Worker(MemoryCommands):
     @rank_command
     def forward(self, *, role: str, microbatches: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
         """Returns log-probabilities and entropy, or a critic's values, of this rank's samples in their order."""
-        held = self._microbatches(batches.decode(frames), microbatches)
-        outputs = self._forward_of(Role(role))(held, temperature)
+        scored = self._microbatches(batches.decode(frames), microbatches)
+        outputs = self._forward_of(Role(role))(scored, temperature)
         columns = {}
         for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
-            rows = [
-                row for microbatch, out in zip(held, outputs, strict=True) for row in microbatch.per_sample(out[index])
-            ]
-            columns[name] = pa.array(rows, pa.list_(pa.float32()))
+            rows = [one.per_sample(out[index]) for one, out in zip(scored, outputs, strict=True)]
+            columns[name] = pa.array(itertools.chain(*rows), pa.list_(pa.float32()))
         return Message({}, list(batches.encode(pa.table(columns))))
 
     @rank_command
@@ -185,8 +175,7 @@ class Worker(MemoryCommands):
         """Discards the gradients of the update whose blocks were arriving, if there is one."""
         if role == Role.POLICY:
             self._profiled.close()
-        update = self._updates.pop(Role(role), None)
-        if update is not None:
+        if update := self._updates.pop(Role(role), None):
             update.drop()
 
     @rank_command
@@ -231,15 +220,13 @@ class Worker(MemoryCommands):
         return Message(asdict(publication))
 
     def leave(self) -> None:
-        """Leaves the epoch, if this rank has joined one."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
     def kill_epoch(self) -> None:
         """Makes all members of the current epoch give up. Other threads may call this."""
-        group = self._group
-        if group is not None:
+        if (group := self._group) is not None:  # once: the thread of `leave` may set it to None
             group.kill()
 
     @rank_command
@@ -283,11 +270,11 @@ class Worker(MemoryCommands):
         final = Path(path)
         partial = checkpoint.staging(final)
         try:
-            card = served_card(read_model_card(self._model_path), files or {})
-            num_bytes = export_hugging_face(weights, card, partial)
+            card = exports.served_card(read_model_card(self._model_path), files or {})
+            num_bytes = exports.export_hugging_face(weights, card, partial)
             if lora.rank:
-                num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
-                write_model_card(tokenizer_card(card), partial / "adapter")
+                num_bytes += exports.export_adapter(adapter, lora, self._model_path, partial / "adapter")
+                write_model_card(exports.tokenizer_card(card), partial / "adapter")
             checkpoint.finish_export(final)
         except OSError as error:
             _exhaust(weights)  # the other ranks take part to the end
@@ -310,7 +297,7 @@ class Worker(MemoryCommands):
             return Plan.of(base, bucket_bytes=bucket_bytes, slots=numbered)
         self._members = [0]
         adapter = backend.adapter_specs()
-        config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
+        config_json = json.dumps(exports.adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
     def _published(self, plan: Plan, *, skips_base: bool) -> Items | Iterator[Items]:
