@@ -35,7 +35,6 @@ def without_adapters(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def is_adapter(parameter: str) -> bool:
-    """Returns whether the parameter of this name belongs to an adapter."""
     return ".lora_" in parameter
 
 

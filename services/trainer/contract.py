@@ -42,8 +42,6 @@ ROLES: Mapping[int, Role] = {
 
 @dataclass
 class OpenRole:
-    """The state of one role of the open run."""
-
     request_sha256: str  # of the config and model path in the OpenRun request
     config: TrainerConfig
     answer: pb.OpenRunResponse

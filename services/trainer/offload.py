@@ -65,7 +65,6 @@ class Offloader:
         _copy(copies, self._device)
 
     def release(self, *names: str) -> None:
-        """Offloads groups that are in `leaving`."""
         self._send(name for name in names if name in self._leaving)
 
     def evict(self, *names: str) -> None:
@@ -80,16 +79,13 @@ class Offloader:
         self.load(*(name for name in names if name not in self._leaving))
 
     def needed_bytes(self, *names: str) -> int:
-        """Returns the bytes of the device that `restore` would take."""
         left = (self._offloaded.get(name, []) for name in names if name not in self._leaving)
         return sum(offloaded.num_bytes for offloaded in itertools.chain(*left))
 
     def device_bytes(self) -> int:
-        """Returns the bytes of the device that all groups take."""
         return sum(storage.nbytes() for name in self._groups for storage in self._storages(name))
 
     def host_bytes(self) -> int:
-        """Returns the bytes of host memory that are kept for the groups."""
         return sum(memory.flat.numel() for memory in self._host.values())
 
     def _send(self, names: Iterable[str]) -> None:

@@ -279,7 +279,6 @@ def forward_parts(
 
 
 def vocab_size_of(config_json: bytes) -> int:
-    """Returns the vocabulary size of the model with this config.json."""
     content = json.loads(config_json)
     return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
 

@@ -169,7 +169,6 @@ class BatchTraining:
         return answers[0].body["metrics"]
 
     async def drop(self) -> None:
-        """Discards the gradients, unless they were applied."""
         if not self._is_applied:
             await self._ranks.call(Worker.drop_batch, role=self.role)
 

@@ -23,7 +23,6 @@ _OF_MODELS = ("config.json", "generation_config.json")
 
 
 def served_card(card: ModelCard, files: Mapping[str, str]) -> ModelCard:
-    """Returns the starting model's card with `files` in place of its own."""
     return ModelCard(files={**card.files, **{name: text.encode() for name, text in files.items()}})
 
 

@@ -90,7 +90,6 @@ class AdaptedLinear(AdaptedLayer):
         return (out + self._adapter(x), bias) if self.lora_is_on else (out, bias)
 
     def merged_weight(self) -> torch.Tensor:
-        """Returns this rank's W + scale * B A, without gradient."""
         merged = torch.empty_like(self.weight.detach())
         for target, part in zip(self._parts(merged), self.merged_parts(self._parts), strict=True):
             part.write(target)
@@ -273,14 +272,10 @@ def adapter_part(weights: WeightMap, name: str) -> Part:
     if matrix == ("A" if is_column else "B"):
         join = lambda shards: [shards[0]] * len(names)  # noqa: E731
     else:
-        join = _join_rows if part != layer else base.join
+        join = (lambda shards: [torch.cat(list(shards))]) if part != layer else base.join
     peft_names = tuple(peft_name(name, matrix) for name in names)
     return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
 
 
 def _cut(*args: object) -> NoReturn:
     raise InternalError("adapters are not read from checkpoint names")
-
-
-def _join_rows(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.cat(list(shards))]

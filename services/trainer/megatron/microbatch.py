@@ -60,7 +60,7 @@ class MicrobatchShard:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows that the model computes on this CP rank, including padding."""
+        """The rows that the model computes on this CP rank, including padding."""
         return self.tokens.numel()
 
 

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -83,7 +80,6 @@ class Chunk(HiddenStateModel):
         return self._outputs(hidden, shard, temperature) if self.post_process else hidden
 
     def layers(self) -> Iterator[TransformerLayer]:
-        """Yields this chunk's transformer layers."""
         for layer in self.decoder.layers:
             assert isinstance(layer, TransformerLayer)
             yield layer

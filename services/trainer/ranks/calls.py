@@ -152,7 +152,6 @@ class Ranks:
         zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all messages are sent
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Waits until a rank is lost, and then ends the trainer."""
         lost = None
         while lost is None:  # ignores connections that are not a rank's
             lost = self._connections.get((await recv_monitor_message(monitor))["value"])

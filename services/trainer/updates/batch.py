@@ -266,7 +266,6 @@ class LogprobDiffs:
         """Maximum of |behavior - trainer|."""
 
     def add(self, microbatches: Sequence[Microbatch], outputs: Sequence[torch.Tensor]) -> None:
-        """Adds `microbatches`, given the `outputs` of the policy before the update."""
         is_trained_N = torch.cat([microbatch.columns["loss_mask"] for microbatch in microbatches]) > 0
         behavior_N = torch.cat([microbatch.columns["behavior_logprobs"] for microbatch in microbatches])
         trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
@@ -293,8 +292,6 @@ class LogprobDiffs:
 
 
 class Replayed:
-    """Adds up what an update has replayed."""
-
     def __init__(self) -> None:
         self._num_tokens = self._num_experts = self._num_agreeing = 0.0
 

@@ -71,8 +71,6 @@ def linear_logprobs(
 
 
 class _Wanted(NamedTuple):
-    """Says what to compute, besides tensors with gradients."""
-
     targets_M: torch.Tensor
     kept_MK: torch.Tensor | None
     keeps_logits: bool

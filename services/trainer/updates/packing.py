@@ -40,11 +40,9 @@ class Microbatch:
 
     @property
     def max_seqlen(self) -> int:
-        """Returns the number of tokens of the longest sequence."""
         return max(self.lengths)
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Returns a copy of this micro-batch on `device`."""
         moved = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()

@@ -84,7 +84,6 @@ class _Replay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scores of the experts to compute with, and their numbers."""
         assert default_compute_topk is not None, "Megatron's router gives it"
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts = self._choose(own)
@@ -109,7 +108,6 @@ class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Returns the number of tokens of each expert, on the device."""
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
         return routing_map.sum(dim=0)
 
@@ -170,7 +168,6 @@ class GatherDispatcher(MoEAlltoAllTokenDispatcher):
         return reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.ep_group)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens as the layer got them."""
         return permutated_local_input_tokens.view(self.hidden_shape)
 
 
