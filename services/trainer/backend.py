@@ -113,7 +113,7 @@ class Backend(Protocol):
 
     def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
         """Yields for each round of `sender_slots` an iterator over the `weights` that this rank sends in it."""
-        raise NotImplementedError
+        return iter(())
 
     def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         """Returns the outputs of `forward` as they would be without the adapters."""
@@ -144,7 +144,7 @@ class Backend(Protocol):
         Every rank must call this function; unlike the backend's collectives, it may run at the same time as others. It
         returns or raises when all ranks have written.
         """
-        raise NotImplementedError
+        raise AssertionError("this backend saves only in the foreground")
 
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, also if the number of ranks was different.

@@ -107,23 +107,23 @@ def check_sampling_masks(samples: pa.Table, *, vocab_size: int) -> None:
         InvalidInput: Some rows have sampling masks and others none; they are of another number of tokens, name a token
             outside the vocabulary, lack the token that was sampled, or are empty for a trained token.
     """
-    kept = samples["sampling_mask"]
-    if kept.null_count == samples.num_rows:
+    masks = samples["sampling_mask"]
+    if masks.null_count == samples.num_rows:
         return
-    _refuse(kept.is_null().to_numpy(), "sampling_mask", "is missing")
-    for index, (row, list_of_tokens) in enumerate(zip(kept, samples["tokens"], strict=True)):
+    _refuse(masks.is_null().to_numpy(), "sampling_mask", "is missing")
+    for index, (row, list_of_tokens) in enumerate(zip(masks, samples["tokens"], strict=True)):
         tokens = list_of_tokens.values.to_numpy()
         try:
-            counts, sets = decode_sampling_masks(row.as_buffer(), len(tokens))
+            counts, kept_tokens = decode_sampling_masks(row.as_buffer(), len(tokens))
         except ValueError as error:
             raise InvalidInput(f"sampling_mask: row {index}: {error}", field="sampling_mask") from error
-        if sets.size and sets.max() >= vocab_size:
+        if kept_tokens.size and kept_tokens.max() >= vocab_size:
             raise InvalidInput(
-                f"sampling_mask: row {index} names token {sets.max()} of {vocab_size}", field="sampling_mask"
+                f"sampling_mask: row {index} names token {kept_tokens.max()} of {vocab_size}", field="sampling_mask"
             )
         mask = samples["loss_mask"][index]
         must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
-        if (without := ~keeps_sampled(tokens, counts, sets) & (must_have | (counts > 0))).any():
+        if (without := ~keeps_sampled(tokens, counts, kept_tokens) & (must_have | (counts > 0))).any():
             where = int(without.argmax())
             raise InvalidInput(
                 f"sampling_mask: row {index} has a set without the sampled token {tokens[where]} at {where}",

@@ -159,6 +159,10 @@ def dppo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, to
     return torch.where(masked_N, 0, losses_N), {"clip_fraction": masked_N}
 
 
+def _total_variation(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
+    return (old_N.exp() - policy_N.exp()).abs()
+
+
 def _kl(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
     old_rest_N, policy_rest_N = _log_rest(old_N), _log_rest(policy_N)
     return old_N.exp() * (old_N - policy_N) + old_rest_N.exp() * (old_rest_N - policy_rest_N)
@@ -169,7 +173,7 @@ def _log_rest(logprobs_N: torch.Tensor) -> torch.Tensor:
     return torch.log(-torch.expm1(logprobs_N.clamp(max=-torch.finfo(logprobs_N.dtype).eps)))
 
 
-_DIVERGENCES = {"tv": lambda old_N, policy_N: (old_N.exp() - policy_N.exp()).abs(), "kl": _kl}
+_DIVERGENCES = {"tv": _total_variation, "kl": _kl}
 
 
 def covariance_sums(columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:

@@ -45,7 +45,7 @@ class LogprobHead(ColumnParallelLinear):
         hidden_MD = hidden_SBD.flatten(0, 1)[shard.rows_M]
         group = group_of(self.tp_group)
         shared = group if group.size() > 1 else None
-        return linear_logprobs(hidden_MD, weight_VD, shard.targets_M, temperature, shared, shard.kept_MK)
+        return linear_logprobs(hidden_MD, weight_VD, shard.targets_M, temperature, shared, shard.sampling_mask_MK)
 
 
 class ValueHead(torch.nn.Module):
