@@ -105,6 +105,7 @@ class Offloader:
                 (self._host_part(name, offloaded), _as_bytes(offloaded.storage)) for offloaded in self._offloaded[name]
             ]
         _copy(copies, self._device)
+        # Only now: _copy has waited for the copies, which read this memory.
         for offloaded in itertools.chain(*(self._offloaded[name] for name in leaving)):
             offloaded.storage.resize_(0)
 

@@ -48,6 +48,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self, ranks: Ranks, worker: Worker, store: ServedStore, metrics: TrainerMetrics | None = None):
         self._metrics = metrics or TrainerMetrics()
+        # A copy, because the scrapes run in another thread.
         self._metrics.watch(lambda: {str(role): opened.state.version for role, opened in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store = store  # where the members of weight groups meet
@@ -253,7 +254,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 yield pb.SendTestBroadcastResponse(group=group)
                 yield pb.SendTestBroadcastResponse(outcome=await take_part(group, rank=0))
             finally:
-                self._store.renew()
+                self._store.renew()  # so that a receiver of the trial cannot join a run's group with its secret
 
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, sha256: str) -> None:
         card = read_model_card(request.model_path)

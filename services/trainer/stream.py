@@ -10,14 +10,7 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import (
-    BlockCutter,
-    batch_sha256,
-    begins_of_groups,
-    content_sha256,
-    tokens_of_groups,
-    trained_tokens,
-)
+from services.common.batches import blocks
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.backend import Role
 from services.trainer.contract import OpenRole, check_contract, check_temperature
@@ -57,12 +50,12 @@ class BatchReader:
                 frames.append(message.frame)
             elif part == "block":
                 block, frames = batches.decode(frames, schema=batches.SAMPLE_SCHEMA), []
-                if await asyncio.to_thread(content_sha256, block) != message.block.sha256:
+                if await asyncio.to_thread(blocks.content_sha256, block) != message.block.sha256:
                     raise _corrupt("the bytes of a block changed on the way")
                 yield block
                 self._hashes.append(message.block.sha256)
                 self._num_samples += block.num_rows
-                self._num_tokens += int(trained_tokens(block).sum())  # the caller has checked its samples
+                self._num_tokens += int(blocks.trained_tokens(block).sum())  # the caller has checked its samples
             elif part == "commit" and not frames:
                 self._require_batch(message.commit)
                 return
@@ -81,7 +74,7 @@ class BatchReader:
                 f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
                 f"{self._num_samples} and {self._num_tokens} have arrived"
             )
-        if batch_sha256(self._header, self._hashes) != commit.sha256:
+        if blocks.batch_sha256(self._header, self._hashes) != commit.sha256:
             raise _corrupt("its header or its values are not those of the commit")
 
 
@@ -106,7 +99,7 @@ class BatchTraining:
         self._totals = [{"num_tokens": 0, "num_sequences": 0} for _ in range(self._num_minibatches)]
         """What was trained on so far of each mini-batch, the arguments of losses.Totals."""
         self._groups: set[int] = set()
-        self._cutter = BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
+        self._cutter = blocks.BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
         self._is_applied = False
         if not header.tokens_per_block:
             return
@@ -142,7 +135,7 @@ class BatchTraining:
         own_parts = [parts[data_rank] for data_rank in self.opened.data_ranks]
         await self._ranks.call(Worker.add_block, own_parts, role=self.role)
         self._blocks.append(block)
-        trained = trained_tokens(block)
+        trained = blocks.trained_tokens(block)
         for number, of_minibatch in rows.items():
             self._totals[number]["num_tokens"] += int(trained[of_minibatch].sum())
             self._totals[number]["num_sequences"] += int((trained[of_minibatch] > 0).sum())
@@ -191,9 +184,9 @@ class BatchTraining:
             InvalidInput: It does not continue the block before it, does not end where the header says, or is in a
                 mini-batch that the config does not have.
         """
-        groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
+        groups = block["group"].to_numpy()[blocks.begins_of_groups(block)].tolist()
         follows_short, least_tokens = self._cutter.is_inside, self._cutter.least_tokens
-        ends = [self._cutter.ends_with(num_tokens) for num_tokens in tokens_of_groups(block)]
+        ends = [self._cutter.ends_with(num_tokens) for num_tokens in blocks.tokens_of_groups(block)]
         if follows_short or any(ends[:-1]) or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(
                 f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group must "

@@ -109,12 +109,12 @@ async def test_one_sample_of_another_stamp_is_refused(
 async def test_batch_of_unpublished_weights_is_refused(trainer: Deployment) -> None:
     published = trainer.stamp
     await trainer.train(trainer.batch())
-    stamp = await trainer.current_stamp()
-    assert (stamp.version, stamp.digest) == (1, "")
+    before = await trainer.current_stamp()
+    assert (before.version, before.digest) == (1, "")
     for stamp in (published, PolicyStamp(version=1, digest=published.digest)):
         with raises(PreconditionFailed, reason=Reason.UNPUBLISHED):
             await trainer.train(trainer.batch(stamp), stamp=stamp)
-    assert await trainer.current_stamp() == stamp
+    assert await trainer.current_stamp() == before
 
 
 async def test_header_without_a_stamp_is_refused(trainer: Deployment) -> None:

@@ -119,7 +119,7 @@ def verify(path: Path) -> TrainState:
 
 
 def _move(partial: Path, path: Path) -> None:
-    """Syncs everything in `partial` to disk, then renames it."""
+    # In this order, or after a power failure the new name could be there without the content.
     for entry in (*partial.rglob("*"), partial):
         _fsync(entry)
     partial.rename(path)

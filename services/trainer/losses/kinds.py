@@ -71,6 +71,7 @@ def token_weights(config: MeanConfig, columns: dict[str, torch.Tensor], totals: 
         return mask_N / totals.num_tokens
     per_sequence_N = mask_N / totals.num_sequences
     if aggregation == "seq_mean_token_mean":
+        # A sequence without a trained token has length 0, and its weights are 0 whatever they are divided by.
         return per_sequence_N / columns["completion_length"].clamp(min=1)
     return per_sequence_N / (config.norm_tokens or 1)
 

@@ -20,12 +20,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -143,13 +138,14 @@ class AdaptedLinear(AdaptedLayer):
         a, b = self.lora_A(), self.lora_B()
         low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
         if shape.is_column and shape.has_sequence_parallel:
-            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=shape.group)
+            gather = mappings.gather_from_sequence_parallel_region
+            low = gather(low, tensor_parallel_output_grad=True, group=shape.group)
         elif shape.is_column:
-            low = copy_to_tensor_model_parallel_region(low, group=shape.group)
+            low = mappings.copy_to_tensor_model_parallel_region(low, group=shape.group)
         elif shape.has_sequence_parallel:
-            low = reduce_scatter_to_sequence_parallel_region(low, group=shape.group)
+            low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=shape.group)
         else:
-            low = reduce_from_tensor_model_parallel_region(low, group=shape.group)
+            low = mappings.reduce_from_tensor_model_parallel_region(low, group=shape.group)
         lows = dict(zip(a, low.split([part.size(0) for part in a.values()], -1), strict=True))
         outputs = [
             F.linear(lows[part], b[part]) if part in lows else low.new_zeros(*low.shape[:-1], rows)

@@ -49,7 +49,7 @@ async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
         code = 0 if follow(rank, RanksAddress.unpack(store.get("lockstep/ranks")), worker) else 1
     else:
         code = await _serve(options, worker, store, world_size)
-    logging.shutdown()
+    logging.shutdown()  # os._exit flushes nothing
     # os._exit, because a thread may be stuck in a collective that no rank will answer. When this process exits, its
     # launcher ends the other ranks.
     os._exit(code)

@@ -349,7 +349,8 @@ class Worker(MemoryCommands):
 
     def _start_process_group(self, timeout: timedelta) -> None:
         self._num_groups += 1
-        store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)
+        store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)  # which has an earlier group's keys still
+        # With GPUs gloo too: ranks tell each other JSON in host memory (checkpoint/agreement.py).
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
 
