@@ -36,17 +36,17 @@ def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.T
         return logprobs[range(len(completion)), completion], -(logprobs.exp() * logprobs).sum(-1)
     scored = []
     for place, token in enumerate(completion):
-        is_trained = _kept(row, place) or list(range(logits.size(-1)))
-        logprobs = logits[len(prompt) - 1 + place, is_trained].log_softmax(-1)
-        scored.append((logprobs[is_trained.index(token)], -(logprobs.exp() * logprobs).sum()))
+        mask = _mask_of(row, place) or list(range(logits.size(-1)))
+        logprobs = logits[len(prompt) - 1 + place, mask].log_softmax(-1)
+        scored.append((logprobs[mask.index(token)], -(logprobs.exp() * logprobs).sum()))
     return torch.stack([logprob for logprob, _ in scored]), torch.stack([entropy for _, entropy in scored])
 
 
-def _kept(row: Row, place: int) -> list[int]:
+def _mask_of(row: Row, place: int) -> list[int]:
     """Returns the sampling mask of the completion's token at `place`, which is empty if it has none."""
     numbers = torch.frombuffer(bytearray(row["sampling_mask"]), dtype=torch.int32).tolist()
-    counts, is_trained = numbers[: len(row["tokens"])], numbers[len(row["tokens"]) :]
-    return is_trained[sum(counts[:place]) : sum(counts[: place + 1])]
+    counts, mask = numbers[: len(row["tokens"])], numbers[len(row["tokens"]) :]
+    return mask[sum(counts[:place]) : sum(counts[: place + 1])]
 
 
 def _replay(model: torch.nn.Module, routed_experts: bytes, num_tokens: int) -> None:
@@ -109,9 +109,9 @@ def _loss(
 
 def tensors(row: Row) -> dict[str, torch.Tensor]:
     """Returns the columns that a loss reads of a sample, each float64 [tokens]."""
-    given = {"behavior_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
-    given |= {name: row[name] for name in ("advantages", "ref_logprobs") if row.get(name)}
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
+    lists = {"behavior_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
+    lists |= {name: row[name] for name in ("advantages", "ref_logprobs") if row.get(name)}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()}
 
 
 Scored = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -168,11 +168,8 @@ def _token_losses(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], conf
             # Where the ratio is bounded, the gradient is that of a weighted log-probability.
             bound = config.dppo.max_ratio * (1 + logprobs - logprobs.detach())
             weights = torch.where(ratio > config.dppo.max_ratio, bound, ratio)
-            return (
-                -advantages
-                * weights
-                * _within_divergence(logprobs.exp(), columns["old_logprobs"].exp(), columns, config)
-            )
+            is_within = _within_divergence(logprobs.exp(), columns["old_logprobs"].exp(), columns, config)
+            return -advantages * weights * is_within
         case "reinforce":
             return -advantages * logprobs
     return _dual_clipped(ratio, advantages, config)

@@ -59,8 +59,8 @@ def make_optimizer(
         # A checkpoint for any layout needs whole float32 weights, not remainders.
         "store_param_remainders": not config.megatron.fully_reshardable,
     }
-    users = config.megatron.optimizer_config_kwargs
-    options = make(OptimizerConfig, settings, users, "megatron.optimizer_config_kwargs")
+    overrides = config.megatron.optimizer_config_kwargs
+    options = make(OptimizerConfig, settings, overrides, "megatron.optimizer_config_kwargs")
     if options.optimizer_cpu_offload:
         _require_half_precision_on_gpu(chunks)
     with refusals("megatron.optimizer_config_kwargs"):

@@ -76,8 +76,8 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
         # On a GPU it is Megatron's default.
         **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
     }
-    users = megatron.transformer_config_kwargs
-    config = make(TransformerConfig, settings, users, "megatron.transformer_config_kwargs")
+    overrides = megatron.transformer_config_kwargs
+    config = make(TransformerConfig, settings, overrides, "megatron.transformer_config_kwargs")
     if config.moe_z_loss_coeff is not None:
         # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
         # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
@@ -176,16 +176,16 @@ def _recompute_settings(trainer: TrainerConfig, megatron: MegatronConfig) -> dic
     }
 
 
-def make(cls: type[Settings], settings: Mapping[str, object], users: Mapping[str, object], field: str) -> Settings:
-    """Returns `cls(**settings)`, in which the user's values, of the config's `field`, override `settings`."""
+def make(cls: type[Settings], settings: Mapping[str, object], overrides: Mapping[str, object], field: str) -> Settings:
+    """Returns `cls(**settings)`, with the user's `overrides`, of the config's `field`, in place of `settings`."""
     known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-    for key in users:
+    for key in overrides:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise _refusal(f"{field}.{key}", f"not a field of {cls.__module__}.{cls.__qualname__}{hint}")
     with refusals(field):
-        return cls(**{**settings, **{key: _typed(key, value, field) for key, value in users.items()}})
+        return cls(**{**settings, **{key: _typed(key, value, field) for key, value in overrides.items()}})
 
 
 @contextlib.contextmanager

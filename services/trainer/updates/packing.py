@@ -101,7 +101,9 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_
 def _longest_first(lengths: Sequence[int], num_microbatches: int) -> list[tuple[int, list[int]]]:
     emptiest = [(0, index) for index in range(num_microbatches)]
     microbatches: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_microbatches)]
-    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):  # ties in a fixed order, so that runs repeat
+    for sample in sorted(
+        range(len(lengths)), key=lambda i: (-lengths[i], i)
+    ):  # ties in a fixed order, so that runs repeat
         tokens, index = heapq.heappop(emptiest)
         heapq.heappush(emptiest, (tokens + lengths[sample], index))
         microbatches[index] = (tokens + lengths[sample], sorted([*microbatches[index][1], sample]))
