@@ -43,9 +43,8 @@ class RanksAddress:
 def listen(host: str) -> tuple[zmq.asyncio.Socket, RanksAddress]:
     """Returns rank 0's socket, which listens on a free port of `host`, and its address with a new key."""
     listener = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-    listener.setsockopt(
-        zmq.ROUTER_MANDATORY, 1
-    )  # or a message to a rank that is gone would be dropped without an error
+    # Otherwise a message to a rank that is gone would be dropped without an error.
+    listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
     listener.setsockopt(zmq.LINGER, 0)
     listener.setsockopt(zmq.SNDHWM, 0)  # no limit, so that sending never waits
     _send_heartbeats(listener)
