@@ -35,7 +35,6 @@ def without_adapters(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def is_adapter(parameter: str) -> bool:
-    """Returns whether the parameter of this name belongs to an adapter."""
     return ".lora_" in parameter
 
 
@@ -102,6 +101,7 @@ def _refusal(field: str, problem: str) -> InvalidInput:
 
 def initial_a(name: str, rank: int, num_inputs: int, *, seed: int) -> torch.Tensor:
     """Returns the first matrix A [rank, num_inputs] of the adapter of module `name`; its B begins as zeros."""
+    # From the name, so that each layout and backend draws the same. Python's own hash differs from process to process.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
     a = torch.empty(rank, num_inputs)
     return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)

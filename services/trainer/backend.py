@@ -1,4 +1,4 @@
-"""Defines the interface of a training backend (FSDP2 or Megatron), and one protocol per optional capability.
+"""Defines the interface of a training backend (FSDP2 or Megatron).
 
 The loop over mini-batches, the losses and the on-policy contract are implemented elsewhere.
 """
@@ -6,17 +6,18 @@ The loop over mini-batches, the losses and the on-policy contract are implemente
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from services.common.config.trainer import TrainerConfig
 from services.common.weights.buckets import Item
+from services.trainer.offload import Offloader, Part, groups_of
 from services.trainer.updates.packing import Microbatch
 
 
 class Role(StrEnum):
-    """Names a model's role in a run. The policy and the critic are trained; the reference is frozen."""
+    """A model's role in a run. The policy and the critic are trained; the reference is frozen."""
 
     POLICY = "policy"
     REFERENCE = "reference"
@@ -29,9 +30,14 @@ LossFunction = Callable[[torch.Tensor, Microbatch], tuple[torch.Tensor, dict[str
 
 
 class Backend(Protocol):
-    """Holds one rank's part of one model. All methods are collectives: every rank calls them in the same order."""
+    """One rank's part of one model.
+
+    All methods are collectives, which every rank calls in the same order, except those that move parts of the model to
+    host memory and back. Methods with a body here are for backends that can do no better.
+    """
 
     device: torch.device
+    _offloader: Offloader
 
     @property
     def data_rank(self) -> int:
@@ -65,6 +71,15 @@ class Backend(Protocol):
         """Combines a tensor over the ranks that hold different samples."""
         ...
 
+    def replayed(self) -> torch.Tensor:
+        """Returns counts of the last `accumulate` of micro-batches with routed experts, float64 [2], summed over all
+        ranks.
+
+        The first is the number of pairs of a token and a layer whose experts were replayed, the second the number of
+        these experts that the router would have chosen too.
+        """
+        ...
+
     def step(self, lr: float, weight_decay: float) -> float:
         """Clips the gradient and applies it; decays matrices only. Returns the gradient's 2-norm before clipping.
 
@@ -72,9 +87,7 @@ class Backend(Protocol):
         """
         ...
 
-    def discard_gradients(self) -> None:
-        """Discards the accumulated gradients."""
-        ...
+    def discard_gradients(self) -> None: ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the policy's weights with their checkpoint names, in publication order.
@@ -87,9 +100,51 @@ class Backend(Protocol):
         """Returns the names of `weights`, in the same order, with meta tensors."""
         ...
 
+    def spans(self) -> Iterator[Item]:
+        """Yields what `weights` yields; weights that are neighbors in memory, such as experts, may come together."""
+        return self.weights()
+
+    def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Returns the slots of a publication in order: for each, the rank and the number of `weights` that it sends.
+
+        Slots are planned for buckets of `bucket_bytes`. The list is empty if rank 0 should send everything.
+        """
+        return []
+
+    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
+        """Yields for each round of `sender_slots` an iterator over the `weights` that this rank sends in it."""
+        return iter(())
+
+    def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
+        """Returns the outputs of `forward` as they would be without the adapters."""
+        ...
+
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the base weights, which adapters leave frozen, with the names and in the order of `weights`."""
+        ...
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the policy's adapters like `weights`, with PEFT's names."""
+        ...
+
+    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns the names of `adapter`, in the same order, with meta tensors."""
+        ...
+
     def save(self, directory: Path) -> None:
         """Writes this rank's part of the model and optimizer state into `directory`."""
         ...
+
+    saves_in_background: bool = False
+    """Whether the config asks for checkpoints that are written while training goes on."""
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copies the model and optimizer state. Returns a function that writes the copy into `directory`.
+
+        Every rank must call this function; unlike the backend's collectives, it may run at the same time as others. It
+        returns or raises when all ranks have written.
+        """
+        raise AssertionError("this backend saves only in the foreground")
 
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, also if the number of ranks was different.
@@ -103,117 +158,25 @@ class Backend(Protocol):
         """Releases state that is kept outside of this object."""
         ...
 
-
-@runtime_checkable
-class ReplaysRouting(Protocol):
-    """Describes a backend that, for micro-batches with routed experts, computes with the experts that they
-    name."""
-
-    def replayed(self) -> torch.Tensor:
-        """Returns counts of the last `accumulate`, float64 [2], summed over all ranks.
-
-        The first is the number of pairs of a token and a layer whose experts were replayed, the second the number of
-        these experts that the router would have chosen too.
-        """
-        ...
-
-
-@runtime_checkable
-class SeveralSenders(Protocol):
-    """Describes a backend whose ranks can share the sending of a publication because they hold different weights."""
-
-    def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Returns the slots of a publication in order: for each, the rank and the number of `weights` that it sends.
-
-        Slots are planned for buckets of `bucket_bytes`. The list is empty if rank 0 should send everything.
-        """
-        ...
-
-    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
-        """Yields for each round of `sender_slots` an iterator over the `weights` that this rank sends in it."""
-        ...
-
-
-@runtime_checkable
-class PublishesSpans(Protocol):
-    """Describes a backend that can publish many weights, such as experts, from few tensors."""
-
-    def spans(self) -> Iterator[Item]:
-        """Yields what `weights` yields, with weights that are neighbors in memory together."""
-        ...
-
-
-@runtime_checkable
-class Adapters(Protocol):
-    """Describes a backend that can train adapters beside a frozen base. Call these only if the config has adapters."""
-
-    def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
-        """Returns the outputs of `forward` as they would be without the adapters."""
-        ...
-
-    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the frozen base weights, with the names and in the order of `weights`."""
-        ...
-
-    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the policy's adapters like `weights`, with PEFT's names."""
-        ...
-
-    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns the names of `adapter`, in the same order, with meta tensors."""
-        ...
-
-
-class Part(StrEnum):
-    """Names the parts of a model that can leave the device."""
-
-    OPTIMIZER = "optimizer"
-    """Optimizer state, float32 weights beside bfloat16 ones, and buffers for gradients, which are dropped."""
-    PARAMETERS = "parameters"
-    """The weights that forward and backward compute with."""
-
-
-@runtime_checkable
-class Offloads(Protocol):
-    """Describes a backend that can keep parts of its model in host memory. These methods are no collectives."""
-
     def release(self, parts: Collection[Part]) -> None:
         """Moves parts to host memory. No method that uses them may be called until they are acquired."""
-        ...
+        self._offloader.evict(*groups_of(parts))
 
     def acquire(self, parts: Collection[Part]) -> None:
         """Moves parts back to the device, bit for bit. Parts that are there stay as they are."""
-        ...
+        self._offloader.restore(*groups_of(parts))
 
     def needed_bytes(self, parts: Collection[Part]) -> int:
         """Returns the bytes of the device that `acquire` would take."""
-        ...
+        return self._offloader.needed_bytes(*groups_of(parts))
 
     def device_bytes(self) -> int:
         """Returns the bytes of the device that both parts take now."""
-        ...
+        return self._offloader.device_bytes()
 
     def host_bytes(self) -> int:
         """Returns the bytes of host memory that are kept for the parts."""
-        ...
-
-
-@runtime_checkable
-class BackgroundSaves(Protocol):
-    """Describes a backend that can write a checkpoint while training goes on."""
-
-    @property
-    def saves_in_background(self) -> bool:
-        """Returns whether the config asks for background saves."""
-        ...
-
-    def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Copies the model and optimizer state. Returns a function that writes the copy into `directory`.
-
-        Every rank must call this function; unlike the backend's collectives, it may run at the same time as others. It
-        returns or raises when all ranks have written.
-        """
-        ...
+        return self._offloader.host_bytes()
 
 
 def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:

@@ -2,6 +2,7 @@
 those of the weights that are trained (the on-policy contract)."""
 
 import functools
+import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.stamps import require_stamp
-from services.trainer.backend import Part, Role
+from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.ranks.calls import Ranks
+from services.trainer.offload import Part
+from services.trainer.ranks.calls import Command, Ranks
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import check_routed_experts, check_samples, check_sampling_masks, vocab_size_of
 
@@ -40,8 +42,6 @@ ROLES: Mapping[int, Role] = {
 
 @dataclass
 class OpenRole:
-    """The state of one role of the open run."""
-
     request_sha256: str  # of the config and model path in the OpenRun request
     config: TrainerConfig
     answer: pb.OpenRunResponse
@@ -51,17 +51,15 @@ class OpenRole:
 
     @property
     def num_parts(self) -> int:
-        """Returns the number of parts that samples are split into."""
         return max(self.data_ranks) + 1
 
     @property
     def config_json(self) -> bytes:
-        """Returns the model's config.json."""
         return self.answer.model_card.files["config.json"]
 
     @functools.cached_property
     def routed_experts(self) -> RoutedExpertsShape | None:
-        """Returns the shape of the model's routed experts, if all of its layers have experts."""
+        """The shape of the model's routed experts, if all of its layers have experts."""
         return routed_experts_shape(self.config_json)
 
     @property
@@ -96,8 +94,8 @@ class OpenRole:
         self.digest, version = digest, self.state.version
         digests = {**self.state.digests, str(version): digest}
         oldest = version - self.config.lag.versions
-        kept = {number: digests[number] for number in sorted(digests, key=int) if oldest <= int(number) <= version}
-        self.state = replace(self.state, digests=kept)
+        recent = {number: digests[number] for number in sorted(digests, key=int) if oldest <= int(number) <= version}
+        self.state = replace(self.state, digests=recent)
 
 
 def role_of(number: int, *, is_trained: bool = False) -> Role:
@@ -122,12 +120,13 @@ def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, opened
     """
     check_values(samples, opened)
     if role is Role.POLICY and opened.config.loss.kind == "sft":
-        _require_version(header.expected_stamp.version, opened)  # the samples come from a data set, not from a policy
+        # The samples come from a data set, not from a policy.
+        require_version(header.expected_stamp.version, opened, "the batch is for version {}")
         return
     stamp = header.expected_stamp if role is Role.CRITIC else opened.stamp
     require_stamp(header.expected_stamp, stamp, who="the trainer")
     if role is Role.CRITIC:
-        _require_version(header.critic_version, opened)
+        require_version(header.critic_version, opened, "the batch is for version {}")
     drawn = _drawn_stamp(header, opened) if role is Role.POLICY else stamp
     stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
     for row in stamps.to_pylist():
@@ -168,13 +167,6 @@ def check_values(samples: pa.Table, opened: OpenRole) -> None:
     check_sampling_masks(samples, vocab_size=vocab_size)
 
 
-def check_header(header: pb.TrainHeader) -> None:
-    """Checks what a header says of the whole batch."""
-    if not header.batch_id:
-        raise InvalidInput("batch_id: required", field="batch_id")
-    check_temperature(header.temperature)
-
-
 def header_values(header: pb.TrainHeader) -> dict[str, Any]:
     """Returns by name the values of a header that decide, together with the samples, what is applied.
 
@@ -187,27 +179,25 @@ def header_values(header: pb.TrainHeader) -> dict[str, Any]:
     return MessageToDict(decisive, preserving_proto_field_name=True)
 
 
-def _require_version(version: int, opened: OpenRole) -> None:
+def require_version(version: int, opened: OpenRole, wish: str) -> None:
+    """Checks that the role is at `version`; `wish` tells in an error what it is needed for."""
     if version != opened.state.version:
         raise PreconditionFailed(
-            f"the batch is for version {version}, but the trainer holds version {opened.state.version}",
-            reason=Reason.STALE_STAMP,
+            f"{wish.format(version)}, but the trainer holds version {opened.state.version}", reason=Reason.STALE_STAMP
         )
 
 
 def replay(header: pb.TrainHeader, opened: OpenRole, sha256: str) -> pb.TrainResponse:
     """Returns the answer to a batch that was applied already: the same samples, to the version that the caller expects.
 
-    Args:
-        header: The header of the repeated call.
-        opened: The role that the batch was applied to.
-        sha256: Of the repeated samples.
+    `sha256` is that of the samples that came with the repeated `header`.
 
     Raises:
         PreconditionFailed: REPLAYED_BATCH: under this id other samples were applied, or to another version, or with
             another header.
     """
-    if opened.state.last_batch_sha256 not in ("", sha256):
+    state = opened.state
+    if state.last_batch_sha256 != sha256:
         raise PreconditionFailed(
             f"other samples were applied as batch {header.batch_id}, by a coordinator that had the run in between; "
             "restart the trainer, to resume from a checkpoint",
@@ -215,21 +205,21 @@ def replay(header: pb.TrainHeader, opened: OpenRole, sha256: str) -> pb.TrainRes
         )
     is_critic = ROLES[header.role] is Role.CRITIC
     applied_to = header.critic_version if is_critic else header.expected_stamp.version
-    if applied_to + 1 != opened.state.version:
+    if applied_to + 1 != state.version:
         raise PreconditionFailed(
-            f"batch {header.batch_id} was applied to version {opened.state.version - 1}, not to {applied_to}",
+            f"batch {header.batch_id} was applied to version {state.version - 1}, not to {applied_to}",
             reason=Reason.REPLAYED_BATCH,
         )
-    asked, applied = header_values(header), opened.state.last_header
-    if applied and (other := sorted(name for name in {**asked, **applied} if asked.get(name) != applied.get(name))):
+    repeated, applied = header_values(header), state.last_header
+    if other := sorted(name for name in {**repeated, **applied} if repeated.get(name) != applied.get(name)):
+        name = other[0]
         raise PreconditionFailed(
-            f"batch {header.batch_id} was applied with {other[0]} {applied.get(other[0])}, not {asked.get(other[0])}; "
+            f"batch {header.batch_id} was applied with {name} {applied.get(name)}, not {repeated.get(name)}; "
             "a batch of other values needs an id of its own",
             reason=Reason.REPLAYED_BATCH,
         )
-    state, sha256_of_applied = opened.state, bytes.fromhex(opened.state.last_batch_sha256)
     return pb.TrainResponse(
-        version=state.version, metrics=state.last_metrics, replayed=True, samples_sha256=sha256_of_applied
+        version=state.version, metrics=state.last_metrics, replayed=True, samples_sha256=bytes.fromhex(sha256)
     )
 
 
@@ -259,10 +249,9 @@ class Released:
         """Moves parts to host memory, unless they can stay. Returns the memory of each rank."""
         roles, parts = _roles(request, opened), _parts(request)
         # First: a call that asks from now on would run after this one.
-        self._parts |= {(role, part) for role in roles for part in parts}
+        self._parts |= set(itertools.product(roles, parts))
         least = request.least_free_bytes
-        answers = await self._ranks.call(Worker.release_memory, roles=roles, model_parts=parts, least_free_bytes=least)
-        return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
+        return await self._call(Worker.release_memory, roles=roles, model_parts=parts, least_free_bytes=least)
 
     async def acquire(self, request: Request, opened: Collection[Role]) -> list[DeviceMemory]:
         """Moves parts back to the devices. Returns the memory of each rank.
@@ -272,13 +261,17 @@ class Released:
                 as released, and both calls may be repeated.
         """
         roles, parts = _roles(request, opened), _parts(request)
-        answers = await self._ranks.call(Worker.acquire_memory, roles=roles, model_parts=parts)
-        self._parts -= {(role, part) for role in roles for part in parts}
+        memory = await self._call(Worker.acquire_memory, roles=roles, model_parts=parts)
+        self._parts -= set(itertools.product(roles, parts))
+        return memory
+
+    async def _call(self, command: Command, **arguments: Any) -> list[DeviceMemory]:
+        answers = await self._ranks.call(command, **arguments)
         return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
 
     def forget(self, role: Role | None = None) -> None:
         """Forgets what was released of a role that is opened anew, or of all."""
-        self._parts = {held for held in self._parts if role not in (None, held[0])}
+        self._parts = {released for released in self._parts if role not in (None, released[0])}
 
     def require_here(self, role: Role, *parts: Part) -> None:
         """Checks that parts of a model are on the devices.

@@ -15,9 +15,9 @@ def _sum(target_ptr, weight_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, ran
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     group, of_group = row // group_rows, row % group_rows
-    held = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    is_within = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     weight = weight_ptr + (group * weight_group + of_group * weight_row)[:, None] + column[None, :]
-    values = tl.load(weight, mask=held, other=0)
+    values = tl.load(weight, mask=is_within, other=0)
     product = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(0, rank, RANK):
         k = first + tl.arange(0, RANK)
@@ -28,7 +28,7 @@ def _sum(target_ptr, weight_ptr, b_ptr, a_ptr, scale, num_rows, num_columns, ran
         product = tl.dot(b, a, product, input_precision="ieee")
     values = values.to(tl.float32) + scale * product
     target = target_ptr + (group * target_group + of_group * target_row)[:, None] + column[None, :]
-    tl.store(target, values.to(target_ptr.dtype.element_ty), mask=held)
+    tl.store(target, values.to(target_ptr.dtype.element_ty), mask=is_within)
 
 
 def write_sum(

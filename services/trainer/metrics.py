@@ -72,6 +72,5 @@ class TrainerMetrics:
             self._tokens.labels(role, part).inc(num_tokens)
 
     def sent(self, num_bytes: int, duration_s: float) -> None:
-        """Counts a publication that all members have received."""
         self._bytes.inc(num_bytes)
         self._publication_seconds.observe(duration_s)

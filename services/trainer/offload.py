@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
-from services.trainer.backend import Part
 from services.trainer.compat.torch import HostMemory, storage_id
 
 # Groups of tensors, by name. A group's tensors are listed anew whenever the group is offloaded.
@@ -14,6 +14,15 @@ PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
 Groups = Mapping[str, Callable[[], Iterable[torch.Tensor]]]
 
 _ALIGN_BYTES = 512
+
+
+class Part(StrEnum):
+    """The parts of a model that can leave the device."""
+
+    OPTIMIZER = "optimizer"
+    """Optimizer state, float32 weights beside bfloat16 ones, and buffers for gradients, which are dropped."""
+    PARAMETERS = "parameters"
+    """The weights that forward and backward compute with."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,6 @@ class Offloader:
         _copy(copies, self._device)
 
     def release(self, *names: str) -> None:
-        """Offloads groups that are in `leaving`."""
         self._send(name for name in names if name in self._leaving)
 
     def evict(self, *names: str) -> None:
@@ -71,16 +79,13 @@ class Offloader:
         self.load(*(name for name in names if name not in self._leaving))
 
     def needed_bytes(self, *names: str) -> int:
-        """Returns the bytes of the device that `restore` would take."""
         left = (self._offloaded.get(name, []) for name in names if name not in self._leaving)
         return sum(offloaded.num_bytes for offloaded in itertools.chain(*left))
 
     def device_bytes(self) -> int:
-        """Returns the bytes of the device that all groups take."""
         return sum(storage.nbytes() for name in self._groups for storage in self._storages(name))
 
     def host_bytes(self) -> int:
-        """Returns the bytes of host memory that are kept for the groups."""
         return sum(memory.flat.numel() for memory in self._host.values())
 
     def _send(self, names: Iterable[str]) -> None:
@@ -100,6 +105,7 @@ class Offloader:
                 (self._host_part(name, offloaded), _as_bytes(offloaded.storage)) for offloaded in self._offloaded[name]
             ]
         _copy(copies, self._device)
+        # Only now: _copy has waited for the copies, which read this memory.
         for offloaded in itertools.chain(*(self._offloaded[name] for name in leaving)):
             offloaded.storage.resize_(0)
 
@@ -116,28 +122,7 @@ class Offloader:
         return [storage for storage in storages.values() if storage.nbytes() and storage.device.type == here]
 
 
-class OffloadedParts:
-    """Implements `Offloads` for a backend whose parts are groups of an offloader."""
-
-    _offloader: Offloader
-
-    def release(self, parts: Collection[Part]) -> None:
-        self._offloader.evict(*_groups_of(parts))
-
-    def acquire(self, parts: Collection[Part]) -> None:
-        self._offloader.restore(*_groups_of(parts))
-
-    def needed_bytes(self, parts: Collection[Part]) -> int:
-        return self._offloader.needed_bytes(*_groups_of(parts))
-
-    def device_bytes(self) -> int:
-        return self._offloader.device_bytes()
-
-    def host_bytes(self) -> int:
-        return self._offloader.host_bytes()
-
-
-def _groups_of(parts: Collection[Part]) -> list[str]:
+def groups_of(parts: Collection[Part]) -> list[str]:
     of_parts = {Part.PARAMETERS: (PARAMS,), Part.OPTIMIZER: (GRADS, OPTIMIZER)}
     return [name for part, names in of_parts.items() if part in parts for name in names]
 

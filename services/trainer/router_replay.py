@@ -76,13 +76,12 @@ class LayerReplay:
 
 
 class ModelReplay:
-    """Holds the replay of each layer of a rank's part of a model, in their order."""
+    """The replay of each layer of a rank's part of a model, in their order."""
 
     def __init__(self, layers: Sequence[LayerReplay], device: torch.device):
         self._layers, self._device = layers, device
 
     def begin(self) -> None:
-        """Begins a pass over micro-batches; forgets what was counted before."""
         for layer in self._layers:
             layer.begin()
 

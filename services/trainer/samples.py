@@ -76,28 +76,18 @@ def check_routed_experts(samples: pa.Table, shape: RoutedExpertsShape | None) ->
     if routed_experts.null_count == samples.num_rows:
         return
     if shape is None:
-        raise InvalidInput(
-            "routed_experts: this model has no layers of experts, or not in every layer", field="routed_experts"
-        )
+        raise _refusal("routed_experts", "this model has no layers of experts, or not in every layer")
     _refuse(routed_experts.is_null().to_numpy(), "routed_experts", "is missing")
-    num_rows = packed_lengths(samples)
-    _refuse(
-        pc.binary_length(routed_experts).to_numpy() != num_rows * shape.row_bytes,
-        "routed_experts",
-        "has another number of tokens",
-    )
+    has_others = pc.binary_length(routed_experts).to_numpy() != packed_lengths(samples) * shape.row_bytes
+    _refuse(has_others, "routed_experts", "has another number of tokens")
     for index, row in enumerate(routed_experts):
         experts_TLK = shape.decode(row.as_buffer())
-        if experts_TLK.max() >= shape.num_experts:
-            raise InvalidInput(
-                f"routed_experts: row {index} names expert {experts_TLK.max()}, but there are only {shape.num_experts}",
-                field="routed_experts",
-            )
+        if (highest := experts_TLK.max()) >= shape.num_experts:
+            problem = f"row {index} names expert {highest}, but there are only {shape.num_experts}"
+            raise _refusal("routed_experts", problem)
         # Slots of the engine that were never written would name expert 0 twice.
         if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
-            raise InvalidInput(
-                f"routed_experts: row {index} names an expert twice for one token", field="routed_experts"
-            )
+            raise _refusal("routed_experts", f"row {index} names an expert twice for one token")
 
 
 def check_sampling_masks(samples: pa.Table, *, vocab_size: int) -> None:
@@ -107,28 +97,24 @@ def check_sampling_masks(samples: pa.Table, *, vocab_size: int) -> None:
         InvalidInput: Some rows have sampling masks and others none; they are of another number of tokens, name a token
             outside the vocabulary, lack the token that was sampled, or are empty for a trained token.
     """
-    kept = samples["sampling_mask"]
-    if kept.null_count == samples.num_rows:
+    masks = samples["sampling_mask"]
+    if masks.null_count == samples.num_rows:
         return
-    _refuse(kept.is_null().to_numpy(), "sampling_mask", "is missing")
-    for index, (row, list_of_tokens) in enumerate(zip(kept, samples["tokens"], strict=True)):
+    _refuse(masks.is_null().to_numpy(), "sampling_mask", "is missing")
+    for index, (row, list_of_tokens) in enumerate(zip(masks, samples["tokens"], strict=True)):
         tokens = list_of_tokens.values.to_numpy()
         try:
-            counts, sets = decode_sampling_masks(row.as_buffer(), len(tokens))
+            counts, kept_tokens = decode_sampling_masks(row.as_buffer(), len(tokens))
         except ValueError as error:
-            raise InvalidInput(f"sampling_mask: row {index}: {error}", field="sampling_mask") from error
-        if sets.size and sets.max() >= vocab_size:
-            raise InvalidInput(
-                f"sampling_mask: row {index} names token {sets.max()} of {vocab_size}", field="sampling_mask"
-            )
+            raise _refusal("sampling_mask", f"row {index}: {error}") from error
+        if kept_tokens.size and kept_tokens.max() >= vocab_size:
+            raise _refusal("sampling_mask", f"row {index} names token {kept_tokens.max()} of {vocab_size}")
         mask = samples["loss_mask"][index]
         must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
-        if (without := ~keeps_sampled(tokens, counts, sets) & (must_have | (counts > 0))).any():
+        if (without := ~keeps_sampled(tokens, counts, kept_tokens) & (must_have | (counts > 0))).any():
             where = int(without.argmax())
-            raise InvalidInput(
-                f"sampling_mask: row {index} has a set without the sampled token {tokens[where]} at {where}",
-                field="sampling_mask",
-            )
+            problem = f"row {index} has a set without the sampled token {tokens[where]} at {where}"
+            raise _refusal("sampling_mask", problem)
 
 
 def _check_values(samples: pa.Table, name: str, vocab_size: int) -> None:
@@ -163,6 +149,7 @@ def _rows_of(values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
 def _check_groups(samples: pa.Table) -> None:
     """Rejects a sample that is there twice, and a group with several prompts or a prompt with several groups."""
     group, sample = samples["group"].to_numpy().astype(np.int64), samples["sample"].to_numpy()
+    # One number for both, which have 32 bits each.
     _, firsts = np.unique(group << 32 | sample, return_index=True)
     is_again = np.ones(len(group), bool)
     is_again[firsts] = False
@@ -197,6 +184,8 @@ def _check_turns(samples: pa.Table, num_tokens: np.ndarray) -> None:
     least = np.where(is_later, np.concatenate([[0], ends[:-1]])[: len(ends)], 0)
     for name, bad in (("turn_begins", begins < least), ("turn_ends", (ends < begins) | (ends > num_tokens[rows]))):
         _refuse(np.bincount(rows[bad], minlength=len(counts)) > 0, name, "has turns that are not parts of the tokens")
+    # +1 where a turn begins and -1 where it ends, so that the running sum is 0 outside of all turns. `np.add.at` adds
+    # at an index as often as it is named; `marks[...] += 1` would add once.
     marks = np.zeros(num_tokens.sum() + 1, np.int64)
     np.add.at(marks, offsets[rows] + begins, 1)
     np.add.at(marks, offsets[rows] + ends, -1)
@@ -212,7 +201,11 @@ def _lengths(samples: pa.Table, name: str) -> np.ndarray:
 
 def _refuse(bad: np.ndarray, column: str, what: str) -> None:
     if bad.any():
-        raise InvalidInput(f"{column}: row {int(bad.argmax())} {what}", field=column)
+        raise _refusal(column, f"row {int(bad.argmax())} {what}")
+
+
+def _refusal(column: str, problem: str) -> InvalidInput:
+    return InvalidInput(f"{column}: {problem}", field=column)
 
 
 _COLUMNS = ["prompt_tokens", "tokens", *PER_TOKEN]
@@ -246,7 +239,7 @@ def train_parts(
     """
     for name in _needed(config, role):
         if block[name].null_count:
-            raise InvalidInput(f"{name}: required to train the {role} with this loss", field=name)
+            raise _refusal(name, f"required to train the {role} with this loss")
     sizes: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
     for number, of_minibatch in rows.items():
@@ -279,7 +272,6 @@ def forward_parts(
 
 
 def vocab_size_of(config_json: bytes) -> int:
-    """Returns the vocabulary size of the model with this config.json."""
     content = json.loads(config_json)
     return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
 

@@ -27,18 +27,12 @@ from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
-from services.trainer.backend import Part, Role
+from services.trainer import contract
+from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.contract import (
-    OpenRole,
-    Released,
-    check_temperature,
-    check_values,
-    replay,
-    role_of,
-)
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.offload import Part
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.publish import highest_cost
 from services.trainer.ranks.sockets import published_host
@@ -54,12 +48,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self, ranks: Ranks, worker: Worker, store: ServedStore, metrics: TrainerMetrics | None = None):
         self._metrics = metrics or TrainerMetrics()
+        # A copy, because the scrapes run in another thread.
         self._metrics.watch(lambda: {str(role): opened.state.version for role, opened in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store = store  # where the members of weight groups meet
         self._run_id, self._fence = "", Fence(self._close_abandoned)
-        self._roles: dict[Role, OpenRole] = {}
-        self._released = Released(ranks)
+        self._roles: dict[Role, contract.OpenRole] = {}
+        self._released = contract.Released(ranks)
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
@@ -79,13 +74,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @shielded
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
-        role = role_of(request.role)
+        role = contract.role_of(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
-        asked = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
+        request_sha256 = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
         async with self._saving, self._changing:
             opened = self._roles.get(role) if request.run_id == self._run_id else None
-            if opened is None or opened.request_sha256 != asked:
-                opened = await self._open(role, config, request, asked)
+            if opened is None or opened.request_sha256 != request_sha256:
+                await self._open(role, config, request, request_sha256)
+            opened = self._roles[role]
             self._fence.take_over(request.run_id)
             await self._arriving.end_all()
         answer = pb.OpenRunResponse()
@@ -109,26 +105,26 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         samples = batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
         if header.role == pb.ROLE_UNSPECIFIED:
             raise InvalidInput("role: must be policy, reference or critic", field="role")
-        role = role_of(header.role)
+        role = contract.role_of(header.role)
         opened = self._require_open(self._stand_in(role))
         self._released.require_here(self._stand_in(role), Part.PARAMETERS)
-        check_temperature(header.temperature)
-        check_values(samples, opened)
+        contract.check_temperature(header.temperature)
+        contract.check_values(samples, opened)
         parts, order = forward_parts(samples, opened.config, opened.num_parts, role)
         answers = await self._ranks.call(
             Worker.forward, [parts[rank] for rank in opened.data_ranks], role=role, temperature=header.temperature
         )
         # Ranks that get the same samples give the same answer.
-        tables = [batches.decode(answers[opened.data_ranks.index(rank)].frames) for rank in range(len(parts))]
-        table = pa.concat_tables(tables).take(pa.array(order))
-        async for answer in to_messages(pb.ForwardResponse, batches.encode(table)):
+        outputs = [batches.decode(answers[opened.data_ranks.index(rank)].frames) for rank in range(len(parts))]
+        in_order = pa.concat_tables(outputs).take(pa.array(order))
+        async for answer in to_messages(pb.ForwardResponse, batches.encode(in_order)):
             yield answer
 
     @shielded  # a batch whose commit has arrived is applied and recorded, so that a retry does not apply it again
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
         reader = BatchReader(request_iterator)
         header = await reader.header()
-        role = role_of(header.role, is_trained=True)
+        role = contract.role_of(header.role, is_trained=True)
         async with self._changing:
             opened = self._require_open(role)
             training = BatchTraining(self._ranks, header, role, opened)
@@ -138,7 +134,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if is_repeated:
             sha256 = await asyncio.to_thread(content_sha256, await reader.rest())
             async with self._changing:
-                return replay(header, self._require_open(role), sha256.hex())
+                return contract.replay(header, self._require_open(role), sha256.hex())
         try:
             async for block in reader:
                 async with self._still_arriving(training):
@@ -179,11 +175,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             policy = self._require_open()
             if request.epoch != self._epoch:
                 raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
-            if request.version != policy.state.version:
-                raise PreconditionFailed(
-                    f"cannot send version {request.version}: the trainer holds version {policy.state.version}",
-                    reason=Reason.STALE_STAMP,
-                )
+            contract.require_version(request.version, policy, "version {} was to be sent")
             self._released.require_here(Role.POLICY, Part.PARAMETERS)
             skips_base = False
             if policy.answer.plan.adapter_config_json:
@@ -202,17 +194,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        role = role_of(request.role, is_trained=True)
+        role = contract.role_of(request.role, is_trained=True)
         async with self._saving, contextlib.AsyncExitStack() as stack:
             async with self._changing:
                 opened = self._require_open(role)
                 if request.path and request == self._last_save[0] and Path(request.path).exists():
                     return self._last_save[1]  # the caller did not get this answer
-                if request.HasField("version") and request.version != opened.state.version:
-                    raise PreconditionFailed(
-                        f"cannot save version {request.version}: the trainer holds version {opened.state.version}",
-                        reason=Reason.STALE_STAMP,
-                    )
+                if request.HasField("version"):
+                    contract.require_version(request.version, opened, "version {} was to be saved")
                 self._released.require_here(role, *Part)
                 await self._arriving.end_all()  # FSDP does not save while there are gradients
                 stack.enter_context(checkpoint.staged(Path(request.path)))
@@ -227,13 +216,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
-            asked = request.path, self._require_open().state.version
-            if asked == self._last_export[:2] and Path(request.path).exists():
+            export = request.path, self._require_open().state.version
+            if export == self._last_export[:2] and Path(request.path).exists():
                 return self._last_export[2]  # the caller did not get this answer
             self._released.require_here(Role.POLICY, Part.PARAMETERS)
             with checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path, files=card_texts(request.model_card))
-            self._last_export = (*asked, pb.ExportHuggingFaceResponse(**answers[0].body))
+            self._last_export = (*export, pb.ExportHuggingFaceResponse(**answers[0].body))
         return self._last_export[2]
 
     @shielded
@@ -265,9 +254,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 yield pb.SendTestBroadcastResponse(group=group)
                 yield pb.SendTestBroadcastResponse(outcome=await take_part(group, rank=0))
             finally:
-                self._store.renew()
+                self._store.renew()  # so that a receiver of the trial cannot join a run's group with its secret
 
-    async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> OpenRole:
+    async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, sha256: str) -> None:
         card = read_model_card(request.model_path)
         state = TrainState(0, "", {})
         if request.checkpoint_path:
@@ -299,8 +288,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if role is Role.POLICY:
             opened.plan.ParseFromString(answers[0].frames[0])
         self._run_id = request.run_id
-        self._roles[role] = OpenRole(asked, config, opened, [answer.body["data_rank"] for answer in answers], state)
-        return self._roles[role]
+        data_ranks = [answer.body["data_rank"] for answer in answers]
+        self._roles[role] = contract.OpenRole(sha256, config, opened, data_ranks, state)
 
     async def _close_abandoned(self) -> None:
         async with self._saving, self._changing:
@@ -338,7 +327,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if not self._roles:
             raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
 
-    def _require_open(self, role: Role = Role.POLICY) -> OpenRole:
+    def _require_open(self, role: Role = Role.POLICY) -> contract.OpenRole:
         self._require_any_open()
         if role not in self._roles:
             raise InvalidInput(f"role: no {role} is open on this trainer", field="role")

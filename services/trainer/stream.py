@@ -3,25 +3,17 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import (
-    BlockCutter,
-    batch_sha256,
-    begins_of_groups,
-    content_sha256,
-    tokens_of_groups,
-    trained_tokens,
-)
+from services.common.batches import blocks
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.backend import Role
-from services.trainer.contract import OpenRole, check_contract, check_header
-from services.trainer.losses import Totals
+from services.trainer.contract import OpenRole, check_contract, check_temperature
 from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import minibatch_rows, train_parts
@@ -58,10 +50,12 @@ class BatchReader:
                 frames.append(message.frame)
             elif part == "block":
                 block, frames = batches.decode(frames, schema=batches.SAMPLE_SCHEMA), []
-                if await asyncio.to_thread(content_sha256, block) != message.block.sha256:
+                if await asyncio.to_thread(blocks.content_sha256, block) != message.block.sha256:
                     raise _corrupt("the bytes of a block changed on the way")
                 yield block
-                self._note(block, message.block.sha256)  # the caller has checked its samples
+                self._hashes.append(message.block.sha256)
+                self._num_samples += block.num_rows
+                self._num_tokens += int(blocks.trained_tokens(block).sum())  # the caller has checked its samples
             elif part == "commit" and not frames:
                 self._require_batch(message.commit)
                 return
@@ -70,13 +64,7 @@ class BatchReader:
         raise _corrupt("it ended before its commit")
 
     async def rest(self) -> pa.Table:
-        """Returns the samples of all blocks. Raises as iteration does."""
         return pa.concat_tables([block async for block in self])
-
-    def _note(self, block: pa.Table, sha256: bytes) -> None:
-        self._hashes.append(sha256)
-        self._num_samples += block.num_rows
-        self._num_tokens += int(trained_tokens(block).sum())
 
     def _require_batch(self, commit: pb.TrainCommit) -> None:
         if not self._hashes:
@@ -86,7 +74,7 @@ class BatchReader:
                 f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
                 f"{self._num_samples} and {self._num_tokens} have arrived"
             )
-        if batch_sha256(self._header, self._hashes) != commit.sha256:
+        if blocks.batch_sha256(self._header, self._hashes) != commit.sha256:
             raise _corrupt("its header or its values are not those of the commit")
 
 
@@ -99,17 +87,19 @@ class BatchTraining:
         Raises:
             InvalidInput: The role or its config does not allow blocks, or it is unknown where mini-batches end.
         """
-        check_header(header)
+        if not header.batch_id:
+            raise InvalidInput("batch_id: required", field="batch_id")
+        check_temperature(header.temperature)
         self.role, self.header, self.opened = role, header, opened
         self.busy_s = 0.0
         """Seconds in which the ranks have worked on this batch."""
         self._ranks, self._config = ranks, opened.config
         self._num_minibatches = opened.config.num_minibatches
         self._blocks: list[pa.Table] = []
-        self._trained: list[list[np.ndarray]] = [[] for _ in range(self._num_minibatches)]
-        """The number of trained tokens of each sample, by mini-batch and block."""
+        self._totals = [{"num_tokens": 0, "num_sequences": 0} for _ in range(self._num_minibatches)]
+        """What was trained on so far of each mini-batch, the arguments of losses.Totals."""
         self._groups: set[int] = set()
-        self._cutter = BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
+        self._cutter = blocks.BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
         self._is_applied = False
         if not header.tokens_per_block:
             return
@@ -127,11 +117,8 @@ class BatchTraining:
 
     async def begin(self) -> None:
         """Begins the batch on the ranks; drops the gradients of one that was begun before."""
-        header = self.header
-        is_one_block = not header.tokens_per_block
-        await self._ranks.call(
-            Worker.begin_batch, role=self.role, temperature=header.temperature, is_one_block=is_one_block
-        )
+        temperature, is_one_block = self.header.temperature, not self.header.tokens_per_block
+        await self._ranks.call(Worker.begin_batch, role=self.role, temperature=temperature, is_one_block=is_one_block)
 
     async def add(self, block: pa.Table) -> None:
         """Hands the ranks a block.
@@ -139,7 +126,7 @@ class BatchTraining:
         Raises:
             InvalidInput: Its samples are invalid; it does not continue the block before it, does not end where the
                 header says, or cannot be trained on with the config.
-            PreconditionFailed: A stamp or a version is not the one that is held.
+            PreconditionFailed: A stamp or a version is not that of the weights.
         """
         check_contract(self.header, block, self.role, self.opened)
         rows = self._rows_by_minibatch(block)
@@ -148,9 +135,10 @@ class BatchTraining:
         own_parts = [parts[data_rank] for data_rank in self.opened.data_ranks]
         await self._ranks.call(Worker.add_block, own_parts, role=self.role)
         self._blocks.append(block)
-        trained = trained_tokens(block)
+        trained = blocks.trained_tokens(block)
         for number, of_minibatch in rows.items():
-            self._trained[number].append(trained[of_minibatch])
+            self._totals[number]["num_tokens"] += int(trained[of_minibatch].sum())
+            self._totals[number]["num_sequences"] += int((trained[of_minibatch] > 0).sum())
         self.busy_s += time.perf_counter() - begin
 
     async def apply(self) -> dict[str, float]:
@@ -160,23 +148,20 @@ class BatchTraining:
             InvalidInput: A mini-batch has no trained tokens, or fewer groups than the header says.
         """
         begin = time.perf_counter()
-        wanted, num_groups = self.header.groups_per_minibatch * self._num_minibatches, len(self._groups)
-        if self.header.tokens_per_block and wanted and num_groups != wanted:
+        num_needed, num_groups = self.header.groups_per_minibatch * self._num_minibatches, len(self._groups)
+        if self.header.tokens_per_block and num_needed and num_groups != num_needed:
             raise InvalidInput(
-                f"group: the mini-batches need {wanted} groups, and {num_groups} have arrived", field="group"
+                f"group: the mini-batches need {num_needed} groups, and {num_groups} have arrived", field="group"
             )
-        totals = [vars(_totals(blocks)) for blocks in self._trained]
-        if not all(minibatch["num_tokens"] for minibatch in totals):
+        if not all(minibatch["num_tokens"] for minibatch in self._totals):
             raise InvalidInput("loss_mask: masks every token of a mini-batch", field="loss_mask")
-        answers = await self._ranks.call(
-            Worker.apply_batch, role=self.role, totals=totals, version=self.opened.state.version
-        )
+        version = self.opened.state.version
+        answers = await self._ranks.call(Worker.apply_batch, role=self.role, totals=self._totals, version=version)
         self._is_applied = True
         self.busy_s += time.perf_counter() - begin
         return answers[0].body["metrics"]
 
     async def drop(self) -> None:
-        """Discards the gradients, if they were not applied."""
         if not self._is_applied:
             await self._ranks.call(Worker.drop_batch, role=self.role)
 
@@ -199,9 +184,9 @@ class BatchTraining:
             InvalidInput: It does not continue the block before it, does not end where the header says, or is in a
                 mini-batch that the config does not have.
         """
-        groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
+        groups = block["group"].to_numpy()[blocks.begins_of_groups(block)].tolist()
         follows_short, least_tokens = self._cutter.is_inside, self._cutter.least_tokens
-        ends = [self._cutter.ends_with(num_tokens) for num_tokens in tokens_of_groups(block)]
+        ends = [self._cutter.ends_with(num_tokens) for num_tokens in blocks.tokens_of_groups(block)]
         if follows_short or any(ends[:-1]) or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(
                 f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group must "
@@ -227,13 +212,11 @@ class ArrivingBatches:
         self._trainings: dict[Role, BatchTraining] = {}
 
     async def begin(self, training: BatchTraining) -> None:
-        """Begins `training`, after the end of the one before."""
         await self.end(self._trainings.get(training.role))
         await training.begin()
         self._trainings[training.role] = training
 
     def require(self, training: BatchTraining) -> None:
-        """Raises Aborted if another call has ended `training`."""
         if self._trainings.get(training.role) is not training:
             raise Aborted(
                 f"another call has ended the stream of batch {training.header.batch_id}: send the batch again",
@@ -247,14 +230,8 @@ class ArrivingBatches:
             await training.drop()
 
     async def end_all(self) -> None:
-        """Discards the gradients of all batches in progress."""
         for training in list(self._trainings.values()):
             await self.end(training)
-
-
-def _totals(blocks: Sequence[np.ndarray]) -> Totals:
-    trained = np.concatenate([np.zeros(0, np.int64), *blocks])
-    return Totals(int(trained.sum()), int((trained > 0).sum()))
 
 
 def _corrupt(why: str) -> DataLoss:

@@ -116,11 +116,11 @@ class Deployment:
     async def publish(self) -> PolicyStamp:
         """Publishes to a group that has no other member; returns the stamp."""
         await self.join()
-        request = pb.SendWeightsRequest(epoch=self.epoch, version=(await self.held()).version)
+        request = pb.SendWeightsRequest(epoch=self.epoch, version=(await self.current_stamp()).version)
         self.stamp = (await self.call(TrainerService.SendWeights, request)).stamp
         return self.stamp
 
-    async def held(self) -> PolicyStamp:
+    async def current_stamp(self) -> PolicyStamp:
         return (await self.call(TrainerService.GetInfo, pb.GetInfoRequest())).stamp
 
     async def train(

@@ -25,7 +25,7 @@ from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
 from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, PP, TP, Layout
-from tests.trainer.updating import counted
+from tests.trainer.updating import counts_of
 
 # Every kind of loss, with bounds that many of the tokens or sequences meet.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -155,7 +155,7 @@ def mean_of_ranks(harness: MegatronHarness) -> Iterator[None]:
     def counting(*, minibatches: list[tuple[int, list[int]]], frames: Any, **more: Any) -> Any:
         table, begin = batches.decode(frames), 0
         for _, sizes in minibatches:
-            counts.append(counted(trained_tokens(table.slice(begin, sum(sizes)))))
+            counts.append(counts_of(trained_tokens(table.slice(begin, sum(sizes)))))
             begin += sum(sizes)
         return add(minibatches=minibatches, frames=frames, **more)
 

@@ -24,7 +24,7 @@ from tests.support import with_routed_experts
 from tests.trainer.fsdp_harness import FULL_LOSS, OPTIM, TEMPERATURE, samples, write
 from tests.trainer.megatron_harness import MegatronHarness, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, EP, GATHERED, LOSS, OVERLAP, PP, SMALL, TP, VPP, Layout
-from tests.trainer.updating import counted
+from tests.trainer.updating import counts_of
 
 NUM_UPDATES = 2
 MODES = ("whole", "off", "on")
@@ -137,7 +137,7 @@ def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_st
     counts: dict[int, list[np.ndarray]] = {}
     for number, block in blocks:
         counts.setdefault(number, []).append(trained_tokens(block))
-    totals = [counted(np.concatenate(part)) for part in counts.values()]
+    totals = [counts_of(np.concatenate(part)) for part in counts.values()]
     return worker.apply_batch(role=Role.POLICY, totals=totals, version=version).body["metrics"]
 
 

@@ -204,12 +204,12 @@ def stage_all(harness: MegatronHarness, directory: Path) -> None:
             tensors = [shard.data for shard in nested_values(sharded["optimizer"]) if hasattr(shard, "data")]
             made = {tensor.untyped_storage().data_ptr() for tensor in tensors} - alive
             staged = torch_dist.stage(sharded, copied=copied)
-            held = [(key, t.untyped_storage().data_ptr()) for key, value in staged.items() for t in unwrap(value)]
-            optimizer = [pointer for key, pointer in held if "optimizer." in key]
+            pointers = [(key, t.untyped_storage().data_ptr()) for key, value in staged.items() for t in unwrap(value)]
+            optimizer = [pointer for key, pointer in pointers if "optimizer." in key]
             answers[name] = {
                 "num_optimizer": len(optimizer),
                 "num_as_made": sum(pointer in made for pointer in optimizer),
-                "alive": [key for key, pointer in held if pointer in alive],
+                "alive": [key for key, pointer in pointers if pointer in alive],
             }
             return staged
 
@@ -262,11 +262,11 @@ def _held_writers() -> Iterator[threading.Event]:
     """Makes writers wait until the event that it yields is set."""
     let_go, original = threading.Event(), megatron_checkpoint.write
 
-    def held(*args: Any) -> None:
+    def stuck(*args: Any) -> None:
         assert let_go.wait(PATIENCE_S)
         original(*args)
 
-    with _instead(megatron_checkpoint, "write", held):
+    with _instead(megatron_checkpoint, "write", stuck):
         yield let_go
 
 

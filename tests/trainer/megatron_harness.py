@@ -143,12 +143,12 @@ class MegatronHarness:
 
     def bytes_here(self) -> dict[str, int]:
         """Returns the bytes of device memory of each offloader group; what two of them share counts for the first."""
-        found: set[int] = set()
+        counted_storages: set[int] = set()
         sums = {}
         for name, tensors in self.backend._offloader._groups.items():
             storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors()}
-            sums[name] = sum(size for key, size in storages.items() if key not in found)
-            found |= storages.keys()
+            sums[name] = sum(size for key, size in storages.items() if key not in counted_storages)
+            counted_storages |= storages.keys()
         return sums
 
     def _num_parts(self, role: str) -> int:

@@ -36,17 +36,17 @@ def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.T
         return logprobs[range(len(completion)), completion], -(logprobs.exp() * logprobs).sum(-1)
     scored = []
     for place, token in enumerate(completion):
-        kept = _kept(row, place) or list(range(logits.size(-1)))
-        logprobs = logits[len(prompt) - 1 + place, kept].log_softmax(-1)
-        scored.append((logprobs[kept.index(token)], -(logprobs.exp() * logprobs).sum()))
+        mask = _mask_of(row, place) or list(range(logits.size(-1)))
+        logprobs = logits[len(prompt) - 1 + place, mask].log_softmax(-1)
+        scored.append((logprobs[mask.index(token)], -(logprobs.exp() * logprobs).sum()))
     return torch.stack([logprob for logprob, _ in scored]), torch.stack([entropy for _, entropy in scored])
 
 
-def _kept(row: Row, place: int) -> list[int]:
+def _mask_of(row: Row, place: int) -> list[int]:
     """Returns the sampling mask of the completion's token at `place`, which is empty if it has none."""
     numbers = torch.frombuffer(bytearray(row["sampling_mask"]), dtype=torch.int32).tolist()
-    counts, kept = numbers[: len(row["tokens"])], numbers[len(row["tokens"]) :]
-    return kept[sum(counts[:place]) : sum(counts[: place + 1])]
+    counts, mask = numbers[: len(row["tokens"])], numbers[len(row["tokens"]) :]
+    return mask[sum(counts[:place]) : sum(counts[: place + 1])]
 
 
 def _replay(model: torch.nn.Module, routed_experts: bytes, num_tokens: int) -> None:
@@ -109,9 +109,9 @@ def _loss(
 
 def tensors(row: Row) -> dict[str, torch.Tensor]:
     """Returns the columns that a loss reads of a sample, each float64 [tokens]."""
-    given = {"behavior_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
-    given |= {name: row[name] for name in ("advantages", "ref_logprobs") if row.get(name)}
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
+    lists = {"behavior_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
+    lists |= {name: row[name] for name in ("advantages", "ref_logprobs") if row.get(name)}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()}
 
 
 Scored = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -120,22 +120,22 @@ Scored = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
     """Returns the loss of a mini-batch of sequences, each given as its log-probabilities, entropy and columns."""
     means = [
-        torch.cat([held[name][held["loss_mask"] > 0] for _, _, held in batch]).mean()
+        torch.cat([columns[name][columns["loss_mask"] > 0] for _, _, columns in batch]).mean()
         for name in ("behavior_logprobs", "advantages")
         if config.needs_covariance
     ]
     losses = []
-    for logprobs, entropy, held in batch:
-        kept = held["loss_mask"] > 0
-        if not kept.any():
+    for logprobs, entropy, columns in batch:
+        is_trained = columns["loss_mask"] > 0
+        if not is_trained.any():
             continue
-        held = {name: values[kept] for name, values in held.items()}
+        columns = {name: values[is_trained] for name, values in columns.items()}
         if means:
-            held["covariance"] = (held["behavior_logprobs"] - means[0]) * (held["advantages"] - means[1])
-        tokens = _corrections(held, config.correction) * _token_losses(logprobs[kept], held, config)
-        tokens = tokens - config.entropy_coef * entropy[kept]
+            columns["covariance"] = (columns["behavior_logprobs"] - means[0]) * (columns["advantages"] - means[1])
+        tokens = _corrections(columns, config.correction) * _token_losses(logprobs[is_trained], columns, config)
+        tokens = tokens - config.entropy_coef * entropy[is_trained]
         if config.kl_coef:
-            tokens = tokens + config.kl_coef * _kl(logprobs[kept] - held["ref_logprobs"], config.kl_kind)
+            tokens = tokens + config.kl_coef * _kl(logprobs[is_trained] - columns["ref_logprobs"], config.kl_kind)
         losses.append(tokens)
     if config.aggregation == "token_mean":
         return torch.cat(losses).mean()
@@ -144,14 +144,14 @@ def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
     return torch.stack([tokens.sum() / (config.norm_tokens or 1) for tokens in losses]).mean()
 
 
-def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:
+def _token_losses(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:
     if config.kind == "sft":
         return -logprobs
-    advantages = held["advantages"]
-    ratio = (logprobs - held["old_logprobs"]).exp()
+    advantages = columns["advantages"]
+    ratio = (logprobs - columns["old_logprobs"]).exp()
     match config.kind:
         case "gspo":  # this is the sequence form; the trainer has the token form
-            ratio = (logprobs - held["old_logprobs"]).mean().exp().expand(len(logprobs))
+            ratio = (logprobs - columns["old_logprobs"]).mean().exp().expand(len(logprobs))
             return _clipped(ratio, advantages, config.gspo.clip_low, config.gspo.clip_high)
         case "python":  # tests.user_functions:soft_clip
             weight = (-config.kwargs["temperature"] * ratio.detach().log().abs()).exp()
@@ -163,20 +163,21 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
             tau = torch.tensor(taus, dtype=torch.float64)
             return -advantages / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
         case "clip_cov" | "kl_cov":
-            return _by_covariance(logprobs, held, config)
+            return _by_covariance(logprobs, columns, config)
         case "dppo":
             # Where the ratio is bounded, the gradient is that of a weighted log-probability.
             bound = config.dppo.max_ratio * (1 + logprobs - logprobs.detach())
             weights = torch.where(ratio > config.dppo.max_ratio, bound, ratio)
-            return -advantages * weights * _within_divergence(logprobs.exp(), held["old_logprobs"].exp(), held, config)
+            is_within = _within_divergence(logprobs.exp(), columns["old_logprobs"].exp(), columns, config)
+            return -advantages * weights * is_within
         case "reinforce":
             return -advantages * logprobs
     return _dual_clipped(ratio, advantages, config)
 
 
-def _by_covariance(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:
-    advantages, covariance = held["advantages"], held["covariance"]
-    log_ratio = logprobs - held["old_logprobs"]
+def _by_covariance(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:
+    advantages, covariance = columns["advantages"], columns["covariance"]
+    log_ratio = logprobs - columns["old_logprobs"]
     if config.kind == "clip_cov":
         chosen = (covariance < config.clip_cov.min_covariance).double()
         return chosen * _clipped(log_ratio.exp(), advantages, config.clip_low, config.clip_high)
@@ -196,17 +197,17 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: fl
 
 
 def _within_divergence(
-    new: torch.Tensor, old: torch.Tensor, held: dict[str, torch.Tensor], config: LossConfig
+    new: torch.Tensor, old: torch.Tensor, columns: dict[str, torch.Tensor], config: LossConfig
 ) -> torch.Tensor:
     divergence = (new - old).abs()
     if config.dppo.divergence == "kl":
         divergence = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
-    onward = torch.where(held["advantages"] > 0, new > old, new < old)
+    onward = torch.where(columns["advantages"] > 0, new > old, new < old)
     return (~(onward & (divergence > config.dppo.threshold))).double()
 
 
-def _corrections(held: dict[str, torch.Tensor], config: CorrectionConfig) -> torch.Tensor:
-    ratio = (held["old_logprobs"] - held["behavior_logprobs"]).exp()
+def _corrections(columns: dict[str, torch.Tensor], config: CorrectionConfig) -> torch.Tensor:
+    ratio = (columns["old_logprobs"] - columns["behavior_logprobs"]).exp()
     factor = torch.ones_like(ratio)
     if config.weight == "token":
         factor = ratio.clamp(max=config.weight_cap)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from services.common.errors import InvalidInput
-from tests.support import make_model
+from services.common.errors import InvalidInput, Reason
+from tests.support import make_model, raises
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, read, samples
 from tests.trainer.harness_processes import run_harness
@@ -242,7 +242,7 @@ def test_ranks_with_the_same_input_drop_the_same(results: Path, name: str, same_
 
 
 @pytest.mark.parametrize(
-    ("lora", "field", "words"),
+    ("lora", "field", "problem"),
     [
         ({"target_modules": ["linear_q"]}, "target_modules", "only linear_qkv, linear_proj, linear_fc1, linear_fc2"),
         (
@@ -255,8 +255,8 @@ def test_ranks_with_the_same_input_drop_the_same(results: Path, name: str, same_
     ],
 )
 @STRATEGIES
-def test_a_wrong_setting_is_refused(rank: MegatronHarness, strategy: str, lora: dict, field: str, words: str) -> None:
-    with pytest.raises(InvalidInput, match=words) as caught:
+def test_a_wrong_setting_is_refused(rank: MegatronHarness, strategy: str, lora: dict, field: str, problem: str) -> None:
+    with pytest.raises(InvalidInput, match=problem) as caught:
         rank.open(Layout("untied", 1, {}, {"lora": {"rank": RANK, **lora}, "strategy": strategy}))
     assert caught.value.metadata["field"].endswith(field)
 
@@ -272,12 +272,12 @@ def test_the_expert_that_computes_every_token_has_adapters(results: Path) -> Non
 @STRATEGIES
 def test_one_part_of_a_matrix_that_checkpoints_have_whole_is_refused(rank: MegatronHarness, strategy: str) -> None:
     changes = {"lora": {"rank": RANK, "kind": "canonical_lora"}, "strategy": strategy}
-    with pytest.raises(InvalidInput, match=r"canonical_lora: .* linear_qkv in one tensor, .*qkv_proj.*; use kind lora"):
+    with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="lora.kind"):
         rank.open(Layout("phi3", 1, {}, changes))
 
 
 @STRATEGIES
 def test_a_model_without_a_target_is_refused(rank: MegatronHarness, strategy: str) -> None:
     lora = {"rank": RANK, "target_modules": ["linear_fc1", "linear_fc2"]}
-    with pytest.raises(InvalidInput, match="nothing to train"):
+    with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="trainer.lora"):
         rank.open(Layout("moe", 1, {}, {"lora": lora, "strategy": strategy}))

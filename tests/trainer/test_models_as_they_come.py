@@ -63,8 +63,8 @@ class Row:
     fields: tuple[str, str] = ("model", "model")
 
 
-def refused(change: Change, words: str, **more: Any) -> Row:
-    return Row(change, words, words, **more)
+def refused(change: Change, problem: str, **more: Any) -> Row:
+    return Row(change, problem, problem, **more)
 
 
 def without_prefix(tensors: Tensors) -> None:
@@ -306,16 +306,16 @@ def test_a_model(harness: Harness, trainer_files: Path, tmp_path: Path, name: st
     row.change(model)
     again = [] if row.fsdp else [("fsdp", "", True)]
     metrics = []
-    for strategy, words, is_recomputed in (("fsdp", row.fsdp, False), ("megatron", row.megatron, False), *again):
+    for strategy, problem, is_recomputed in (("fsdp", row.fsdp, False), ("megatron", row.megatron, False), *again):
         settings = {"strategy": strategy, "gradient_checkpointing": is_recomputed}
-        if not words:
+        if not problem:
             opened(harness, model, tmp_path, settings)
             np.testing.assert_allclose(np.concatenate(harness.logprobs(samples())), want(model), rtol=0, atol=1e-5)
             metrics.append(harness.train(samples()))
             continue
         with pytest.raises(LockstepError) as caught:
             opened(harness, model, tmp_path, settings)
-        assert words in caught.value.message, caught.value.message
+        assert problem in caught.value.message, caught.value.message
         assert (type(caught.value), caught.value.metadata.get("field")) == (
             row.error,
             row.fields[strategy == "megatron"],

@@ -10,7 +10,7 @@ from services.trainer.router_replay import NO_EXPERT, LayerReplay, ModelReplay
 OWN = torch.tensor([[0, 1], [2, 3], [1, 3]])
 
 
-def test_rows_without_a_route_keep_the_routers_choice_and_are_not_counted() -> None:
+def test_rows_without_routed_experts_keep_the_routers_choice_and_are_not_counted() -> None:
     layer = LayerReplay()
     layer.begin()
     layer.feed(torch.tensor([[1, 0], [0, 2], [NO_EXPERT, NO_EXPERT]], dtype=torch.int32))
@@ -24,7 +24,7 @@ def test_rows_without_a_route_keep_the_routers_choice_and_are_not_counted() -> N
     assert ModelReplay([layer], OWN.device).counts().tolist() == [0.0, 0.0]
 
 
-def test_routes_of_another_number_of_rows_are_refused() -> None:
+def test_routed_experts_of_another_number_of_rows_are_refused() -> None:
     layer = LayerReplay()
     layer.feed(OWN[:2])
     with pytest.raises(InternalError, match=r"\[3, 2\].*\[2, 2\]"):
@@ -48,7 +48,7 @@ class Recomputed:
         return x.exp() * experts
 
 
-def test_a_layer_is_recomputed_with_the_routes_of_its_own_forward_pass() -> None:
+def test_a_layer_is_recomputed_with_the_experts_of_its_own_forward_pass() -> None:
     run = Recomputed()
     for loss in run.losses:
         loss.backward()

@@ -149,7 +149,7 @@ def test_only_numbers_that_a_column_can_have_are_accepted(name: str, row: int, v
     else:
         rows[row][name][-1] = value
     with np.errstate(over="ignore"):
-        held = value if name in ("reward", "turn_rewards") else float(np.float32(value))
+        stored = value if name in ("reward", "turn_rewards") else float(np.float32(value))
     limits = {"logprobs": (-2e6, 1e-3), "ref_logprobs": (-2e6, 1e-3)}
     low, high = limits.get(name, (-INF, INF) if "reward" in name else (-1e9, 1e9))
     try:
@@ -158,7 +158,7 @@ def test_only_numbers_that_a_column_can_have_are_accepted(name: str, row: int, v
     except InvalidInput as error:
         is_accepted = False
         assert error.message.startswith(f"{name}: row {row} has ")
-    assert is_accepted == (math.isfinite(held) and low <= held <= high)
+    assert is_accepted == (math.isfinite(stored) and low <= stored <= high)
 
 
 def test_a_contradiction_is_found_in_samples_that_arrived_in_several_frames() -> None:

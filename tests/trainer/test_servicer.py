@@ -22,6 +22,7 @@ from services.common.errors import (
     PreconditionFailed,
     Reason,
 )
+from tests.support import raises
 from tests.trainer import plain_grpo
 from tests.trainer.deployment import Deployment, as_stream, block_messages
 
@@ -51,7 +52,7 @@ async def refused(trainer: Deployment, batch: pa.Table, **header: Any) -> Lockst
     before = trainer.stamp
     with pytest.raises(LockstepError) as caught:
         await trainer.train(batch, **header)
-    assert await trainer.held() == before
+    assert await trainer.current_stamp() == before
     assert await trainer.publish() == before
     return caught.value
 
@@ -108,13 +109,12 @@ async def test_one_sample_of_another_stamp_is_refused(
 async def test_batch_of_unpublished_weights_is_refused(trainer: Deployment) -> None:
     published = trainer.stamp
     await trainer.train(trainer.batch())
-    held = await trainer.held()
-    assert (held.version, held.digest) == (1, "")
+    before = await trainer.current_stamp()
+    assert (before.version, before.digest) == (1, "")
     for stamp in (published, PolicyStamp(version=1, digest=published.digest)):
-        with pytest.raises(PreconditionFailed) as caught:
+        with raises(PreconditionFailed, reason=Reason.UNPUBLISHED):
             await trainer.train(trainer.batch(stamp), stamp=stamp)
-        assert caught.value.reason is Reason.UNPUBLISHED
-    assert await trainer.held() == held
+    assert await trainer.current_stamp() == before
 
 
 async def test_header_without_a_stamp_is_refused(trainer: Deployment) -> None:
@@ -252,7 +252,7 @@ async def test_bad_samples_are_refused(trainer: Deployment, case: str) -> None:
     error = await refused(trainer, batch)
     assert (type(error), error.metadata["field"]) == (InvalidInput, field)
     if field in ("logprobs", "reward", "group", "sample"):  # a Forward does not need them either, but they are wrong
-        with pytest.raises(InvalidInput, match=f"{field}: row"):
+        with raises(InvalidInput, field=field):
             await trainer.forward(batch)
 
 
@@ -267,15 +267,14 @@ async def test_missing_reference_is_refused(trainer: Deployment) -> None:
     await trainer.publish()
     assert (await refused(trainer, trainer.batch())).metadata["field"] == "ref_logprobs"
     await trainer.open()
-    with pytest.raises(InvalidInput, match="no reference is open"):
+    with raises(InvalidInput, field="role"):
         await trainer.forward(trainer.batch(), role=pb.ROLE_REFERENCE)
 
 
 @pytest.mark.parametrize("path", ["tests.no_such_module:loss", "tests.user_functions:no_such"])
 async def test_loss_that_cannot_be_imported_is_refused_when_the_run_is_opened(trainer: Deployment, path: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{path} cannot be imported") as caught:
+    with raises(InvalidInput, field="trainer.loss.import_path"):
         await trainer.open(loss={"kind": "python", "import_path": path})
-    assert caught.value.metadata["field"] == "trainer.loss.import_path"
     # The same trainer opens the next run, whose loss can be imported, and trains it.
     await trainer.open(loss={"kind": "python", "import_path": "tests.user_functions:soft_clip"})
     await trainer.publish()
@@ -296,23 +295,20 @@ async def test_malformed_streams_are_refused(trainer: Deployment) -> None:
         ([header, pb.TrainRequest(frame=b"no arrow"), block], "frame"),
         ([header, half, block], "frame"),
     ):
-        with pytest.raises(InvalidInput) as caught:
+        with raises(InvalidInput, field=field):
             await trainer.call(TrainerService.Train, as_stream(requests))
-        assert caught.value.metadata["field"] == field
     for temperature in (0.0, -1.0, float("nan"), float("inf")):
         assert (await refused(trainer, batch, temperature=temperature)).metadata["field"] == "temperature"
     head = pb.TrainHeader(expected_stamp=trainer.stamp, temperature=1.0)
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, field="batch_id"):
         await trainer.call(TrainerService.Train, as_stream(block_messages(head, batch)))
-    assert caught.value.metadata["field"] == "batch_id"
 
 
 async def test_epochs_only_grow(trainer: Deployment) -> None:
     epoch = trainer.epoch
     for old in (epoch, epoch - 1):
-        with pytest.raises(PreconditionFailed) as caught:
+        with raises(PreconditionFailed, reason=Reason.OLD_EPOCH):
             await trainer.join(epoch=old)
-        assert caught.value.reason is Reason.OLD_EPOCH
     trainer.epoch = epoch
     assert (await trainer.publish()).digest
 
@@ -327,13 +323,12 @@ async def test_sending_needs_the_joined_epoch_and_the_held_version(trainer: Depl
             await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=epoch, version=version))
         assert caught.value.reason is reason
     await trainer.open()
-    with pytest.raises(PreconditionFailed) as caught:
+    with raises(PreconditionFailed, reason=Reason.NOT_JOINED):
         await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
-    assert caught.value.reason is Reason.NOT_JOINED
 
 
 async def test_absent_member_aborts_the_epoch_and_the_next_one_works(trainer: Deployment) -> None:
-    with pytest.raises(Aborted, match="join"):
+    with raises(Aborted, reason=Reason.EPOCH_ABORTED):
         await trainer.join(world_size=2, timeout_s=3.0)
     with pytest.raises(LockstepError) as caught:
         await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
@@ -358,9 +353,8 @@ async def test_no_run_no_answer(deployment: Deployment) -> None:
         deployment.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path="/nowhere")),
         deployment.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path="/nowhere")),
     ):
-        with pytest.raises(PreconditionFailed) as caught:
+        with raises(PreconditionFailed, reason=Reason.RUN_NOT_OPEN):
             await call
-        assert caught.value.reason is Reason.RUN_NOT_OPEN
 
 
 async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deployment) -> None:
@@ -383,6 +377,5 @@ async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deploymen
 
 async def test_config_that_does_not_fit_is_refused(trainer: Deployment) -> None:
     for text in ('{"strategi": "fsdp"}', '{"optim": {"lr": -1}}', "[]", "no json", ""):
-        with pytest.raises(InvalidInput) as caught:
+        with raises(InvalidInput, reason=Reason.INVALID_CONFIG):
             await trainer.call(TrainerService.OpenRun, pb.OpenRunRequest(run_id="bad", config_json=text))
-        assert caught.value.reason is Reason.INVALID_CONFIG

@@ -49,16 +49,16 @@ async def test_service_trains_the_critic_beside_the_policy(both: Deployment) -> 
     assert table.column_names == ["values"]
     assert [len(row) for row in table["values"]] == [len(row) for row in both.batch()["tokens"]]
     assert not (await said(both)).any()
-    held = await both.held()
+    stamp = await both.current_stamp()
     answer = await both.train(batch_of(both), **CRITIC)
     assert answer.version == 1
     assert {"critic_loss", "critic_explained_variance", "critic_grad_norm"} <= set(answer.metrics)
-    assert await both.held() == held  # the policy is what it was, and published
+    assert await both.current_stamp() == stamp  # the policy is what it was, and published
     assert (await both.train(batch_of(both))).version == 1
     # The critic is trained on a batch that the policy has been trained on already.
     again = await both.train(batch_of(both), **CRITIC, critic_version=1)
     assert again.version == 2
-    assert await both.publish() != held
+    assert await both.publish() != stamp
 
 
 async def test_service_applies_a_batch_to_the_critic_once(both: Deployment) -> None:
@@ -146,4 +146,4 @@ async def test_service_trains_no_reference_and_knows_no_other_role(trainer: Depl
         ):
             error = await refused(call)
             assert (type(error), error.metadata["field"]) == (InvalidInput, "role")
-    assert await trainer.held() == trainer.stamp
+    assert await trainer.current_stamp() == trainer.stamp

@@ -55,11 +55,11 @@ async def test_a_resumed_trainer_knows_its_last_publication(trainer: Deployment,
 
     await trainer.open(checkpoint=path, **BACKENDS[backend])
     assert await trainer.publish() == stamps[_SAVED]
-    older, drawn, held = stamps[: _SAVED + 1]
+    older, drawn, newest = stamps[: _SAVED + 1]
     other = PolicyStamp(version=drawn.version, digest=older.digest)
     assert await refused(trainer, trainer.batch(older), older) is Reason.TOO_STALE
     assert await refused(trainer, trainer.batch(other), other) is Reason.DIGEST_MISMATCH
-    assert await refused(trainer, trainer.batch(held), drawn) is Reason.FUTURE_STAMP
-    assert await refused(trainer, trainer.batch(drawn), held) is Reason.STALE_STAMP
+    assert await refused(trainer, trainer.batch(newest), drawn) is Reason.FUTURE_STAMP
+    assert await refused(trainer, trainer.batch(drawn), newest) is Reason.STALE_STAMP
     assert await refused(trainer, trainer.batch(drawn), None) is Reason.STALE_STAMP
     assert [await step(number) for number in range(_SAVED, _NUM_STEPS)] == stamps[_SAVED + 1 :]

@@ -21,10 +21,10 @@ def whole_parts(batch: pa.Table, config: TrainerConfig, num_parts: int, role: Ro
 def totals_of(batch: pa.Table, config: TrainerConfig) -> list[dict[str, int]]:
     """Returns the counts of each mini-batch of a batch that is one block."""
     trained = trained_tokens(batch)
-    return [counted(trained[rows]) for rows in minibatch_rows(batch, config.num_minibatches)]
+    return [counts_of(trained[rows]) for rows in minibatch_rows(batch, config.num_minibatches)]
 
 
-def counted(trained: np.ndarray) -> dict[str, int]:
+def counts_of(trained: np.ndarray) -> dict[str, int]:
     """Returns the counts of samples that have these numbers of trained tokens."""
     return {"num_tokens": int(trained.sum()), "num_sequences": int((trained > 0).sum())}
 

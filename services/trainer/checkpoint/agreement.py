@@ -13,6 +13,7 @@ from services.common.errors import InvalidInput, Reason
 
 def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns every rank's `value`, which is JSON data, in rank order."""
+    # A bytearray, because torch warns of memory that it may not write to.
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)

@@ -23,7 +23,6 @@ _OF_MODELS = ("config.json", "generation_config.json")
 
 
 def served_card(card: ModelCard, files: Mapping[str, str]) -> ModelCard:
-    """Returns the starting model's card with `files` in place of its own."""
     return ModelCard(files={**card.files, **{name: text.encode() for name, text in files.items()}})
 
 
@@ -44,7 +43,7 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
     for name, tensor in weights:
         if filled and filled + tensor.nbytes > _SHARD_BYTES:
             _write(directory, shards[-1], len(shards))
-            shards[-1] = {}
+            shards[-1] = {}  # the file is written; this frees its tensors
             shards.append({})
             filled = 0
         # The tensor may be a view that is valid only until the next iteration.
@@ -94,10 +93,8 @@ def _with_dtype(card: ModelCard, dtype: torch.dtype) -> ModelCard:
     config = json.loads(card.files["config.json"])
     named = str(dtype).removeprefix("torch.")
     config |= {key: named for key in ("dtype", "torch_dtype") if key in config} or {"dtype": named}
-    changed = ModelCard()
-    changed.CopyFrom(card)
-    changed.files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False).encode()
-    return changed
+    content = json.dumps(config, indent=2, ensure_ascii=False).encode()
+    return ModelCard(files={**card.files, "config.json": content})
 
 
 def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:

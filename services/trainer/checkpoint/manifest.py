@@ -31,9 +31,9 @@ class TrainState:
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the newest published weights by version, as far as samples of them may still arrive."""
     last_batch_sha256: str = ""
-    """SHA-256 of the samples of the last batch (blocks.content_sha256); empty in a checkpoint of an earlier release."""
+    """SHA-256 of the samples of the last batch (blocks.content_sha256)."""
     last_header: Mapping[str, Any] = field(default_factory=dict)
-    """The values of the last batch's header (contract.header_values); empty in a checkpoint of an earlier release."""
+    """The values of the last batch's header (contract.header_values)."""
     skipped_in_a_row: int = 0
     """Number of batches up to the last one of which no update was applied (OptimConfig.on_nonfinite)."""
 
@@ -119,7 +119,7 @@ def verify(path: Path) -> TrainState:
 
 
 def _move(partial: Path, path: Path) -> None:
-    """Syncs everything in `partial` to disk, then renames it."""
+    # In this order, or after a power failure the new name could be there without the content.
     for entry in (*partial.rglob("*"), partial):
         _fsync(entry)
     partial.rename(path)

@@ -137,7 +137,6 @@ def _read_header(file: Path) -> dict[str, Stored]:
 
 
 def load_config(model_path: str) -> PretrainedConfig:
-    """Returns transformers' config of a model."""
     require_counts(read_content(model_path), f"{model_path}/config.json")
     try:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)

@@ -77,7 +77,6 @@ class CallableParameters(nn.ParameterDict):
     __call__: Callable[..., dict[str, torch.Tensor]] = nn.Module.__call__  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters."""
         return dict(self.items())
 
 

@@ -20,22 +20,13 @@ from services.common.batches.routed_experts import RoutedExpertsShape, routed_ex
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import is_adapter, without_adapters
-from services.trainer.backend import (
-    Adapters,
-    Backend,
-    LossFunction,
-    Offloads,
-    Part,
-    ReplaysRouting,
-    Role,
-    compute_dtype,
-)
+from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.lora import AdapterStream
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.weights import WeightStream, local_shard
-from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
+from services.trainer.offload import OPTIMIZER, PARAMS, Offloader, Part
 from services.trainer.router_replay import LayerReplay, ModelReplay
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Microbatch
@@ -72,7 +63,7 @@ class Replay:
         return counts_2
 
 
-class FsdpBackend(OffloadedParts, Backend, ReplaysRouting, Adapters, Offloads):
+class FsdpBackend(Backend):
     """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):

@@ -150,7 +150,7 @@ class LogprobModel(_Model):
         """
         weight_VD = self.causal_lm.get_parameter("lm_head.weight")
         return linear_logprobs(
-            self.hidden(microbatch), weight_VD, microbatch.targets_N, temperature, kept_MK=microbatch.kept_NK
+            self.hidden(microbatch), weight_VD, microbatch.targets_N, temperature, mask_MK=microbatch.sampling_mask_NK
         )
 
 

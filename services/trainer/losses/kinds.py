@@ -15,7 +15,7 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts the tokens and sequences of a whole mini-batch, over all ranks and micro-batches."""
+    """The tokens and sequences of a whole mini-batch, over all ranks and micro-batches."""
 
     num_tokens: int
     num_sequences: int
@@ -23,7 +23,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Holds the N predicted tokens of whole sequences, as a loss reads them."""
+    """The N predicted tokens of whole sequences, as a loss reads them."""
 
     logprobs_N: torch.Tensor
     """The policy's log-probabilities, with gradient."""
@@ -36,11 +36,11 @@ class Tokens:
     def of(cls, logprobs_N: torch.Tensor, columns: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> "Tokens":
         """Builds the tokens. Masked tokens get the policy's log-probabilities everywhere, so no ratio overflows."""
         is_trained_N, own_N = columns["loss_mask"] > 0, logprobs_N.detach()
-        given = {
+        bounded = {
             name: torch.where(is_trained_N, values_N, own_N) if name.endswith("logprobs") else values_N
             for name, values_N in columns.items()
         }
-        return cls(logprobs_N, given, lengths)
+        return cls(logprobs_N, bounded, lengths)
 
     @property
     def log_ratio_N(self) -> torch.Tensor:
@@ -49,7 +49,6 @@ class Tokens:
 
     @property
     def advantages_N(self) -> torch.Tensor:
-        """Returns each token's advantage."""
         return self.columns["advantages"]
 
     def sequence_sum(self, values_N: torch.Tensor) -> torch.Tensor:
@@ -72,6 +71,7 @@ def token_weights(config: MeanConfig, columns: dict[str, torch.Tensor], totals: 
         return mask_N / totals.num_tokens
     per_sequence_N = mask_N / totals.num_sequences
     if aggregation == "seq_mean_token_mean":
+        # A sequence without a trained token has length 0, and its weights are 0 whatever they are divided by.
         return per_sequence_N / columns["completion_length"].clamp(min=1)
     return per_sequence_N / (config.norm_tokens or 1)
 
@@ -177,24 +177,21 @@ def _log_rest(logprobs_N: torch.Tensor) -> torch.Tensor:
 _DIVERGENCES = {"tv": _total_variation, "kl": _kl}
 
 
-Columns = dict[str, torch.Tensor]
-
-
-def covariance_sums(columns: Sequence[Columns]) -> torch.Tensor:
+def covariance_sums(columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Returns the sums, float64 [2], of behavior_logprobs and advantages over this rank's tokens."""
     names = ("behavior_logprobs", "advantages")
     sums = [torch.stack([(c["loss_mask"] * c[name]).sum(dtype=torch.float64) for name in names]) for c in columns]
     return torch.stack(sums).sum(0)
 
 
-def covariance(columns: Columns, means_2: torch.Tensor) -> torch.Tensor:
+def covariance(columns: dict[str, torch.Tensor], means_2: torch.Tensor) -> torch.Tensor:
     """Returns each token's term of the covariance, [N], given the mini-batch's means of logprobs and advantages."""
     logprob, advantage = means_2.to(columns["advantages"].dtype)
     return (columns["behavior_logprobs"] - logprob) * (columns["advantages"] - advantage)
 
 
 def clip_cov(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the clipped surrogate of each token, and 0 for the selected tokens."""
+    """Returns the clipped surrogate of each token, and 0 for tokens of high covariance."""
     losses_N, metrics = grpo(tokens, config)
     selected_N = tokens.columns["covariance"] >= config.clip_cov.min_covariance
     return torch.where(selected_N, 0, losses_N), {**metrics, "covariance_fraction": selected_N}

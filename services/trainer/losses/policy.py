@@ -6,21 +6,8 @@ import torch
 
 from services.common.config.loss import CorrectionConfig, LossConfig, ValueLossConfig
 from services.common.errors import InvalidInput
-from services.trainer.losses.kinds import (
-    Tokens,
-    Totals,
-    cispo,
-    clip_cov,
-    dppo,
-    grpo,
-    gspo,
-    kl_cov,
-    python,
-    reinforce,
-    sapo,
-    sft,
-    token_weights,
-)
+from services.trainer.losses import kinds
+from services.trainer.losses.kinds import Tokens, Totals, token_weights
 
 # The bounds of verl. Without them, one token that the policy has made impossible could overflow the whole mean.
 _MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
@@ -63,19 +50,15 @@ def correction(tokens: Tokens, config: CorrectionConfig) -> tuple[torch.Tensor, 
     if config == CorrectionConfig():
         return torch.ones_like(log_ratio_N), {}
     is_kept_N = _is_kept(tokens, log_ratio_N, config)
-    weights_N = _weights(tokens, log_ratio_N, config)
+    weights_N = torch.ones_like(log_ratio_N)
+    if config.weight != "none":
+        weights_N = torch.exp(log_ratio_N if config.weight == "token" else tokens.sequence_sum(log_ratio_N))
     factor_N = weights_N.clamp(max=config.weight_cap) * is_kept_N
     return factor_N, {
         "correction_mean": factor_N,
         "correction_masked": ~is_kept_N,
         "correction_truncated": is_kept_N & (weights_N > config.weight_cap),
     }
-
-
-def _weights(tokens: Tokens, log_ratio_N: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
-    if config.weight == "none":
-        return torch.ones_like(log_ratio_N)
-    return torch.exp(log_ratio_N if config.weight == "token" else tokens.sequence_sum(log_ratio_N))
 
 
 def _is_kept(tokens: Tokens, log_ratio_N: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
@@ -97,17 +80,17 @@ def _is_within(values_N: torch.Tensor, bounds: tuple[float, float]) -> torch.Ten
 TokenLoss = Callable[[Tokens, LossConfig], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 LOSSES: dict[str, TokenLoss] = {
-    "grpo": grpo,
-    "ppo": grpo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "dppo": dppo,
-    "reinforce": reinforce,
-    "sft": sft,
-    "python": python,
+    "grpo": kinds.grpo,
+    "ppo": kinds.grpo,
+    "gspo": kinds.gspo,
+    "cispo": kinds.cispo,
+    "sapo": kinds.sapo,
+    "clip_cov": kinds.clip_cov,
+    "kl_cov": kinds.kl_cov,
+    "dppo": kinds.dppo,
+    "reinforce": kinds.reinforce,
+    "sft": kinds.sft,
+    "python": kinds.python,
 }
 
 
@@ -186,14 +169,14 @@ def value_loss(
         losses_N = torch.maximum(losses_N, near_losses_N)
     loss = (token_weights(config, columns, totals) * losses_N).sum()
     # Float64, because the variances are small differences of these means.
-    held_N, target_N = values_N.detach().double(), returns_N.double()
+    value_N, target_N = values_N.detach().double(), returns_N.double()
     means = {
         "clip_fraction": clipped_N,
-        "value_mean": held_N,
+        "value_mean": value_N,
         "return_mean": target_N,
         "return_square_mean": target_N.square(),
-        "error_mean": target_N - held_N,
-        "error_square_mean": (target_N - held_N).square(),
+        "error_mean": target_N - value_N,
+        "error_square_mean": (target_N - value_N).square(),
     }
     metrics = {name: (columns["loss_mask"] * mean_N).sum() / totals.num_tokens for name, mean_N in means.items()}
     return loss, {"loss": loss.detach(), **metrics}

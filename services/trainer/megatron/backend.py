@@ -14,59 +14,32 @@ from services.common.config.layout import check_layout
 from services.common.config.trainer import TrainerConfig
 from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
-from services.trainer.backend import (
-    Adapters,
-    Backend,
-    BackgroundSaves,
-    LossFunction,
-    Offloads,
-    PublishesSpans,
-    ReplaysRouting,
-    Role,
-    SeveralSenders,
-    compute_dtype,
-)
+from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
 from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
+from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
 from services.trainer.megatron.microbatch import MicrobatchShard
-from services.trainer.megatron.model import (
-    LogprobModel,
-    ValueModel,
-    build_chunks,
-    half_precision,
-    wrap_chunks,
-)
+from services.trainer.megatron.model import LogprobModel, ValueModel, build_chunks, half_precision, wrap_chunks
 from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
-from services.trainer.megatron.parallel import Parallelism, forget_parallelism
+from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
 from services.trainer.megatron.settings import model_architecture, read_config, transformer_config
-from services.trainer.megatron.stream import (
-    WeightStream,
-)
+from services.trainer.megatron.stream import WeightStream
 from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
-from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
+from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, Offloader
 from services.trainer.updates.packing import Microbatch
 
 T = TypeVar("T")
 
 
-class MegatronBackend(
-    OffloadedParts,
-    Backend,
-    ReplaysRouting,
-    SeveralSenders,
-    PublishesSpans,
-    Adapters,
-    BackgroundSaves,
-    Offloads,
-):
+class MegatronBackend(Backend):
     """Implements a role on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
         self._role, self._config, self._dtype = role, config, compute_dtype(config, device)
-        self._model_path = model_path
+        self._model_path, self.saves_in_background = model_path, config.megatron.async_save
         with same_on_all_ranks():
             self._hf = read_config(model_path)
             architecture = model_architecture(self._hf)
@@ -82,7 +55,7 @@ class MegatronBackend(
         self._map = WeightMap(architecture)
         self._has_blocks = False
         self._closing = contextlib.ExitStack()
-        self._closing.callback(forget_parallelism)
+        self._closing.callback(set_groups, NO_GROUPS)  # the groups exist until torch.distributed shuts down
         try:
             self._open()
         except BaseException:
@@ -93,13 +66,14 @@ class MegatronBackend(
         config = self._config
         self._model = self._build()
         self._closing.callback(self._model.close)
-        groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
+        parameters = lambda: (parameter.data for chunk in self._model.chunks for parameter in chunk.parameters())  # noqa: E731
+        groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: parameters}
         if self._role is not Role.REFERENCE:
             self._optimizer = make_optimizer(self._model.ddp_chunks(), config, self._dtype)
             self._model.config.grad_scale_func = self._optimizer.scale_loss
             own = SavedUnder.of(config, self._role, self._hf.model_type, self.device)
             self._checkpointer = Checkpointer(self._model, self._optimizer, config, own)
-            groups |= {GRADS: self._gradient_tensors, OPTIMIZER: self._state_tensors}
+            groups |= {GRADS: self._gradient_tensors, OPTIMIZER: lambda: state_tensors(self._optimizer)}
         self._offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
@@ -131,18 +105,16 @@ class MegatronBackend(
         shards = self._model.cut(microbatches)
         # Megatron divides a whole update by all ranks' rows, which its auxiliary losses need; ours is divided already.
         collect = self._collect(loss, self._count_rows(shards) if is_whole else 1)
-        kept = self._model.accumulate(shards, temperature, collect, is_whole=is_whole)
-        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], microbatches)  # on all stages
-        return values, self._sum_metrics([metrics for _, metrics in kept])
+        collected = self._model.accumulate(shards, temperature, collect, is_whole=is_whole)
+        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in collected], microbatches)
+        return values, self._sum_metrics([metrics for _, metrics in collected])
 
     def complete_blocks(self, factor: float) -> None:
         self._offloader.load(PARAMS)  # which the step needs too
         self._model.complete_blocks(factor)
 
     def replayed(self) -> torch.Tensor:
-        assert self._model.replay is not None, (
-            "only the policy's micro-batches have routed experts, of a model with experts"
-        )
+        assert self._model.replay is not None, "only micro-batches of the policy have routed experts"
         return self._model.replay.counts()
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -188,10 +160,6 @@ class MegatronBackend(
     def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
         slots = self._stream.slots(bucket_bytes)
         return slots if any(rank for rank, _ in slots) else []
-
-    @property
-    def saves_in_background(self) -> bool:
-        return self._config.megatron.async_save
 
     def save(self, directory: Path) -> None:
         with self._saving():
@@ -289,24 +257,18 @@ class MegatronBackend(
         dist.all_reduce(rows, group=self._model.parallelism.dp_cp_group)
         return int(rows)
 
-    def _sum_metrics(self, kept: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _sum_metrics(self, metrics: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Returns the sums over micro-batches and data-parallel ranks, on all pipeline stages."""
         parallelism = self._model.parallelism
         sums: dict[str, float] = {}
         if parallelism.is_last_stage:
-            totals = torch.stack([torch.stack([metrics[name] for metrics in kept]).sum() for name in kept[0]])
-            sums = dict(zip(kept[0], self.reduce(totals, dist.ReduceOp.SUM).tolist(), strict=True))
+            totals = torch.stack([torch.stack([one[name] for one in metrics]).sum() for name in metrics[0]])
+            sums = dict(zip(metrics[0], self.reduce(totals, dist.ReduceOp.SUM).tolist(), strict=True))
         if self._model.config.pipeline_model_parallel_size > 1:
             sums = gather_json(sums, self.device, parallelism.pp_group)[-1]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-
-    def _parameter_tensors(self) -> Iterator[torch.Tensor]:
-        return (parameter.data for chunk in self._model.chunks for parameter in chunk.parameters())
 
     def _gradient_tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self._model.ddp_chunks():
             buffers: Any = chunk.buffers  # Megatron's own list replaces Module.buffers
             yield from (buffer.grad_data for buffer in (*buffers, *chunk.expert_parallel_buffers))
-
-    def _state_tensors(self) -> Iterator[torch.Tensor]:
-        return state_tensors(self._optimizer)

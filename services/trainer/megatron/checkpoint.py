@@ -27,17 +27,8 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.compat.megatron.state import group_of, rng_tracker
+from services.trainer.megatron import optimizer as optimizers
 from services.trainer.megatron.model import Chunk, ValueModel
-from services.trainer.megatron.optimizer import (
-    Resharding,
-    is_gathered,
-    load_pieces,
-    num_updates,
-    set_num_updates,
-    set_state,
-    shard_pieces,
-    sharded_state,
-)
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.torch_dist import Sharded, read, saved_shapes, stage, write
@@ -55,7 +46,7 @@ class SavedUnder:
 
     model_type: str
     lora_rank: int
-    resharding: Resharding
+    resharding: optimizers.Resharding
     device: str
     num_ranks: int
     sizes: dict[str, int]
@@ -113,11 +104,11 @@ class Checkpointer:
     def begin_save(self, directory: Path, *, is_copied: bool) -> Callable[[], None]:
         """Returns a function that writes the state into `directory`; if it is a copy, also from another thread."""
         self._model.parallelism.activate()
-        alive = ["model"] if is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
+        alive = ["model"] if optimizers.is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
         sharded = self._sharded(self._own.resharding, is_loading=False)
         staged = stage(sharded, copied=alive if is_copied else ())
         # The optimizer of a pipeline stage without adapters counts no updates, so take the maximum.
-        number = max(gather_json(num_updates(self._optimizer), torch.device("cpu")))
+        number = max(gather_json(optimizers.num_updates(self._optimizer), torch.device("cpu")))
 
         def write_all() -> None:
             write(staged, directory, self._writers)
@@ -143,19 +134,19 @@ class Checkpointer:
         if (saved.device, saved.num_ranks, saved.sizes) != (own.device, own.num_ranks, own.sizes):
             del sharded["rng"]
         is_by_parameter = saved.resharding == "fully_reshardable"
-        pieces = shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
+        pieces = optimizers.shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
         targets = _tensors(sharded["model"])
         loaded = read(sharded, directory, later={index: piece.wanted for index, piece in enumerate(pieces)})
         _copy_into(targets, loaded.get("model", {}))
-        set_state(self._optimizer, loaded.get("optimizer", {}), self._all_tensors())
-        load_pieces(pieces, directory)
-        set_num_updates(self._optimizer, number)
+        optimizers.set_state(self._optimizer, loaded.get("optimizer", {}), self._all_tensors())
+        optimizers.load_pieces(pieces, directory)
+        optimizers.set_num_updates(self._optimizer, number)
         if "rng" in loaded:
             _set_generators(loaded["rng"])
 
-    def _sharded(self, resharding: Resharding, *, is_loading: bool) -> Sharded:
+    def _sharded(self, resharding: optimizers.Resharding, *, is_loading: bool) -> Sharded:
         model = self._all_tensors()
-        state = sharded_state(self._optimizer, model, resharding, is_loading=is_loading)
+        state = optimizers.sharded_state(self._optimizer, model, resharding, is_loading=is_loading)
         if self._own.lora_rank:
             model = {name: shard for name, shard in model.items() if is_adapter(name)}
         return {"model": model, "optimizer": state, "rng": _generators()}

@@ -20,12 +20,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -90,7 +85,6 @@ class AdaptedLinear(AdaptedLayer):
         return (out + self._adapter(x), bias) if self.lora_is_on else (out, bias)
 
     def merged_weight(self) -> torch.Tensor:
-        """Returns this rank's W + scale * B A, without gradient."""
         merged = torch.empty_like(self.weight.detach())
         for target, part in zip(self._parts(merged), self.merged_parts(self._parts), strict=True):
             part.write(target)
@@ -144,13 +138,14 @@ class AdaptedLinear(AdaptedLayer):
         a, b = self.lora_A(), self.lora_B()
         low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
         if shape.is_column and shape.has_sequence_parallel:
-            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=shape.group)
+            gather = mappings.gather_from_sequence_parallel_region
+            low = gather(low, tensor_parallel_output_grad=True, group=shape.group)
         elif shape.is_column:
-            low = copy_to_tensor_model_parallel_region(low, group=shape.group)
+            low = mappings.copy_to_tensor_model_parallel_region(low, group=shape.group)
         elif shape.has_sequence_parallel:
-            low = reduce_scatter_to_sequence_parallel_region(low, group=shape.group)
+            low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=shape.group)
         else:
-            low = reduce_from_tensor_model_parallel_region(low, group=shape.group)
+            low = mappings.reduce_from_tensor_model_parallel_region(low, group=shape.group)
         lows = dict(zip(a, low.split([part.size(0) for part in a.values()], -1), strict=True))
         outputs = [
             F.linear(lows[part], b[part]) if part in lows else low.new_zeros(*low.shape[:-1], rows)
@@ -273,14 +268,10 @@ def adapter_part(weights: WeightMap, name: str) -> Part:
     if matrix == ("A" if is_column else "B"):
         join = lambda shards: [shards[0]] * len(names)  # noqa: E731
     else:
-        join = _join_rows if part != layer else base.join
+        join = (lambda shards: [torch.cat(list(shards))]) if part != layer else base.join
     peft_names = tuple(peft_name(name, matrix) for name in names)
     return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
 
 
 def _cut(*args: object) -> NoReturn:
     raise InternalError("adapters are not read from checkpoint names")
-
-
-def _join_rows(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.cat(list(shards))]

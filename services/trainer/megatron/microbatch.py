@@ -49,7 +49,7 @@ class MicrobatchShard:
     routed_experts: torch.Tensor | None = None
     """Experts of each token in each layer of the whole model, int32 [B, S, L, K] or [1, T, L, K], NO_EXPERT where there
     is only padding; None if the micro-batch has none."""
-    kept_MK: torch.Tensor | None = None
+    sampling_mask_MK: torch.Tensor | None = None
     """The sampling masks of the M predictions, as in Microbatch; None if the micro-batch has none."""
 
     def whole(self, values_KM: torch.Tensor, cp_group: ProcessGroup) -> torch.Tensor:
@@ -60,7 +60,7 @@ class MicrobatchShard:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows that the model computes on this CP rank, including padding."""
+        """The rows that the model computes on this CP rank, including padding."""
         return self.tokens.numel()
 
 
@@ -108,7 +108,7 @@ def _cut_microbatch(microbatch: Microbatch, cut: Cut, *, num_tokens: int, num_se
         targets_M=microbatch.targets_N[where],
         where_M=where,
         routed_experts=routed_experts,
-        kept_MK=None if microbatch.kept_NK is None else microbatch.kept_NK[where],
+        sampling_mask_MK=None if microbatch.sampling_mask_NK is None else microbatch.sampling_mask_NK[where],
     )
 
 

@@ -6,16 +6,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
@@ -42,13 +36,13 @@ class LogprobHead(ColumnParallelLinear):
     ) -> torch.Tensor:
         """Returns float32 [2, M] for the predictions on this context-parallel rank."""
         if self.sequence_parallel:
-            hidden_SBD = gather_from_sequence_parallel_region(hidden_SBD, group=self.tp_group)
+            hidden_SBD = mappings.gather_from_sequence_parallel_region(hidden_SBD, group=self.tp_group)
         else:
-            hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
+            hidden_SBD = mappings.copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
         hidden_MD = hidden_SBD.flatten(0, 1)[shard.rows_M]
         group = group_of(self.tp_group)
         shared = group if group.size() > 1 else None
-        return linear_logprobs(hidden_MD, weight_VD, shard.targets_M, temperature, shared, shard.kept_MK)
+        return linear_logprobs(hidden_MD, weight_VD, shard.targets_M, temperature, shared, shard.sampling_mask_MK)
 
 
 class ValueHead(torch.nn.Module):
@@ -64,7 +58,7 @@ class ValueHead(torch.nn.Module):
         """Returns float32 [1, M], the values on this context-parallel rank."""
         if self.sequence_parallel:
             # All ranks compute the same value from the whole, so each keeps its part of the gradient and sums nothing.
-            hidden_SBD = gather_from_sequence_parallel_region(
+            hidden_SBD = mappings.gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=False, group=self.tp_group
             )
         hidden_MD = hidden_SBD.flatten(0, 1)[shard.rows_M]
@@ -83,7 +77,6 @@ class Chunk(HiddenStateModel):
         return self._outputs(hidden, shard, temperature) if self.post_process else hidden
 
     def layers(self) -> Iterator[TransformerLayer]:
-        """Yields this chunk's transformer layers."""
         for layer in self.decoder.layers:
             assert isinstance(layer, TransformerLayer)
             yield layer
@@ -215,22 +208,18 @@ def _layer_spec(config: TransformerConfig, stage: int | None, *, is_adapted: boo
 
 def _with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
     """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names stay the same."""
-    from megatron.core.extensions.transformer_engine import (
-        TEColumnParallelLinear,
-        TELayerNormColumnParallelLinear,
-        TENorm,
-    )
+    from megatron.core.extensions import transformer_engine as te
 
     assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
-        attention = replace(parts.self_attention.submodules, linear_qkv=TEColumnParallelLinear)
+        attention = replace(parts.self_attention.submodules, linear_qkv=te.TEColumnParallelLinear)
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-        changes = {"input_layernorm": TENorm, "self_attention": replace(parts.self_attention, submodules=attention)}
-        if getattr(parts.mlp.submodules, "linear_fc1", None) is TELayerNormColumnParallelLinear:
-            dense = replace(parts.mlp.submodules, linear_fc1=TEColumnParallelLinear)
-            changes |= {"pre_mlp_layernorm": TENorm, "mlp": replace(parts.mlp, submodules=dense)}
+        changes = {"input_layernorm": te.TENorm, "self_attention": replace(parts.self_attention, submodules=attention)}
+        if getattr(parts.mlp.submodules, "linear_fc1", None) is te.TELayerNormColumnParallelLinear:
+            dense = replace(parts.mlp.submodules, linear_fc1=te.TEColumnParallelLinear)
+            changes |= {"pre_mlp_layernorm": te.TENorm, "mlp": replace(parts.mlp, submodules=dense)}
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names, **changes)))
     return replace(spec, layer_specs=layers)

@@ -28,12 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.trainer.checkpoint.agreement import gather_json
-from services.trainer.compat.megatron.state import (
-    allocate_hybrid,
-    inner_optimizers,
-    share_hybrid,
-    take_range,
-)
+from services.trainer.compat.megatron.state import allocate_hybrid, inner_optimizers, share_hybrid, take_range
 from services.trainer.megatron.settings import make, refusals
 from services.trainer.megatron.torch_dist import Sharded, load
 
@@ -64,8 +59,8 @@ def make_optimizer(
         # A checkpoint for any layout needs whole float32 weights, not remainders.
         "store_param_remainders": not config.megatron.fully_reshardable,
     }
-    given = config.megatron.optimizer_config_kwargs
-    options = make(OptimizerConfig, settings, given, "megatron.optimizer_config_kwargs")
+    overrides = config.megatron.optimizer_config_kwargs
+    options = make(OptimizerConfig, settings, overrides, "megatron.optimizer_config_kwargs")
     if options.optimizer_cpu_offload:
         _require_half_precision_on_gpu(chunks)
     with refusals("megatron.optimizer_config_kwargs"):
@@ -240,7 +235,8 @@ def _bucket_state(part: DistributedOptimizer, model: Sharded, index: int, is_loa
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter that this rank's shard overlaps. `wanted` has its whole sharded tensors as meta tensors."""
+    """A parameter that this rank's shard overlaps. `wanted` has its whole sharded tensors as meta tensors, `num_bytes`
+    is what they take after reading."""
 
     part: DistributedOptimizer
     parameter: torch.nn.Parameter
@@ -248,7 +244,6 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of `wanted` in memory after reading."""
         return len(self.wanted) * self.parameter.numel() * _BYTES_PER_NUMBER
 
 

@@ -45,7 +45,6 @@ class Parallelism:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def activate(self) -> None:
-        """Sets Megatron's globals to these groups."""
         set_groups(self._state)
 
     def shard_index(self, parameter: torch.Tensor, *, is_expert: bool) -> tuple[int, int]:
@@ -59,8 +58,3 @@ class Parallelism:
         replica = self._expert_replica if is_expert else self._replica
         is_cut = self.shard_index(parameter, is_expert=is_expert)[1] > 1
         return replica == 0 and (is_cut or (self.etp_index if is_expert else self.tp_index)[0] == 0)
-
-
-def forget_parallelism() -> None:
-    """Resets Megatron's globals to no groups. The groups exist until torch.distributed shuts down."""
-    set_groups(NO_GROUPS)

@@ -23,8 +23,7 @@ from services.trainer.updates.packing import Microbatch
 
 
 class Replay:
-    """Makes the layers of a rank's chunks, all of which have experts, compute with the routed experts of
-    micro-batches."""
+    """Makes the layers of a rank's chunks, all with experts, compute with the routed experts of micro-batches."""
 
     def __init__(self, chunks: list[Chunk], tp_group: dist.ProcessGroup, device: torch.device):
         self._layers = {
@@ -53,8 +52,7 @@ class Replay:
         return counts_2 if self._is_cut else counts_2 / self._tp_size  # uncut rows are the same on all TP ranks
 
 
-# Takes a micro-batch and the outputs [K, N] at its predictions; returns a value for the schedule to
-# collect.
+# Takes a micro-batch and the outputs [K, N] at its predictions; returns a value for the schedule to collect.
 Collect = Callable[[MicrobatchShard, torch.Tensor], Any]
 
 
@@ -64,7 +62,6 @@ class MegatronModel:
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
         self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
         self.replay: Replay | None = None
-        """Set by `enable_router_replay`."""
         self._cut = Cut(
             cp_size=config.context_parallel_size,
             cp_rank=dist.get_rank(parallelism.cp_group),
@@ -76,7 +73,6 @@ class MegatronModel:
         )
 
     def cut(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchShard]:
-        """Returns this rank's shards of the micro-batches."""
         sizes = least_sizes(microbatches, self._cut)
         if self._gathers_tokens:  # so every rank must have the same number
             device = microbatches[0].tokens_T.device
@@ -88,8 +84,6 @@ class MegatronModel:
         return cut_microbatches(microbatches, self._cut, sizes)
 
     def enable_router_replay(self) -> None:
-        """Makes the layers, all of which have experts, compute with the routed experts of micro-batches that have
-        them."""
         device = next(self.chunks[0].parameters()).device
         self.replay = Replay(self.bare_chunks(), self.parallelism.tp_group, device)
 
@@ -106,15 +100,15 @@ class MegatronModel:
         """Runs forward and backward of all micro-batches in Megatron's schedule.
 
         `collect` returns the loss, the number of tokens by which the gradient of a whole update will be divided, and a
-        value to keep. Otherwise no number divides it, and each rank adds to its own gradients, which `complete_blocks`
-        sums. Returns the kept values on the last pipeline stage, and an empty list elsewhere.
+        value to return. Otherwise no number divides it, and each rank adds to its own gradients, which
+        `complete_blocks` sums. Returns these values on the last pipeline stage, and an empty list elsewhere.
         """
         with contextlib.nullcontext() if is_whole else self._without_reduction():
             return self._run(shards, temperature, collect, is_forward_only=False)
 
     @contextlib.contextmanager
     def _without_reduction(self) -> Iterator[None]:
-        held = self.config.finalize_model_grads_func, self.config.no_sync_func
+        saved = self.config.finalize_model_grads_func, self.config.no_sync_func
         with contextlib.ExitStack() as stack:
             for chunk in self.ddp_chunks():
                 stack.enter_context(chunk.no_sync())  # the schedule's own lets the last micro-batch be reduced
@@ -122,7 +116,7 @@ class MegatronModel:
             try:
                 yield
             finally:
-                self.config.finalize_model_grads_func, self.config.no_sync_func = held
+                self.config.finalize_model_grads_func, self.config.no_sync_func = saved
 
     def complete_blocks(self, factor: float) -> None:
         """Sums the gradients of all blocks over the ranks, and multiplies them by `factor`."""
@@ -157,10 +151,9 @@ class MegatronModel:
         iterators = [iter(shards) for _ in self.chunks]
         if self.replay:
             self.replay.model.begin()
-        kept = get_forward_backward_func()(
-            forward_step_func=functools.partial(
-                _forward_step, temperature=temperature, collect=collect, replay=self.replay
-            ),
+        step = functools.partial(_forward_step, temperature=temperature, collect=collect, replay=self.replay)
+        collected = get_forward_backward_func()(
+            forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(shards),
@@ -171,7 +164,7 @@ class MegatronModel:
         )
         if self.replay:
             self.replay.model.end()
-        return kept
+        return collected
 
     def close(self) -> None:
         """Frees the memory of the chunks and their references to process groups."""
@@ -180,7 +173,6 @@ class MegatronModel:
         self.chunks.clear()
 
     def bare_chunks(self) -> list[Chunk]:
-        """Returns the chunks without their wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
     def ddp_chunks(self) -> list[DistributedDataParallel]:

@@ -76,8 +76,8 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
         # On a GPU it is Megatron's default.
         **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
     }
-    given = megatron.transformer_config_kwargs
-    config = make(TransformerConfig, settings, given, "megatron.transformer_config_kwargs")
+    overrides = megatron.transformer_config_kwargs
+    config = make(TransformerConfig, settings, overrides, "megatron.transformer_config_kwargs")
     if config.moe_z_loss_coeff is not None:
         # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
         # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
@@ -140,19 +140,17 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
 
 def _moe_settings(megatron: MegatronConfig) -> dict[str, object]:
     moe = megatron.moe
-    overrides = {
-        "moe_router_score_function": moe.router_score_function,
-        "moe_router_enable_expert_bias": moe.router_enable_expert_bias,
-    }
-    return {
+    settings = {
         "moe_grouped_gemm": moe.grouped_gemm,
         # Megatron's own all-gather refuses sequences of variable length, so another takes the place of this one.
         "moe_token_dispatcher_type": "flex" if moe.token_dispatcher_type == "flex" else "alltoall",
         "moe_router_load_balancing_type": moe.load_balancing_type,
         "moe_aux_loss_coeff": moe.aux_loss_coeff * _router_ranks(megatron),
         "moe_router_dtype": moe.router_dtype,
-        **{name: value for name, value in overrides.items() if value is not None},
+        "moe_router_score_function": moe.router_score_function,
+        "moe_router_enable_expert_bias": moe.router_enable_expert_bias,
     }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _router_ranks(megatron: MegatronConfig) -> int:
@@ -178,16 +176,16 @@ def _recompute_settings(trainer: TrainerConfig, megatron: MegatronConfig) -> dic
     }
 
 
-def make(cls: type[Settings], settings: Mapping[str, object], given: Mapping[str, object], field: str) -> Settings:
-    """Returns `cls(**settings)`, in which the user's `given` values, of the config's `field`, override `settings`."""
+def make(cls: type[Settings], settings: Mapping[str, object], overrides: Mapping[str, object], field: str) -> Settings:
+    """Returns `cls(**settings)`, with the user's `overrides`, of the config's `field`, in place of `settings`."""
     known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-    for key in given:
+    for key in overrides:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise _refusal(f"{field}.{key}", f"not a field of {cls.__module__}.{cls.__qualname__}{hint}")
     with refusals(field):
-        return cls(**{**settings, **{key: _typed(key, value, field) for key, value in given.items()}})
+        return cls(**{**settings, **{key: _typed(key, value, field) for key, value in overrides.items()}})
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ _RUN_BYTES = 64 << 20
 _SMALL = 256
 _EMPTY = torch.empty(0)
 
-Streamed = Iterator[tuple[str, torch.Tensor]]
 Slot = tuple[int, Sequence[int]]
 """A sender's rank, and the indices of the consecutive runs that it sends."""
 
@@ -40,7 +39,7 @@ class Entry:
 
     @cached_property  # every publication reads it for many thousand experts
     def num_bytes(self) -> int:
-        """Returns the bytes of one shard."""
+        """Of one shard."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -82,33 +81,27 @@ class WeightStream:
         so that several ranks gather and pack at the same time, and tensors on only one rank are not gathered. Small
         runs stay in the slot before them.
         """
-        slots = self._slots(bucket_bytes)
+        slots = _deal(self._runs, self._names, bucket_bytes)
         return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in slots]
 
     def to_senders(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
         """Yields this rank's whole tensors of each round of `slots`. All ranks must finish all rounds."""
-        for together in take_together((slot[0], slot) for slot in self._slots(bucket_bytes)):
+        for together in take_together((slot[0], slot) for slot in _deal(self._runs, self._names, bucket_bytes)):
             streamed = self._gather(together, spans=True)
             yield streamed
             for _ in streamed:
                 pass
 
-    def to_first(self) -> Streamed:
+    def to_first(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all whole tensors on rank 0, and as many empty ones, at the same times, on other ranks."""
-        return cast(Streamed, self._to_first(spans=False))
+        return cast(Iterator[tuple[str, torch.Tensor]], self.spans_to_first(spans=False))
 
-    def spans_to_first(self) -> Iterator[Item]:
+    def spans_to_first(self, *, spans: bool = True) -> Iterator[Item]:
         """Does the same, but tensors that are neighbors in the memory of rank 0 come together."""
-        return self._to_first(spans=True)
-
-    def _to_first(self, *, spans: bool) -> Iterator[Item]:
         for index in range(len(self._runs)):
             yield from self._gather([(0, [index])], spans=spans)
             if self._rank != 0:
                 yield from ((name, _EMPTY) for name in self._names[index])
-
-    def _slots(self, bucket_bytes: int) -> Iterator[Slot]:
-        return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
 
     def _gather(self, slots: Sequence[Slot], *, spans: bool) -> Iterator[Item]:
         """Yields this rank's slot, run by run. All slots advance together, so each rank sends and receives at once."""
@@ -233,13 +226,13 @@ def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
     return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
 
 
-def _deal(runs: Sequence[Sequence[Entry]], num_tensors: Sequence[int], bucket_bytes: int) -> Iterator[Slot]:
+def _deal(runs: Sequence[Sequence[Entry]], names: Sequence[Sequence[str]], bucket_bytes: int) -> Iterator[Slot]:
     """Yields slots of at most one bucket, or of one larger run. The next sender is the holder that has sent least."""
     sent: Counter[int] = Counter()
     sender, indices, in_slot = 0, [], 0
-    for index, (run, count) in enumerate(zip(runs, num_tensors, strict=True)):
+    for index, (run, names_of_run) in enumerate(zip(runs, names, strict=True)):
         holders = run[0].holders
-        num_bytes = len(holders) * sum(entry.num_bytes for entry in run) + count * ALIGN_BYTES
+        num_bytes = len(holders) * sum(entry.num_bytes for entry in run) + len(names_of_run) * ALIGN_BYTES
         is_foreign = sender not in holders and num_bytes > bucket_bytes // _SMALL
         if is_foreign or in_slot + num_bytes > bucket_bytes:
             if indices:

@@ -18,10 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, m
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
@@ -95,11 +92,11 @@ def read(
 
 def load(sharded: Sharded, directory: Path) -> Sharded:
     """Does what `read` does, without its checks. Meta tensors are loaded into new host memory. All ranks call it."""
-    tensors, kept, factories = load_preprocess(sharded)
+    tensors, others, factories = load_preprocess(sharded)
     dict_list_map_inplace(lambda shard: shard.without_data() if shard.data.is_meta else shard, tensors)
     with typed_errors(directory, done="read"):
         loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
-    merge(loaded, kept)
+    merge(loaded, others)
     assert isinstance(factories, dict)  # because `sharded` is
     return apply_factory_merges(loaded, factories)
 

@@ -168,7 +168,6 @@ class WeightMap:
 
 
 def _cat(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Concatenates the shards; does not copy a single one."""
     return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
 
 

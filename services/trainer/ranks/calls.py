@@ -15,7 +15,7 @@ import json
 import logging
 import socket
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,12 +33,11 @@ log = logging.getLogger(__name__)
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
-def memory_advice(error: BaseException, role: str) -> str:
+def out_of_memory_hint(error: BaseException, role: str) -> str:
     """Returns what to change after an out-of-memory error in a command of `role`; "" after any other error."""
     import torch  # late: commands and their answers need no torch otherwise
 
-    is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error)
-    if not is_memory:
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and _CPU_ALLOCATOR not in str(error):
         return ""
     section = "trainer" if role == "policy" else role
     return (
@@ -63,7 +62,7 @@ Phase = Callable[[str, str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Message:
-    """Holds a command or an answer: a body of JSON values, and frames of bytes."""
+    """A command or an answer: a body of JSON values, and frames of bytes."""
 
     body: dict[str, Any]
     frames: Sequence[bytes] = field(default=())
@@ -87,12 +86,6 @@ def rank_command(method: Marked) -> Marked:
     """Allows rank 0 to call this method of a worker on every rank."""
     setattr(method, _MARK, True)
     return method
-
-
-def commands_of(worker: object) -> Mapping[str, Command]:
-    """Returns the methods of `worker` that `@rank_command` declares, by name."""
-    names = {name for cls in type(worker).__mro__ for name, member in vars(cls).items() if hasattr(member, _MARK)}
-    return {name: getattr(worker, name) for name in names}
 
 
 class Ranks:
@@ -149,7 +142,6 @@ class Ranks:
 
     @property
     def num_hosts(self) -> int:
-        """Returns the number of hosts that the ranks run on."""
         return len({host for _, host in self._connections.values()})
 
     async def end(self) -> None:
@@ -160,7 +152,6 @@ class Ranks:
         zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all messages are sent
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Waits until a rank is lost, and then ends the trainer."""
         lost = None
         while lost is None:  # ignores connections that are not a rank's
             lost = self._connections.get((await recv_monitor_message(monitor))["value"])
@@ -216,7 +207,9 @@ class Ranks:
                 if error := answer.body.get("error"):
                     errors.append(await self._typed(name, error))
         if errors:  # in order of arrival; EPOCH_ABORTED comes last, because it is what another rank's error causes
-            raise _rebuild(min(errors, key=lambda error: error["reason"] == Reason.EPOCH_ABORTED.value))
+            error = min(errors, key=lambda error: error["reason"] == Reason.EPOCH_ABORTED.value)
+            cls = next(cls for cls in ERROR_CLASSES if cls.__name__ == error["class"])
+            raise cls(error["message"], reason=Reason(error["reason"]), **error["metadata"])
         return [answers[rank] for rank in range(self.num_ranks)]
 
     async def _received(self, timeout_s: float | None) -> list[bytes] | None:
@@ -251,7 +244,8 @@ def follow(rank: int, address: RanksAddress, worker: object) -> bool:
     Returns:
         True if rank 0 ended the trainer; False if it was lost, and the process should exit with an error.
     """
-    commands = commands_of(worker)
+    names = [name for name in dir(type(worker)) if hasattr(getattr(type(worker), name), _MARK)]
+    commands: dict[str, Command] = {name: getattr(worker, name) for name in names}
     with connect(rank, address) as (connection, lost):
         while True:
             zmq.select([connection, lost], [], [])
@@ -270,7 +264,8 @@ def follow(rank: int, address: RanksAddress, worker: object) -> bool:
                 answer = (commands[name](**message.body["arguments"], **frames) or Message({})).pack()
             except LockstepError as error:
                 log.warning("rank %d: %s: %s", rank, name, error.message)
-                answer = _typed_answer(error).pack()
+                content = {"reason": error.reason.value, "message": error.message, "metadata": error.metadata}
+                answer = Message({"error": {"class": type(error).__name__, **content}}).pack()
             except BaseException as error:  # rank 0 waits for an answer, and some of torch's errors are no Exception
                 log.exception("rank %d failed in %s", rank, name)
                 role = str(message.body["arguments"].get("role", "policy"))
@@ -278,15 +273,10 @@ def follow(rank: int, address: RanksAddress, worker: object) -> bool:
             connection.send_multipart([call_id, *answer])
 
 
-def _typed_answer(error: LockstepError) -> Message:
-    content = {"reason": error.reason.value, "message": error.message, "metadata": error.metadata}
-    return Message({"error": {"class": type(error).__name__, **content}})
-
-
 def _untyped_answer(rank: int, error: BaseException, role: str) -> Message:
     """Returns the answer that ends the trainer: an error without a class, with rank, host and traceback."""
     host, trace = socket.gethostname(), "".join(traceback.format_exception(error, limit=-8))
-    message = f"rank {rank} on {host}: {type(error).__name__}: {error}{memory_advice(error, role)}"
+    message = f"rank {rank} on {host}: {type(error).__name__}: {error}{out_of_memory_hint(error, role)}"
     metadata = {"rank": str(rank), "host": host, "traceback": trace}
     return Message({"error": {"class": None, "message": message, "metadata": metadata}})
 
@@ -295,8 +285,3 @@ def _retrieve(answering: asyncio.Task[list[Message]]) -> None:
     """Retrieves the error, which asyncio would log if the call was canceled. The ranks have logged it."""
     if not answering.cancelled():
         answering.exception()
-
-
-def _rebuild(error: dict[str, Any]) -> LockstepError:
-    cls = next(cls for cls in ERROR_CLASSES if cls.__name__ == error["class"])
-    return cls(error["message"], reason=Reason(error["reason"]), **error["metadata"])

@@ -8,7 +8,8 @@ import torch
 
 from services.common.errors import Overloaded, Reason
 from services.common.memory import DeviceState, changed, device_state, gib
-from services.trainer.backend import Backend, Offloads, Part, Role
+from services.trainer.backend import Backend, Role
+from services.trainer.offload import Part
 from services.trainer.ranks.calls import Message, rank_command
 
 
@@ -24,7 +25,7 @@ class MemoryCommands:
         all."""
         begin, before = time.perf_counter(), self._device_state()
         self._synchronize()  # no kernel or collective in the background may use what leaves
-        for part, backend in itertools.product(model_parts, self._offloading(roles)):
+        for part, backend in itertools.product(model_parts, self._backends_of(roles)):
             if not 0 < least_free_bytes <= self._device_state()["device_free_bytes"]:
                 backend.release([Part(part)])
         return self._answer(before, begin)
@@ -37,8 +38,8 @@ class MemoryCommands:
             Overloaded: OUT_OF_MEMORY, the device has too little. Nothing was moved.
         """
         begin, before = time.perf_counter(), self._device_state()
-        wanted, backends = [Part(part) for part in model_parts], self._offloading(roles)
-        needed = sum(backend.needed_bytes(wanted) for backend in backends)
+        parts, backends = [Part(part) for part in model_parts], self._backends_of(roles)
+        needed = sum(backend.needed_bytes(parts) for backend in backends)
         if self._device.type == "cuda" and needed > before["device_free_bytes"]:
             raise Overloaded(
                 f"the trainer needs {gib(needed)} for {' and '.join(model_parts)} of {', '.join(roles)}, but "
@@ -49,12 +50,11 @@ class MemoryCommands:
                 free_bytes=before["device_free_bytes"],
             )
         for backend in backends:
-            backend.acquire(wanted)
+            backend.acquire(parts)
         return self._answer(before, begin)
 
-    def _offloading(self, roles: Sequence[str]) -> list[Offloads]:
-        backends = [self._backends[Role(role)] for role in roles]
-        return [backend for backend in backends if isinstance(backend, Offloads)]
+    def _backends_of(self, roles: Sequence[str]) -> list[Backend]:
+        return [self._backends[Role(role)] for role in roles]
 
     def _answer(self, before: DeviceState, begin: float) -> Message:
         self._synchronize()
@@ -62,17 +62,15 @@ class MemoryCommands:
         return Message({}, [changed(before, after, time.perf_counter() - begin).SerializeToString()])
 
     def _device_state(self) -> DeviceState:
-        backends = self._offloading(list(self._backends))
         return_free_memory(self._device)  # or it would not be free for others
         if self._device.type == "cuda":
             resident = torch.cuda.memory_reserved(self._device)
         else:
-            resident = sum(backend.device_bytes() for backend in backends)
-        host = sum(backend.host_bytes() for backend in backends)
+            resident = sum(backend.device_bytes() for backend in self._backends.values())
+        host = sum(backend.host_bytes() for backend in self._backends.values())
         return device_state(self._device, resident_bytes=resident, host_bytes=host)
 
     def _synchronize(self) -> None:
-        """Waits for all kernels and their errors."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -92,6 +90,5 @@ def reserve_workspaces(device: torch.device) -> None:
 
 
 def return_free_memory(device: torch.device) -> None:
-    """Gives memory that torch keeps, but that holds nothing, back to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ SendingMember = WeightGroup | PairSender
 
 @dataclass(frozen=True)
 class Publication:
-    """Describes a finished publication, as one sender saw it."""
+    """A finished publication, as one sender saw it."""
 
     digest: str
     """The digest of everything that all senders sent. Only the first sender has it; it is empty on the others."""
@@ -90,7 +90,7 @@ def send(
 
 
 def highest_cost(costs: Sequence[dict[str, Any]]) -> PublicationCost:
-    """Returns the largest of each cost over the senders, which work at the same time."""
+    """Returns the largest of each cost, since the senders work at the same time."""
     return PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 
 

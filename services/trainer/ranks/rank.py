@@ -22,12 +22,6 @@ from services.trainer.ranks.worker import Worker
 from services.trainer.servicer import NAME, TrainerServicer
 
 
-def _join_torchrun() -> tuple[dist.Store, int, int]:
-    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
-        use_interface_to(os.environ["MASTER_ADDR"])
-    return next(dist.rendezvous("env://"))
-
-
 def _device(threads_per_rank: int | None) -> torch.device:
     # torchrun sets one thread per rank, but an optimizer on CPU needs its share of the cores, even on a host with GPUs.
     num_cores, num_ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -44,23 +38,21 @@ async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
 
     If `threads_per_rank` is None, this host's cores are divided equally among its ranks.
     """
-    store, rank, world_size = _join_torchrun()
+    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+        use_interface_to(os.environ["MASTER_ADDR"])
+    store, rank, world_size = next(dist.rendezvous("env://"))
     worker = Worker(store, rank, world_size, _device(threads_per_rank))
     if rank > 0:
-        code = _follow_commands(rank, store, worker)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # torchrun signals all ranks. Only rank 0 reacts; it may need the others to shut down, so they end after it.
+            signal.signal(number, signal.SIG_IGN)
+        code = 0 if follow(rank, RanksAddress.unpack(store.get("lockstep/ranks")), worker) else 1
     else:
         code = await _serve(options, worker, store, world_size)
-    logging.shutdown()
+    logging.shutdown()  # os._exit flushes nothing
     # os._exit, because a thread may be stuck in a collective that no rank will answer. When this process exits, its
     # launcher ends the other ranks.
     os._exit(code)
-
-
-def _follow_commands(rank: int, store: dist.Store, worker: Worker) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # torchrun signals all ranks. Only rank 0 reacts; it may need the others to shut down, so they end after it.
-        signal.signal(number, signal.SIG_IGN)
-    return 0 if follow(rank, RanksAddress.unpack(store.get("lockstep/ranks")), worker) else 1
 
 
 async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world_size: int) -> int:

@@ -26,24 +26,24 @@ _HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
 
 @dataclass(frozen=True)
 class RanksAddress:
-    """Holds the address on which rank 0 listens for its ranks, and the key that they need to connect."""
+    """The address on which rank 0 listens for its ranks, and the key that they need to connect."""
 
     url: str
     key: str = field(repr=False)
 
     def pack(self) -> str:
-        """Returns the address as JSON, for the store where the ranks meet."""
+        """Returns JSON, for the store where the ranks meet."""
         return json.dumps(asdict(self))
 
     @classmethod
     def unpack(cls, packed: str | bytes) -> "RanksAddress":
-        """Returns the address that `pack` packed."""
         return cls(**json.loads(packed))
 
 
 def listen(host: str) -> tuple[zmq.asyncio.Socket, RanksAddress]:
     """Returns rank 0's socket, which listens on a free port of `host`, and its address with a new key."""
     listener = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    # Otherwise a message to a rank that is gone would be dropped without an error.
     listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
     listener.setsockopt(zmq.LINGER, 0)
     listener.setsockopt(zmq.SNDHWM, 0)  # no limit, so that sending never waits

@@ -26,15 +26,9 @@ from services.common.files.storage import storage_error, writing
 from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
-from services.trainer.backend import Adapters, Backend, BackgroundSaves, PublishesSpans, Role, SeveralSenders
+from services.trainer.backend import Backend, Role
+from services.trainer.checkpoint import export as exports
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.checkpoint.export import (
-    adapter_config,
-    export_adapter,
-    export_hugging_face,
-    served_card,
-    tokenizer_card,
-)
 from services.trainer.checkpoint.torch_writer import in_background
 from services.trainer.losses import Totals
 from services.trainer.losses.kinds import require_importable
@@ -54,7 +48,7 @@ CONFIGS: dict[Role, type[TrainerConfig]] = {
 
 
 class Worker(MemoryCommands):
-    """Holds one rank's backend of each role and, if the rank sends weights, its membership in the weight group."""
+    """One rank's backend of each role and, if the rank sends weights, its membership in the weight group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -106,10 +100,8 @@ class Worker(MemoryCommands):
         return_free_memory(self._device)  # of loading; what a step takes first would stay in the middle of it
         frames = []
         if role is Role.POLICY:
-            self._model_path, self._routed_experts = (
-                model_path,
-                routed_experts_shape((Path(model_path) / "config.json").read_bytes()),
-            )
+            self._model_path = model_path
+            self._routed_experts = routed_experts_shape((Path(model_path) / "config.json").read_bytes())
             self._profiler, self._num_updates = Profiler(config.profiler, self._rank), 0
             self._plan, self._base_sums = self._make_plan(bucket_bytes), None
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
@@ -135,14 +127,12 @@ class Worker(MemoryCommands):
     @rank_command
     def forward(self, *, role: str, microbatches: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
         """Returns log-probabilities and entropy, or a critic's values, of this rank's samples in their order."""
-        held = self._microbatches(batches.decode(frames), microbatches)
-        outputs = self._forward_of(Role(role))(held, temperature)
+        scored = self._microbatches(batches.decode(frames), microbatches)
+        outputs = self._forward_of(Role(role))(scored, temperature)
         columns = {}
         for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
-            rows = [
-                row for microbatch, out in zip(held, outputs, strict=True) for row in microbatch.per_sample(out[index])
-            ]
-            columns[name] = pa.array(rows, pa.list_(pa.float32()))
+            rows = [one.per_sample(out[index]) for one, out in zip(scored, outputs, strict=True)]
+            columns[name] = pa.array(itertools.chain(*rows), pa.list_(pa.float32()))
         return Message({}, list(batches.encode(pa.table(columns))))
 
     @rank_command
@@ -185,8 +175,7 @@ class Worker(MemoryCommands):
         """Discards the gradients of the update whose blocks were arriving, if there is one."""
         if role == Role.POLICY:
             self._profiled.close()
-        update = self._updates.pop(Role(role), None)
-        if update is not None:
+        if update := self._updates.pop(Role(role), None):
             update.drop()
 
     @rank_command
@@ -231,15 +220,13 @@ class Worker(MemoryCommands):
         return Message(asdict(publication))
 
     def leave(self) -> None:
-        """Leaves the epoch, if this rank has joined one."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
     def kill_epoch(self) -> None:
         """Makes all members of the current epoch give up. Other threads may call this."""
-        group = self._group
-        if group is not None:
+        if (group := self._group) is not None:  # once: the thread of `leave` may set it to None
             group.kill()
 
     @rank_command
@@ -251,7 +238,7 @@ class Worker(MemoryCommands):
         self._end_of_save()
         final, backend = Path(path), self._open(Role(role))
         directory = checkpoint.staging(final) / "state"
-        if isinstance(backend, BackgroundSaves) and backend.saves_in_background:
+        if backend.saves_in_background:
             write = backend.begin_save(directory)
             self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
             return Message({})
@@ -275,7 +262,7 @@ class Worker(MemoryCommands):
         subdirectory `adapter` gets the adapters alone, with the tokenizer.
         """
         weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
-        adapter = self._adapters().adapter() if lora.rank else ()
+        adapter = self._open().adapter() if lora.rank else ()
         if self._rank != 0:
             _exhaust(weights)
             _exhaust(adapter)
@@ -283,11 +270,11 @@ class Worker(MemoryCommands):
         final = Path(path)
         partial = checkpoint.staging(final)
         try:
-            card = served_card(read_model_card(self._model_path), files or {})
-            num_bytes = export_hugging_face(weights, card, partial)
+            card = exports.served_card(read_model_card(self._model_path), files or {})
+            num_bytes = exports.export_hugging_face(weights, card, partial)
             if lora.rank:
-                num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
-                write_model_card(tokenizer_card(card), partial / "adapter")
+                num_bytes += exports.export_adapter(adapter, lora, self._model_path, partial / "adapter")
+                write_model_card(exports.tokenizer_card(card), partial / "adapter")
             checkpoint.finish_export(final)
         except OSError as error:
             _exhaust(weights)  # the other ranks take part to the end
@@ -304,24 +291,22 @@ class Worker(MemoryCommands):
         backend, lora = self._open(), self._configs[Role.POLICY].lora
         base = backend.weight_specs()
         if not lora.published_rank:
-            slots = backend.sender_slots(bucket_bytes) if isinstance(backend, SeveralSenders) else []
+            slots = backend.sender_slots(bucket_bytes)
             self._members = sorted({0, *(rank for rank, _ in slots)})
             numbered = [(self._members.index(rank), num_tensors) for rank, num_tensors in slots]
             return Plan.of(base, bucket_bytes=bucket_bytes, slots=numbered)
         self._members = [0]
-        adapter = self._adapters().adapter_specs()
-        config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
+        adapter = backend.adapter_specs()
+        config_json = json.dumps(exports.adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
     def _published(self, plan: Plan, *, skips_base: bool) -> Items | Iterator[Items]:
         backend = self._open()
         if plan.num_senders > 1:
-            assert isinstance(backend, SeveralSenders), "only such a backend makes plans of several senders"
             return backend.sent_weights(plan.message.bucket_bytes)
         if not plan.has_adapter:
-            return backend.spans() if isinstance(backend, PublishesSpans) else backend.weights()
-        adapters = self._adapters()
-        return itertools.chain(() if skips_base else adapters.base(), adapters.adapter())
+            return backend.spans()
+        return itertools.chain(() if skips_base else backend.base(), backend.adapter())
 
     def _complete(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         if self._rank != 0:
@@ -345,15 +330,10 @@ class Worker(MemoryCommands):
         assert self._plan is not None, "open creates the plan with the policy"
         return self._plan
 
-    def _adapters(self) -> Adapters:
-        backend = self._open()
-        assert isinstance(backend, Adapters), "only such a backend accepts a config with adapters"
-        return backend
-
     def _forward_of(self, role: Role) -> Callable[[Sequence[Microbatch], float], list[torch.Tensor]]:
         """Returns a role's forward. For a reference that is not open it is the base of a policy with adapters."""
         is_base = role is Role.REFERENCE and role not in self._backends and self._configs[Role.POLICY].lora.rank
-        return self._adapters().forward_base if is_base else self._open(role).forward
+        return self._open().forward_base if is_base else self._open(role).forward
 
     def _close_role(self, role: Role) -> None:
         if role is Role.POLICY:
@@ -369,7 +349,8 @@ class Worker(MemoryCommands):
 
     def _start_process_group(self, timeout: timedelta) -> None:
         self._num_groups += 1
-        store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)
+        store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)  # which has an earlier group's keys still
+        # With GPUs gloo too: ranks tell each other JSON in host memory (checkpoint/agreement.py).
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
 

@@ -5,7 +5,6 @@ log-probabilities are recomputed, else on the first mini-batch, because the trai
 come from a policy that has already been updated.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +12,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from services.common.config.loss import LossConfig
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import InternalError, LockstepError, PreconditionFailed, Reason
-from services.trainer.backend import Backend, LossFunction, ReplaysRouting
+from services.trainer.backend import Backend, LossFunction
 from services.trainer.losses import Totals, explained_variance, policy_loss, value_loss
 from services.trainer.losses.kinds import covariance, covariance_sums
 from services.trainer.updates.optim import learning_rate, weight_decay
@@ -46,7 +44,7 @@ class BatchUpdate:
         self._is_one_block, self._is_compared = is_one_block, config.loss.is_sampled
         self._kept: dict[int, list[Microbatch]] = {}  # number of a mini-batch -> this rank's micro-batches
         self._sums: dict[str, float] = {}
-        self._diffs, self._replayed = LogprobDiffs(), Replayed()
+        self._diffs, self._replayed = LogprobDiffs(backend.device), Replayed()
         backend.discard_gradients()
 
     def add(self, microbatches: Sequence[Microbatch], minibatch: int) -> None:
@@ -82,7 +80,6 @@ class BatchUpdate:
         return self._named(means_of(metrics)) | diff | self._replayed.metrics()
 
     def drop(self) -> None:
-        """Discards the gradients."""
         self._backend.discard_gradients()
 
     @property
@@ -120,7 +117,17 @@ class BatchUpdate:
         return outputs
 
     def _loss(self, totals: Totals) -> LossFunction:
-        return functools.partial(_policy_loss, config=self._config.loss, totals=totals)
+        config = self._config.loss
+
+        def loss(outputs_2N: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            # A recomputed old_logprobs column takes precedence. Otherwise the old policy is the engine's or the policy
+            # itself, for which the ratio is exactly 1.
+            is_engine = config.old_logprobs == "engine"
+            old_N = microbatch.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
+            columns = {"old_logprobs": old_N, **microbatch.columns}
+            return policy_loss(outputs_2N, columns, microbatch.completion_lengths, totals, config)
+
+        return loss
 
     def _set_covariance(self, microbatches: Sequence[Microbatch], totals: Totals) -> None:
         means_2 = self._backend.reduce(
@@ -131,21 +138,61 @@ class BatchUpdate:
             microbatch.columns["covariance"] = covariance(microbatch.columns, means_2)
 
     def _require_agreement(self, totals: Sequence[Totals]) -> dict[str, float]:
+        """Returns the difference between engine and trainer on the trained tokens of all ranks, if it is measured.
+
+        Raises:
+            PreconditionFailed: The mean difference is above the config's limit or, with a lag, the effective sample
+                size is below its limit. The gradients are discarded.
+        """
         if not self._is_compared:
             return {}
         compared = totals if self._recomputes_old else totals[:1]
-        num_tokens = sum(minibatch.num_tokens for minibatch in compared)
-        return require_agreement(self._backend, self._diffs, num_tokens, self._config)
+        metrics = self._diffs.metrics(self._backend, sum(minibatch.num_tokens for minibatch in compared))
+        mean, ess, config = metrics["logprob_diff_mean"], metrics["logprob_diff_ess"], self._config
+        if not mean <= config.max_logprob_diff:  # "not <=" so that NaN is rejected too
+            self._backend.discard_gradients()
+            raise PreconditionFailed(
+                f"the engine and the trainer disagree: their log-probabilities differ by {mean:.4g} on average, more "
+                f"than trainer.max_logprob_diff {config.max_logprob_diff:g}; nothing was applied",
+                reason=Reason.LOGPROB_DIFF,
+                **metrics,
+            )
+        if config.lag.versions and not ess >= config.lag.min_ess:
+            self._backend.discard_gradients()
+            raise PreconditionFailed(
+                f"the effective sample size of the importance weights is {ess:.4g} of the tokens, less than "
+                f"trainer.lag.min_ess {config.lag.min_ess:g}: the policy has moved too far from the weights that were "
+                "sampled; nothing was applied",
+                reason=Reason.LOW_ESS,
+                **metrics,
+            )
+        return metrics
 
     def _apply_gradient(self, totals: Totals, number: int) -> dict[str, float]:
-        """Applies the gradient of a mini-batch as update `number`, counted over the run. Returns its metrics."""
+        """Applies the gradient of a mini-batch as update `number`, counted over the run.
+
+        Returns its metrics, with the gradient's norm, and whether it was skipped because this is not finite.
+
+        Raises:
+            PreconditionFailed: NONFINITE_GRADIENT, it is not finite and `optim.on_nonfinite` is fail. It was not
+                applied.
+        """
         means, self._sums = self._sums, {}
         if not self._is_one_block:
             is_token_mean = self._config.loss.aggregation == "token_mean"
             count = totals.num_tokens if is_token_mean else totals.num_sequences
             self._backend.complete_blocks(1 / count)
             means = {name: value / (count if name in _LOSSES else totals.num_tokens) for name, value in means.items()}
-        return self._shown(means) | _apply_gradient(self._backend, self._config, number)
+        optim = self._config.optim
+        lr = learning_rate(optim, number)
+        norm = self._backend.step(lr, weight_decay(optim, number))
+        if not math.isfinite(norm) and optim.on_nonfinite == "fail":
+            raise PreconditionFailed(
+                f"the gradient of update {number} has norm {norm} and was not applied; look at the samples of this "
+                "step, lower optim.lr, or set optim.on_nonfinite to skip",
+                reason=Reason.NONFINITE_GRADIENT,
+            )
+        return self._shown(means) | {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
     def _shown(self, means: dict[str, float]) -> dict[str, float]:
         """Returns the metrics of an update, given the means over its mini-batch."""
@@ -167,8 +214,8 @@ class CriticUpdate(BatchUpdate):
         return lambda outputs_1N, microbatch: value_loss(outputs_1N[0], microbatch.columns, totals, self._value_loss)
 
     def _shown(self, means: dict[str, float]) -> dict[str, float]:
-        kept = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
-        return kept | {"explained_variance": explained_variance(means)}
+        shown = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
+        return shown | {"explained_variance": explained_variance(means)}
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return {f"critic_{name}": value for name, value in metrics.items()}
@@ -208,106 +255,43 @@ def _set_old(microbatches: Sequence[Microbatch], outputs: Sequence[torch.Tensor]
         microbatch.columns["old_logprobs"] = outputs_2N[0].detach()
 
 
-def _apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict[str, float]:
-    """Applies the accumulated gradient as update `number`, counted over the run.
-
-    Returns its norm and learning rate, and whether it was skipped because it is not finite.
-
-    Raises:
-        PreconditionFailed: NONFINITE_GRADIENT, it is not finite and `optim.on_nonfinite` is fail. It was not applied.
-    """
-    lr = learning_rate(config.optim, number)
-    norm = backend.step(lr, weight_decay(config.optim, number))
-    if not math.isfinite(norm) and config.optim.on_nonfinite == "fail":
-        raise PreconditionFailed(
-            f"the gradient of update {number} has norm {norm} and was not applied; look at the samples of this step, "
-            "lower optim.lr, or set optim.on_nonfinite to skip",
-            reason=Reason.NONFINITE_GRADIENT,
-        )
-    return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
-
-
-def _policy_loss(
-    outputs_2N: torch.Tensor, microbatch: Microbatch, *, config: LossConfig, totals: Totals
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    # A recomputed old_logprobs column takes precedence. Otherwise the old policy is the engine's or the policy itself,
-    # for which the ratio is exactly 1.
-    is_engine = config.old_logprobs == "engine"
-    old_N = microbatch.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
-    columns = {"old_logprobs": old_N, **microbatch.columns}
-    return policy_loss(outputs_2N, columns, microbatch.completion_lengths, totals, config)
-
-
 class LogprobDiffs:
     """Adds up one rank's differences between behavior and trainer log-probabilities over its trained tokens."""
 
-    def __init__(self) -> None:
-        self.sums_4: torch.Tensor | None = None
-        """Sums of |behavior - trainer|, of the k3 estimate of their KL divergence, of w and of w^2, float64; w is the
-        importance weight exp(trainer - behavior)."""
-        self.largest: torch.Tensor | None = None
-        """Maximum of |behavior - trainer|; 0 if all tokens are masked."""
+    def __init__(self, device: torch.device) -> None:
+        self._sums_4 = torch.zeros(4, dtype=torch.float64, device=device)
+        """Sums of |behavior - trainer|, of the k3 estimate of their KL divergence, of w and of w^2; w is the importance
+        weight exp(trainer - behavior)."""
+        self._largest_1 = torch.zeros(1, dtype=torch.float64, device=device)
+        """Maximum of |behavior - trainer|."""
 
     def add(self, microbatches: Sequence[Microbatch], outputs: Sequence[torch.Tensor]) -> None:
-        """Adds `microbatches`, given the `outputs` of the policy before the update."""
         is_trained_N = torch.cat([microbatch.columns["loss_mask"] for microbatch in microbatches]) > 0
-        behavior_N = torch.cat([microbatch.columns["behavior_logprobs"] for microbatch in microbatches])[
-            is_trained_N
-        ].double()
+        behavior_N = torch.cat([microbatch.columns["behavior_logprobs"] for microbatch in microbatches])
         trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
-        log_weight_N = trainer_N - behavior_N
+        log_weight_N = trainer_N - behavior_N[is_trained_N].double()
         weight_N, diff_N = log_weight_N.exp(), log_weight_N.abs()
         kl_N = torch.expm1(log_weight_N) - log_weight_N  # unlike the loss's k3 without a bound: it measures
-        sums_4 = torch.stack([x.sum() for x in (diff_N, kl_N, weight_N, weight_N.square())])
-        largest = torch.cat([diff_N, diff_N.new_zeros(1)]).max()
-        self.sums_4 = sums_4 if self.sums_4 is None else self.sums_4 + sums_4
-        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        self._sums_4 += torch.stack([x.sum() for x in (diff_N, kl_N, weight_N, weight_N.square())])
+        self._largest_1 = torch.cat([self._largest_1, diff_N]).amax(0, keepdim=True)
 
+    def metrics(self, backend: Backend, num_tokens: int) -> dict[str, float]:
+        """Returns the differences on the `num_tokens` trained tokens of all ranks.
 
-def require_agreement(
-    backend: Backend, diffs: LogprobDiffs, num_tokens: int, config: TrainerConfig
-) -> dict[str, float]:
-    """Returns the difference between engine and trainer on the `num_tokens` trained tokens of all ranks.
-
-    These are the mean and the maximum of |behavior - trainer|, the k3 estimate of their KL divergence, and the
-    effective sample size of the importance weights w as a share of n tokens, (sum w)^2 / (n sum w^2), which is 1 if
-    they agree exactly.
-
-    Raises:
-        PreconditionFailed: The mean difference is above the config's limit or, with a lag, the effective sample size is
-            below its limit. The gradients are discarded.
-    """
-    assert diffs.sums_4 is not None and diffs.largest is not None, "there is at least one micro-batch"
-    diff, kl, weight, weight_square = backend.reduce(diffs.sums_4, dist.ReduceOp.SUM) / num_tokens
-    found = {
-        "logprob_diff_mean": float(diff),
-        "logprob_diff_max": float(backend.reduce(diffs.largest, dist.ReduceOp.MAX)),
-        "logprob_diff_kl": float(kl),
-        "logprob_diff_ess": float(weight.square() / weight_square),
-    }
-    if not found["logprob_diff_mean"] <= config.max_logprob_diff:  # "not <=" so that NaN is rejected too
-        backend.discard_gradients()
-        raise PreconditionFailed(
-            f"the engine and the trainer disagree: their log-probabilities differ by {found['logprob_diff_mean']:.4g} "
-            f"on average, more than trainer.max_logprob_diff {config.max_logprob_diff:g}; nothing was applied",
-            reason=Reason.LOGPROB_DIFF,
-            **found,
-        )
-    if config.lag.versions and not found["logprob_diff_ess"] >= config.lag.min_ess:
-        backend.discard_gradients()
-        raise PreconditionFailed(
-            f"the effective sample size of the importance weights is {found['logprob_diff_ess']:.4g} of the tokens, "
-            f"less than trainer.lag.min_ess {config.lag.min_ess:g}: the policy has moved too far from the "
-            "weights that were sampled; nothing was applied",
-            reason=Reason.LOW_ESS,
-            **found,
-        )
-    return found
+        These are the mean and the maximum of |behavior - trainer|, the k3 estimate of their KL divergence, and the
+        effective sample size of the importance weights w as a share of n tokens, (sum w)^2 / (n sum w^2), which is 1 if
+        they agree exactly.
+        """
+        diff, kl, weight, weight_square = backend.reduce(self._sums_4, dist.ReduceOp.SUM) / num_tokens
+        return {
+            "logprob_diff_mean": float(diff),
+            "logprob_diff_max": float(backend.reduce(self._largest_1, dist.ReduceOp.MAX)),
+            "logprob_diff_kl": float(kl),
+            "logprob_diff_ess": float(weight.square() / weight_square),
+        }
 
 
 class Replayed:
-    """Adds up what an update has replayed."""
-
     def __init__(self) -> None:
         self._num_tokens = self._num_experts = self._num_agreeing = 0.0
 
@@ -323,7 +307,7 @@ class Replayed:
         num_tokens = torch.tensor(float(sum(map(len, routed_experts))), dtype=torch.float64, device=backend.device)
         num_tokens = float(backend.reduce(num_tokens, dist.ReduceOp.SUM))
         num_layers, top_k = routed_experts[0].shape[1:]
-        counts = backend.replayed().tolist() if isinstance(backend, ReplaysRouting) else [0.0, 0.0]
+        counts = backend.replayed().tolist()
         if counts[0] != num_tokens * num_layers:
             backend.discard_gradients()
             raise InternalError(

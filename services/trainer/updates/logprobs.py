@@ -35,10 +35,11 @@ _ENTRIES_PER_CHUNK = {"cpu": 64 << 20, "cuda": 256 << 20}
 # The most logits that are kept from forward to backward. With their gradients, in half precision, they take 3 GB.
 _KEPT_ENTRIES = {"cpu": 64 << 20, "cuda": 768 << 20}
 
-# Stands for no token in a row of kept ones; no token of another rank is as far away.
+# Stands for no token in a row of a sampling mask; no token of another rank is as far away.
 _PADDING = -(1 << 62)
 
-# The logit of a token that was not kept. Its probability is 0, and unlike those of -inf its products with 0 are 0 too.
+# The logit of a token outside of a sampling mask. Its probability is 0, and unlike those of -inf its products with 0
+# are 0 too.
 _REMOVED = -1e30
 
 
@@ -48,13 +49,13 @@ def linear_logprobs(
     targets_M: torch.Tensor,
     temperature: float,
     group: dist.ProcessGroup | None = None,
-    kept_MK: torch.Tensor | None = None,
+    mask_MK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns each target's log-probability and the entropy at its position, [2, M], in nats.
 
     The distribution is softmax(hidden W^T / temperature). The result is float64 if the weight is, else float32.
 
-    With `kept_MK`, that of a row is only over its own K tokens, which include its target. Negative ones are padding; a
+    With `mask_MK`, that of a row is only over its own K tokens, which include its target. Negative ones are padding; a
     row that has nothing else is over the whole vocabulary.
 
     With a `group`, its rank r holds rows r * V to (r + 1) * V of the output weight. The result is then the same on all
@@ -66,15 +67,13 @@ def linear_logprobs(
     """
     # Without gradients too, so that scoring and training multiply the same shapes and round alike.
     keeps_logits = hidden_MD.size(0) * weight_VD.size(0) <= _KEPT_ENTRIES[hidden_MD.device.type]
-    wanted = _Wanted(targets_M, kept_MK, keeps_logits)
+    wanted = _Wanted(targets_M, mask_MK, keeps_logits)
     return _LinearLogprobs.apply(hidden_MD, weight_VD, wanted, temperature, group)
 
 
 class _Wanted(NamedTuple):
-    """Says what to compute, besides tensors with gradients."""
-
     targets_M: torch.Tensor
-    kept_MK: torch.Tensor | None
+    mask_MK: torch.Tensor | None
     keeps_logits: bool
 
 
@@ -93,11 +92,11 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        targets_M, kept_MK, keeps_logits = wanted
+        targets_M, mask_MK, keeps_logits = wanted
         ctx.temperature, first = temperature, dist.get_rank(group) * weight_VD.size(0) if group else 0
         local_M = targets_M - first
         local_M = torch.where((local_M >= 0) & (local_M < weight_VD.size(0)), local_M, -1)  # -1: on another rank
-        local_MK = None if kept_MK is None else torch.where(kept_MK < 0, _PADDING, kept_MK.long() - first)
+        local_MK = None if mask_MK is None else torch.where(mask_MK < 0, _PADDING, mask_MK.long() - first)
         scores, kept_MV = [], None
         for part in _chunks(hidden_MD, weight_VD, keeps_logits):
             local, logits = local_M[part], _logits(hidden_MD, weight_VD, local_MK, part)

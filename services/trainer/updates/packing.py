@@ -34,17 +34,15 @@ class Microbatch:
     columns: dict[str, torch.Tensor]
     experts_TLK: torch.Tensor | None = None
     """The K experts that the engine chose for each token in each of L layers, if they are to be replayed."""
-    kept_NK: torch.Tensor | None = None
+    sampling_mask_NK: torch.Tensor | None = None
     """The tokens that truncated sampling kept for each predicted token, int32, -1 after the last of them; None if the
     batch has no sampling masks."""
 
     @property
     def max_seqlen(self) -> int:
-        """Returns the number of tokens of the longest sequence."""
         return max(self.lengths)
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Returns a copy of this micro-batch on `device`."""
         moved = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -103,7 +101,9 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_
 def _longest_first(lengths: Sequence[int], num_microbatches: int) -> list[tuple[int, list[int]]]:
     emptiest = [(0, index) for index in range(num_microbatches)]
     microbatches: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_microbatches)]
-    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for sample in sorted(
+        range(len(lengths)), key=lambda i: (-lengths[i], i)
+    ):  # ties in a fixed order, so that runs repeat
         tokens, index = heapq.heappop(emptiest)
         heapq.heappush(emptiest, (tokens + lengths[sample], index))
         microbatches[index] = (tokens + lengths[sample], sorted([*microbatches[index][1], sample]))
@@ -144,7 +144,7 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
         completion_lengths=tuple(counts.tolist()),
         columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
         experts_TLK=_routed_experts(samples, shape) if shape and "routed_experts" in samples.column_names else None,
-        kept_NK=_kept(samples, counts)
+        sampling_mask_NK=_sampling_mask(samples, counts)
         if "sampling_mask" in samples.column_names and not samples["sampling_mask"].null_count
         else None,
     )
@@ -155,14 +155,14 @@ def _routed_experts(samples: pa.Table, shape: RoutedExpertsShape) -> torch.Tenso
     return torch.from_numpy(experts_TLK if shape.dtype == np.uint8 else experts_TLK.astype(np.int32))
 
 
-def _kept(samples: pa.Table, num_tokens: np.ndarray) -> torch.Tensor:
+def _sampling_mask(samples: pa.Table, num_tokens: np.ndarray) -> torch.Tensor:
     decoded = [
         decode_sampling_masks(row.as_buffer(), n) for row, n in zip(samples["sampling_mask"], num_tokens, strict=True)
     ]
     counts_N = np.concatenate([counts for counts, _ in decoded])
-    kept_NK = np.full((len(counts_N), counts_N.max()), -1, np.int32)
-    kept_NK[np.arange(kept_NK.shape[1]) < counts_N[:, None]] = np.concatenate([kept for _, kept in decoded])
-    return torch.from_numpy(kept_NK)
+    mask_NK = np.full((len(counts_N), counts_N.max()), -1, np.int32)
+    mask_NK[np.arange(mask_NK.shape[1]) < counts_N[:, None]] = np.concatenate([tokens for _, tokens in decoded])
+    return torch.from_numpy(mask_NK)
 
 
 def _arrays(samples: pa.Table, name: str) -> list[np.ndarray]:

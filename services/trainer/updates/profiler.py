@@ -70,7 +70,6 @@ class Profiler:
                 self._stop()
 
     def close(self) -> None:
-        """Writes the trace in progress, if any, and stops recording."""
         self._stop()
         if self._records_memory:
             self._records_memory = False

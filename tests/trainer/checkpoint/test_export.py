@@ -13,7 +13,7 @@ from services.trainer.checkpoint.export import export_hugging_face
 
 
 @pytest.mark.parametrize(
-    ("given", "written"),
+    ("config", "written"),
     [
         ({"dtype": "bfloat16"}, {"dtype": "float32"}),
         ({"torch_dtype": "bfloat16"}, {"torch_dtype": "float32"}),
@@ -21,8 +21,8 @@ from services.trainer.checkpoint.export import export_hugging_face
         ({}, {"dtype": "float32"}),
     ],
 )
-def test_config_has_the_dtype_of_the_weights(tmp_path: Path, given: dict[str, Any], written: dict[str, Any]) -> None:
-    card = ModelCard(files={"config.json": json.dumps({"model_type": "qwen3", "é": 1} | given).encode()})
+def test_config_has_the_dtype_of_the_weights(tmp_path: Path, config: dict[str, Any], written: dict[str, Any]) -> None:
+    card = ModelCard(files={"config.json": json.dumps({"model_type": "qwen3", "é": 1} | config).encode()})
     before = card.SerializeToString(deterministic=True)
     weights = {"a": torch.ones(4, 4), "b": torch.ones(2, dtype=torch.bfloat16)}  # a buffer that keeps its own
     assert export_hugging_face(weights.items(), card, tmp_path) == 68

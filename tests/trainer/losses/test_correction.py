@@ -62,8 +62,8 @@ def test_factors(settings: dict[str, Any], factors: list[float], masked: list[in
     assert logprobs_N.grad.tolist() == pytest.approx(want, rel=1e-7)
     assert metrics["correction_mean"].item() == pytest.approx(-sum(want), rel=1e-7)
     for name, tokens in (("masked", masked), ("truncated", truncated)):
-        counted = sum(float(MASK_N[token]) for token in tokens)
-        assert metrics[f"correction_{name}"].item() == pytest.approx(counted / 6, rel=1e-7)
+        total = sum(float(MASK_N[token]) for token in tokens)
+        assert metrics[f"correction_{name}"].item() == pytest.approx(total / 6, rel=1e-7)
 
 
 def test_nothing_is_corrected_unless_asked() -> None:
@@ -82,10 +82,10 @@ def test_weights_that_overflow_are_truncated() -> None:
 
 def test_kl_and_entropy_are_not_corrected() -> None:
     dropped = CorrectionConfig(token_mask=(1.0, 1.0))
-    held = columns() | {"ref_logprobs": torch.full((7,), -3.0, dtype=torch.float64)}
+    inputs = columns() | {"ref_logprobs": torch.full((7,), -3.0, dtype=torch.float64)}
     outputs = torch.stack([torch.full((7,), -2.0, dtype=torch.float64), torch.ones(7, dtype=torch.float64)])
     config = LossConfig(kl_coef=1.0, kl_kind="k1", entropy_coef=0.25, correction=dropped)
-    loss, metrics = policy_loss(outputs, held, LENGTHS, Totals(6, 3), config)
+    loss, metrics = policy_loss(outputs, inputs, LENGTHS, Totals(6, 3), config)
     assert metrics["policy_loss"] == 0
     assert loss.item() == pytest.approx(1 - 0.25, rel=1e-6)
 

@@ -21,12 +21,12 @@ def test_old_logprobs(harness: Harness, kind: str, forwards: int) -> None:
     before = [np.float64(row) for row in harness.logprobs(table)]
     forward = harness.backend.forward
 
-    def counted(*args: object, **more: object) -> object:
+    def counting_forward(*args: object, **more: object) -> object:
         nonlocal calls
         calls += 1
         return forward(*args, **more)
 
-    harness.backend.forward = counted
+    harness.backend.forward = counting_forward
     metrics = harness.train(table)
     assert calls == forwards
     rows = table.select(["group", "loss_mask", "logprobs"]).to_pylist()

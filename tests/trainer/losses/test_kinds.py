@@ -19,11 +19,11 @@ def at_tokens(config: LossConfig, ratios: list[float], advantage: float, **colum
     """
     n = len(ratios)
     logprobs = torch.full((n,), columns.pop("logprob", LOGPROB), dtype=torch.float64, requires_grad=True)
-    given = {"advantages": advantage, "loss_mask": 1.0, "completion_length": n, "behavior_logprobs": 0.0, **columns}
-    held = {name: torch.full((n,), float(value), dtype=torch.float64) for name, value in given.items()}
-    held["old_logprobs"] = logprobs.detach() - torch.tensor(ratios, dtype=torch.float64).log()
+    values = {"advantages": advantage, "loss_mask": 1.0, "completion_length": n, "behavior_logprobs": 0.0, **columns}
+    tensors = {name: torch.full((n,), float(value), dtype=torch.float64) for name, value in values.items()}
+    tensors["old_logprobs"] = logprobs.detach() - torch.tensor(ratios, dtype=torch.float64).log()
     outputs = torch.stack([logprobs, torch.zeros_like(logprobs)])
-    loss, metrics = policy_loss(outputs, held, (n,), Totals(1, 1), config)
+    loss, metrics = policy_loss(outputs, tensors, (n,), Totals(1, 1), config)
     loss.backward()
     return loss.item(), logprobs.grad.tolist(), {name: value.item() for name, value in metrics.items()}
 

@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def totals(self) -> Totals:
-        counts = [int(held["loss_mask"].sum()) for _, _, held in self.sequences]
+        counts = [int(columns["loss_mask"].sum()) for _, _, columns in self.sequences]
         return Totals(sum(counts), sum(count > 0 for count in counts))
 
     def gradients(self, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -75,13 +75,13 @@ def batches(draw: st.DrawFn) -> Batch:
     sequences = []
     for mask in masks:
         random = torch.randn(7, len(mask), generator=generator, dtype=torch.float64)
-        held = {name: -1.5 + 0.3 * random[i] for i, name in enumerate(COLUMNS)}
+        columns = {name: -1.5 + 0.3 * random[i] for i, name in enumerate(COLUMNS)}
         # A sequence has one advantage, as in gspo's paper; what masked tokens hold must not matter.
-        held["advantages"] = random[0, :1].expand(len(mask))
-        held["loss_mask"] = torch.tensor(mask, dtype=torch.float64)
-        held["old_logprobs"] = torch.where(held["loss_mask"] > 0, held["old_logprobs"], -1e4)
-        held["completion_length"] = held["loss_mask"].sum().expand(len(mask))
-        sequences.append(((-1.5 + 0.3 * random[5]).requires_grad_(), random[6].clone().requires_grad_(), held))
+        columns["advantages"] = random[0, :1].expand(len(mask))
+        columns["loss_mask"] = torch.tensor(mask, dtype=torch.float64)
+        columns["old_logprobs"] = torch.where(columns["loss_mask"] > 0, columns["old_logprobs"], -1e4)
+        columns["completion_length"] = columns["loss_mask"].sum().expand(len(mask))
+        sequences.append(((-1.5 + 0.3 * random[5]).requires_grad_(), random[6].clone().requires_grad_(), columns))
     return Batch(sequences)
 
 
@@ -99,7 +99,7 @@ def in_microbatches(
     for microbatch in microbatches:
         parts = [batch.sequences[i] for i in microbatch]
         outputs = torch.stack([torch.cat([part[k] for part in parts]) for k in (0, 1)])
-        columns = {name: torch.cat([held[name] for _, _, held in parts]) for name in parts[0][2]}
+        columns = {name: torch.cat([columns[name] for _, _, columns in parts]) for name in parts[0][2]}
         built.append((outputs, columns, tuple(len(logprobs) for logprobs, _, _ in parts)))
     if config.needs_covariance:
         means = covariance_sums([columns for _, columns, _ in built]) / batch.totals.num_tokens
@@ -142,10 +142,10 @@ def test_the_comparison_sees_bounds_bind() -> None:
     sequences = []
     for _ in range(30):
         random = torch.randn(7, 4, generator=generator, dtype=torch.float64)
-        held = {name: -1.5 + 0.3 * random[i] for i, name in enumerate(COLUMNS)}
-        held |= {"advantages": random[0, :1].expand(4), "loss_mask": torch.ones(4, dtype=torch.float64)}
-        held["completion_length"] = held["loss_mask"].sum().expand(4)
-        sequences.append((-1.5 + 0.3 * random[5], random[6], held))
+        columns = {name: -1.5 + 0.3 * random[i] for i, name in enumerate(COLUMNS)}
+        columns |= {"advantages": random[0, :1].expand(4), "loss_mask": torch.ones(4, dtype=torch.float64)}
+        columns["completion_length"] = columns["loss_mask"].sum().expand(4)
+        sequences.append((-1.5 + 0.3 * random[5], random[6], columns))
     batch = Batch(sequences)
     for kind in KINDS:
         _, metrics = in_microbatches(batch, [range(30)], LossConfig(**kind))

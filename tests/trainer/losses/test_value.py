@@ -30,8 +30,8 @@ CASES = [
 @pytest.mark.parametrize(("value", "old", "target", "loss", "gradient"), CASES)
 def test_clipped_error(value: float, old: float, target: float, loss: float, gradient: float) -> None:
     values = column(value).requires_grad_()
-    held = {"values": column(old), "returns": column(target), "loss_mask": column(1), "completion_length": column(1)}
-    got, metrics = value_loss(values, held, Totals(1, 1), ValueLossConfig(value_clip=0.2))
+    columns = {"values": column(old), "returns": column(target), "loss_mask": column(1), "completion_length": column(1)}
+    got, metrics = value_loss(values, columns, Totals(1, 1), ValueLossConfig(value_clip=0.2))
     got.backward()
     assert (got.item(), values.grad.item()) == pytest.approx((loss, gradient), rel=1e-14)
     assert metrics["clip_fraction"] == (abs(value - old) > 0.2 and abs(value - target) < abs(old - target) - 0.2)
@@ -39,8 +39,8 @@ def test_clipped_error(value: float, old: float, target: float, loss: float, gra
 
 def test_without_clip_no_old_values_are_read() -> None:
     values = column(1.5).requires_grad_()
-    held = {"returns": column(3.0), "loss_mask": column(1), "completion_length": column(1)}
-    loss, metrics = value_loss(values, held, Totals(1, 1), ValueLossConfig(value_clip=None))
+    columns = {"returns": column(3.0), "loss_mask": column(1), "completion_length": column(1)}
+    loss, metrics = value_loss(values, columns, Totals(1, 1), ValueLossConfig(value_clip=None))
     loss.backward()
     assert (loss.item(), values.grad.item(), metrics["clip_fraction"].item()) == (1.5**2 / 2, -1.5, 0)
 
@@ -50,27 +50,32 @@ def batch(seed: int, masks: list[list[bool]]) -> list[dict[str, torch.Tensor]]:
     sequences = []
     for mask in masks:
         now, old, returns = torch.randn(3, len(mask), generator=generator, dtype=torch.float64)
-        kept = torch.tensor(mask, dtype=torch.float64)
-        held = {"values": old, "returns": returns, "loss_mask": kept, "completion_length": kept.sum().expand(len(mask))}
-        sequences.append({"now": now, **held})
+        is_trained = torch.tensor(mask, dtype=torch.float64)
+        columns = {
+            "values": old,
+            "returns": returns,
+            "loss_mask": is_trained,
+            "completion_length": is_trained.sum().expand(len(mask)),
+        }
+        sequences.append({"now": now, **columns})
     return sequences
 
 
 def totals(sequences: list[dict[str, torch.Tensor]]) -> Totals:
-    counts = [int(held["loss_mask"].sum()) for held in sequences]
+    counts = [int(columns["loss_mask"].sum()) for columns in sequences]
     return Totals(sum(counts), sum(count > 0 for count in counts))
 
 
 def joined(sequences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.cat([held[name] for held in sequences]) for name in sequences[0]}
+    return {name: torch.cat([columns[name] for columns in sequences]) for name in sequences[0]}
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_gradient_is_the_finite_difference(clip: float | None) -> None:
     sequences = batch(0, [[True, False, True], [False], [True] * 4])
-    held, config = joined(sequences), ValueLossConfig(value_clip=clip, aggregation="seq_mean_token_mean")
-    values = held.pop("now").requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, held, totals(sequences), config)[0], (values,))
+    columns, config = joined(sequences), ValueLossConfig(value_clip=clip, aggregation="seq_mean_token_mean")
+    values = columns.pop("now").requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, columns, totals(sequences), config)[0], (values,))
 
 
 MEANS: list[dict[str, Any]] = [
@@ -97,15 +102,15 @@ def test_loss_of_any_split_is_the_plain_one(
     count = totals(sequences)
     cut = data.draw(st.integers(1, len(sequences) - 1))
     microbatches = [joined(part) for part in (sequences[:cut], sequences[cut:])]
-    results = [value_loss(held["now"], held, count, config) for held in microbatches]
+    results = [value_loss(columns["now"], columns, count, config) for columns in microbatches]
     want = 0.0
-    for held in sequences:
+    for columns in sequences:
         errors = []
-        for value, old, target, kept in zip(
-            *(held[name].tolist() for name in ("now", "values", "returns", "loss_mask")), strict=True
+        for value, old, target, is_trained in zip(
+            *(columns[name].tolist() for name in ("now", "values", "returns", "loss_mask")), strict=True
         ):
             near = old + min(max(value - old, -0.3), 0.3)
-            errors += [max((value - target) ** 2, (near - target) ** 2) / 2] if kept else []
+            errors += [max((value - target) ** 2, (near - target) ** 2) / 2] if is_trained else []
         share = {
             "token_mean": 1 / count.num_tokens,
             "seq_mean_token_mean": 1 / (count.num_sequences * max(len(errors), 1)),
@@ -117,19 +122,19 @@ def test_loss_of_any_split_is_the_plain_one(
     summed = {name: sum(metrics[name].item() for _, metrics in results) for name in results[0][1]}
     assert summed["loss"] == pytest.approx(want, rel=1e-12)
     whole = joined(sequences)
-    kept = whole["loss_mask"] > 0
-    returns, left = whole["returns"][kept], (whole["returns"] - whole["now"])[kept]
+    is_trained = whole["loss_mask"] > 0
+    returns, left = whole["returns"][is_trained], (whole["returns"] - whole["now"])[is_trained]
     if len(returns) > 1:
         exact = 1 - (left.var(correction=0) / returns.var(correction=0)).item()
         assert explained_variance(summed) == pytest.approx(exact, rel=1e-9, abs=1e-9)
 
 
 def test_explained_variance_of_known_critics() -> None:
-    held = {"returns": column(1, 2, 3, 6), "loss_mask": torch.ones(4), "completion_length": torch.full((4,), 4.0)}
+    columns = {"returns": column(1, 2, 3, 6), "loss_mask": torch.ones(4), "completion_length": torch.full((4,), 4.0)}
     for values, want in (([1, 2, 3, 6], 1.0), ([3, 3, 3, 3], 0.0), ([5, 4, 3, 0], -3.0), ([11, 12, 13, 16], 1.0)):
-        _, metrics = value_loss(column(*values), held, Totals(4, 1), ValueLossConfig(value_clip=None))
+        _, metrics = value_loss(column(*values), columns, Totals(4, 1), ValueLossConfig(value_clip=None))
         got = explained_variance({name: value.item() for name, value in metrics.items()})
         assert math.isclose(got, want, abs_tol=1e-12)
-    constant = held | {"returns": column(2, 2, 2, 2)}
+    constant = columns | {"returns": column(2, 2, 2, 2)}
     _, metrics = value_loss(column(1, 2, 3, 4), constant, Totals(4, 1), ValueLossConfig(value_clip=None))
     assert explained_variance({name: value.item() for name, value in metrics.items()}) == 0.0

@@ -142,7 +142,7 @@ def test_the_comparison_is_of_updates_that_change_much(megatron: Path) -> None:
         assert np.abs(shift).max() > 0.1
 
 
-def test_replayed_routes_are_used_by_every_layer_and_the_router_learns(megatron: Path) -> None:
+def test_replayed_experts_are_used_by_every_layer_and_the_router_learns(megatron: Path) -> None:
     result, own = Result(megatron, "routed-1"), Result(megatron, "moe-1")
     for seed, update in enumerate(result.updates):
         rows = samples(seed).to_pylist()

@@ -47,13 +47,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def session_of(leader: int) -> list[int]:
     """Returns the living processes of the session of `leader`."""
-    found = []
+    children = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(ValueError, OSError):
             state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(session) == leader and state != "Z":
-                found.append(int(entry.name))
-    return found
+                children.append(int(entry.name))
+    return children
 
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{saved} to {loaded}" for saved, loaded in PAIRS])

@@ -78,8 +78,8 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_every_token_is_on_exactly_one_context_parallel_rank(case: Case) -> None:
     for index, microbatch in enumerate(case.microbatches):
-        held = torch.cat([shards[index].tokens.flatten() for shards in case.cut])
-        assert held[held > 0].sort().values.tolist() == microbatch.tokens_T.tolist()
+        tokens = torch.cat([shards[index].tokens.flatten() for shards in case.cut])
+        assert tokens[tokens > 0].sort().values.tolist() == microbatch.tokens_T.tolist()
 
 
 @quick
@@ -98,7 +98,7 @@ def test_every_prediction_is_made_once_by_the_row_of_its_token(case: Case) -> No
 
 @quick
 @given(cases())
-def test_padded_lengths_divide_and_follow_the_packs(case: Case) -> None:
+def test_padded_lengths_divide_and_follow_the_micro_batches(case: Case) -> None:
     cp = len(case.cut)
     for shards in case.cut:
         for microbatch, shard in zip(case.microbatches, shards, strict=True):

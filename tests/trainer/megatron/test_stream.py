@@ -138,13 +138,13 @@ class Rank:
         flat = torch.cat([torch.empty(0), *(shard(i, holders.index(rank), num) for i, (holders, num, _) in own)])
         parts = flat.split([num for _, (_, num, _) in own])  # neighbors in memory
         shards = {index: part for (index, _), part in zip(own, parts, strict=True)}
-        held = [LocalTensor(f"w{index}", tensor) for index, tensor in shards.items()]
+        parameters = [LocalTensor(f"w{index}", tensor) for index, tensor in shards.items()]
         places = {id(tensor): layout[index][0].index(rank) for index, tensor in shards.items()}
         parallelism = SimpleNamespace(
             is_holder=lambda tensor, is_expert: True,
             shard_index=lambda tensor, is_expert: (places[id(tensor)], 0),
         )
-        self.stream = WeightStream(held, lambda name: part(layout, int(name[1:])), parallelism, CPU)
+        self.stream = WeightStream(parameters, lambda name: part(layout, int(name[1:])), parallelism, CPU)
 
     def plan(self, bucket_bytes: int) -> tuple[Plan, list[int]]:
         """Returns the plan, and the ranks that send."""

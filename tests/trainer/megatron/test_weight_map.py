@@ -82,9 +82,9 @@ def test_views_of_a_parameter_have_the_numbers_of_its_tensors(
 
 @pytest.mark.parametrize("name", ["linear_fc1.weight5", "linear_fc2.weight5"])
 def test_a_whole_expert_is_not_copied(name: str) -> None:
-    held = torch.randn(16, 24)
-    joined = WeightMap(shape_of("qwen3_moe")).part(f"decoder.layers.1.mlp.experts.{name}").join([held])
-    assert {tensor.untyped_storage().data_ptr() for tensor in joined} == {held.untyped_storage().data_ptr()}
+    parameter = torch.randn(16, 24)
+    joined = WeightMap(shape_of("qwen3_moe")).part(f"decoder.layers.1.mlp.experts.{name}").join([parameter])
+    assert {tensor.untyped_storage().data_ptr() for tensor in joined} == {parameter.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize("size", [8, 16])

@@ -10,7 +10,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.common.errors import InternalError, Reason, Unavailable
-from tests.support import PATIENCE_S, descendants
+from tests.support import PATIENCE_S, descendants, raises
 from tests.trainer.deployment import deployed
 from tests.trainer.faulty_trainer import DEADLY_TEMPERATURE, FAULTY_TEMPERATURE
 
@@ -54,8 +54,7 @@ async def test_a_killed_rank_is_the_reason_that_the_caller_gets(trainer_files: P
         await trainer.open(collective_timeout_s=2 * PATIENCE_S)
         await trainer.publish()
         processes = [trainer.pid, *descendants(trainer.pid)]
-        with pytest.raises(InternalError) as caught:
+        with raises(InternalError, reason=Reason.RANK_FAILED):
             await trainer.train(trainer.batch(), temperature=DEADLY_TEMPERATURE)
-        assert caught.value.reason is Reason.RANK_FAILED
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*map(ended, processes))

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.batches.blocks import BlockCutter, blocks_of
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.coordinator.clients.trainer import BlockStream, whole_batch
-from tests.support import PATIENCE_S, make_batch
+from tests.support import PATIENCE_S, make_batch, raises
 from tests.trainer.ranks.crew import DIGEST, Service
 
 
@@ -19,14 +19,14 @@ def stamp(version: int, digest: str = DIGEST) -> PolicyStamp:
     return PolicyStamp(version=version, digest=digest)
 
 
-def header(held: int, drawn: PolicyStamp | None, **more: Any) -> pb.TrainHeader:
-    fields = {"batch_id": f"r/{held}", "temperature": 1.0, "role": pb.ROLE_POLICY, **more}
-    return pb.TrainHeader(expected_stamp=stamp(held), drawn_stamp=drawn, **fields)
+def header(version: int, drawn: PolicyStamp | None, **more: Any) -> pb.TrainHeader:
+    fields = {"batch_id": f"r/{version}", "temperature": 1.0, "role": pb.ROLE_POLICY, **more}
+    return pb.TrainHeader(expected_stamp=stamp(version), drawn_stamp=drawn, **fields)
 
 
-async def train(service: Service, held: int, sampled: PolicyStamp, drawn: PolicyStamp | None) -> int:
-    """Trains the trainer, which holds version `held`, on samples of `sampled`; the header names `drawn`."""
-    requests = whole_batch(header(held, drawn), make_batch(2, 2, sampled))
+async def train(service: Service, version: int, sampled: PolicyStamp, drawn: PolicyStamp | None) -> int:
+    """Trains the trainer, which holds version `version`, on samples of `sampled`; the header names `drawn`."""
+    requests = whole_batch(header(version, drawn), make_batch(2, 2, sampled))
     return (await service.client.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)).version
 
 
@@ -44,44 +44,43 @@ async def open_lagged(service: Service, versions: int) -> None:
     await publish(service, 0)
 
 
-async def refused(service: Service, held: int, sampled: PolicyStamp, drawn: PolicyStamp | None) -> LockstepError:
+async def refused(service: Service, version: int, sampled: PolicyStamp, drawn: PolicyStamp | None) -> LockstepError:
     with pytest.raises(LockstepError) as caught:
-        await train(service, held, sampled, drawn)
-    assert await service.version() == held
+        await train(service, version, sampled, drawn)
+    assert await service.version() == version
     return caught.value
 
 
 @pytest.mark.parametrize("lag", [1, 2])
 async def test_samples_may_be_as_many_versions_old_as_the_lag(service: Service, lag: int) -> None:
     await open_lagged(service, lag)
-    for held in range(lag + 3):
-        drawn = stamp(max(held - lag, 0))
-        assert await train(service, held, drawn, drawn) == held + 1
-        await publish(service, held + 1)
-    held = lag + 3
-    error = await refused(service, held, stamp(held - lag - 1), stamp(held - lag - 1))
+    for version in range(lag + 3):
+        drawn = stamp(max(version - lag, 0))
+        assert await train(service, version, drawn, drawn) == version + 1
+        await publish(service, version + 1)
+    version = lag + 3
+    error = await refused(service, version, stamp(version - lag - 1), stamp(version - lag - 1))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.TOO_STALE)
-    assert await train(service, held, stamp(held), None) == held + 1
+    assert await train(service, version, stamp(version), None) == version + 1
 
 
 async def test_a_stream_of_blocks_is_compared_in_the_same_way(service: Service) -> None:
     await open_lagged(service, 1)
-    for held, drawn in enumerate((stamp(0), stamp(0), stamp(0))):
+    for version, drawn in enumerate((stamp(0), stamp(0), stamp(0))):
         batch = make_batch(2, 2, drawn)
         stream = BlockStream(
-            header(held, drawn, tokens_per_block=1),
+            header(version, drawn, tokens_per_block=1),
             lambda requests: service.client.call(TrainerService.Train, requests, timeout_s=PATIENCE_S),
         )
         for block in blocks_of(batch, BlockCutter(1)):
             stream.send(block)
         stream.commit(batch)
-        if held < 2:
-            assert (await stream.run())[0] == held + 1
-            await publish(service, held + 1)
+        if version < 2:
+            assert (await stream.run())[0] == version + 1
+            await publish(service, version + 1)
             continue
-        with pytest.raises(PreconditionFailed) as caught:
+        with raises(PreconditionFailed, reason=Reason.TOO_STALE):
             await stream.run()
-        assert caught.value.reason is Reason.TOO_STALE
     assert await service.version() == 2
 
 

@@ -11,7 +11,7 @@ from services.trainer.backend import Role
 from services.trainer.samples import train_parts
 from services.trainer.updates.batch import Replayed
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
-from tests.trainer.updating import counted
+from tests.trainer.updating import counts_of
 
 
 def in_blocks(harness: Harness) -> None:
@@ -22,7 +22,7 @@ def in_blocks(harness: Harness) -> None:
     for number, block in enumerate(blocks_of(batch, BlockCutter(1 << 20, 2))):
         (part,) = train_parts(block, harness._config, 1, Role.POLICY, {number: np.arange(block.num_rows)})
         harness.worker.add_block(role=Role.POLICY, **part.body, frames=part.frames)
-        totals.append(counted(trained_tokens(block)))
+        totals.append(counts_of(trained_tokens(block)))
     harness.worker.apply_batch(role=Role.POLICY, totals=totals, version=0)
 
 

@@ -39,20 +39,20 @@ def sampling_masks(targets_M: torch.Tensor) -> torch.Tensor:
     The first row has no token beside its target, the second no set at all, and the third only tokens of the lower half
     of the vocabulary. For that, the third of `targets_M` is changed in place.
     """
-    kept_MK = torch.randint(0, V, (M, 4), generator=torch.Generator().manual_seed(1))
-    kept_MK[:, 0] = targets_M
-    kept_MK[0, 1:], kept_MK[1], kept_MK[3, 2:] = -1, -1, -1
-    targets_M[2] = kept_MK[2, 0] = 1
-    kept_MK[2, 1:] %= V // 2
-    return kept_MK.int()
+    mask_MK = torch.randint(0, V, (M, 4), generator=torch.Generator().manual_seed(1))
+    mask_MK[:, 0] = targets_M
+    mask_MK[0, 1:], mask_MK[1], mask_MK[3, 2:] = -1, -1, -1
+    targets_M[2] = mask_MK[2, 0] = 1
+    mask_MK[2, 1:] %= V // 2
+    return mask_MK.int()
 
 
-def plain_over_kept(
-    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, kept_MK: torch.Tensor
+def plain_over_masks(
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, mask_MK: torch.Tensor
 ) -> torch.Tensor:
     """Computes `plain` at temperature 0.7, row by row, over the row's own tokens only."""
     rows = []
-    for row, kept in enumerate(kept_MK.long()):
+    for row, kept in enumerate(mask_MK.long()):
         tokens = torch.unique(kept[kept >= 0]) if (kept >= 0).any() else torch.arange(V)
         target = (tokens == targets_M[row]).nonzero()[0]
         rows.append(plain(hidden_MD[row : row + 1], weight_VD[tokens], target, 0.7))
@@ -99,11 +99,11 @@ def test_gradients_are_those_of_finite_differences(temperature: float) -> None:
 
 
 @pytest.mark.usefixtures("chunked")
-def test_over_kept_sets_values_and_gradients_are_those_of_a_dense_softmax() -> None:
+def test_over_sampling_masks_values_and_gradients_are_those_of_a_dense_softmax() -> None:
     hidden, weight, targets = inputs()
-    kept_MK = sampling_masks(targets)
-    got = linear_logprobs(hidden, weight, targets, 0.7, kept_MK=kept_MK)
-    want = plain_over_kept(hidden, weight, targets, kept_MK)
+    mask_MK = sampling_masks(targets)
+    got = linear_logprobs(hidden, weight, targets, 0.7, mask_MK=mask_MK)
+    want = plain_over_masks(hidden, weight, targets, mask_MK)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert got[:, 0].tolist() == [0, 0]  # only one token was kept
     gradients = [torch.autograd.grad(_mixed(values), (hidden, weight)) for values in (got, want)]
@@ -267,8 +267,8 @@ def _rank(rank: int, directory: Path) -> None:
     grad_hidden, grad_part = torch.autograd.grad(_mixed(got), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([got.detach(), grad_hidden, grad_part], directory / f"{rank}.pt")
-    kept_MK = sampling_masks(targets)
-    cut = linear_logprobs(hidden, part, targets, 0.7, dist.group.WORLD, kept_MK)
+    mask_MK = sampling_masks(targets)
+    cut = linear_logprobs(hidden, part, targets, 0.7, dist.group.WORLD, mask_MK)
     grad_hidden, grad_part = torch.autograd.grad(_mixed(cut), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([cut.detach(), grad_hidden, grad_part], directory / f"{rank}-kept.pt")
@@ -290,7 +290,7 @@ def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
     hidden, weight, targets = inputs()
     whole = linear_logprobs(hidden, weight, targets, 0.7)
     assert_split([tmp_path / f"{rank}.pt" for rank in range(2)], whole, hidden, weight)
-    over_kept = plain_over_kept(hidden, weight, targets, sampling_masks(targets))
+    over_kept = plain_over_masks(hidden, weight, targets, sampling_masks(targets))
     assert_split([tmp_path / f"{rank}-kept.pt" for rank in range(2)], over_kept, hidden, weight)
 
 

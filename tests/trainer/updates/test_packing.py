@@ -20,7 +20,7 @@ from services.common.errors import InvalidInput
 from services.trainer.backend import Role
 from services.trainer.samples import check_routed_experts, check_sampling_masks, forward_parts
 from services.trainer.updates.packing import assign, build_microbatch
-from tests.support import with_routed_experts, with_sampling_masks
+from tests.support import raises, with_routed_experts, with_sampling_masks
 from tests.trainer.fsdp_harness import samples
 from tests.trainer.updating import whole_parts
 
@@ -59,8 +59,8 @@ def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
 def test_ranks_and_packs_are_balanced(lengths: list[int], num_ranks: int) -> None:
     ranks = assign(lengths, num_ranks=num_ranks, max_tokens=400)
     totals = [sum(lengths[i] for microbatch in rank for i in microbatch) for rank in ranks]
-    # Packs are dealt back and forth, so that ranks differ by at most the spread of microbatches. Packs that get the
-    # longest samples first (LPT) differ by at most one sample.
+    # Micro-batches are dealt back and forth, so that ranks differ by at most the spread of micro-batches, and those
+    # that get the longest samples first (LPT) differ by at most one sample.
     assert max(totals) - min(totals) <= max(lengths)
     # There are no more micro-batches than a greedy filling makes that leaves up to one sample's room in each, and one
     # round over the ranks.
@@ -68,17 +68,16 @@ def test_ranks_and_packs_are_balanced(lengths: list[int], num_ranks: int) -> Non
 
 
 def test_what_cannot_be_packed_names_what_to_change() -> None:
-    with pytest.raises(InvalidInput, match="41 tokens") as caught:
+    with raises(InvalidInput, field="trainer.max_tokens_per_microbatch"):
         assign([3, 41], num_ranks=1, max_tokens=40)
-    assert caught.value.metadata["field"] == "trainer.max_tokens_per_microbatch"
-    with pytest.raises(InvalidInput, match="2 samples"):
+    with raises(InvalidInput, field="frame"):
         assign([1, 1], num_ranks=3, max_tokens=40)
     with pytest.raises(InvalidInput, match="to at least 20"):
         assign([10, 10, 10], num_ranks=2, max_tokens=10)
     assign([10, 10, 10], num_ranks=2, max_tokens=20)
 
 
-def test_pack_is_what_its_description_says() -> None:
+def test_micro_batch_is_what_its_description_says() -> None:
     table = samples().slice(0, 1)
     for name, value in {"prompt_tokens": [5, 6], "tokens": [7, 8], "logprobs": [-1.0, -2.0]}.items():
         index = table.schema.get_field_index(name)
@@ -94,7 +93,7 @@ def test_pack_is_what_its_description_says() -> None:
 
 
 @pytest.mark.parametrize("rows", [[0], [3, 1], list(range(12)), [11, 0, 7]])
-def test_pack_against_a_naive_construction(rows: list[int]) -> None:
+def test_micro_batch_against_a_naive_construction(rows: list[int]) -> None:
     table = samples().take(pa.array(rows))
     microbatch = build_microbatch(table)
     tokens, positions, starts, predict, targets = [], [], [0], [], []
@@ -158,9 +157,9 @@ def test_parts_hold_every_sample_once_in_its_minibatch(num_ranks: int, minibatch
 
 def _name(table: pa.Table, narrow: dict) -> tuple[int, int]:
     """Returns the group and sample numbers of the only row of `table` that has the values of `narrow`."""
-    found = [r for r in table.to_pylist() if all(r[name] == value for name, value in narrow.items())]
-    assert len(found) == 1
-    return found[0]["group"], found[0]["sample"]
+    rows = [r for r in table.to_pylist() if all(r[name] == value for name, value in narrow.items())]
+    assert len(rows) == 1
+    return rows[0]["group"], rows[0]["sample"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
@@ -171,7 +170,7 @@ def test_forward_order_undoes_the_packing(num_ranks: int) -> None:
     assert answered.take(pa.array(order)).equals(table.select(answered.schema.names))
 
 
-def test_routes_go_with_their_tokens_into_the_packs() -> None:
+def test_routed_experts_go_with_their_tokens_into_the_micro_batches() -> None:
     table = with_routed_experts(samples())
     microbatch = build_microbatch(table, SHAPE)
     assert microbatch.experts_TLK is not None and microbatch.experts_TLK.shape == (len(microbatch.tokens_T), 2, 2)
@@ -180,20 +179,20 @@ def test_routes_go_with_their_tokens_into_the_packs() -> None:
     assert build_microbatch(table).experts_TLK is None
 
 
-def test_kept_sets_go_with_their_tokens_into_the_packs() -> None:
+def test_sampling_masks_go_with_their_tokens_into_the_micro_batches() -> None:
     table = with_sampling_masks(samples())
     microbatch = build_microbatch(table)
-    assert microbatch.kept_NK is not None and microbatch.kept_NK.dtype == torch.int32
+    assert microbatch.sampling_mask_NK is not None and microbatch.sampling_mask_NK.dtype == torch.int32
     rows = zip(table["sampling_mask"].to_pylist(), table["tokens"].to_pylist(), strict=True)
     decoded = [decode_sampling_masks(kept, len(tokens)) for kept, tokens in rows]
     counts_N, kept = (np.concatenate(parts) for parts in zip(*decoded, strict=True))
-    is_kept_NK = microbatch.kept_NK.numpy() >= 0
-    assert is_kept_NK.sum(1).tolist() == counts_N.tolist() and counts_N.max() == is_kept_NK.shape[1]
-    assert microbatch.kept_NK.numpy()[is_kept_NK].tolist() == kept.tolist()
-    assert (is_kept_NK[:, 1:] <= is_kept_NK[:, :-1]).all()  # the padding comes last
+    is_token_NK = microbatch.sampling_mask_NK.numpy() >= 0
+    assert is_token_NK.sum(1).tolist() == counts_N.tolist() and counts_N.max() == is_token_NK.shape[1]
+    assert microbatch.sampling_mask_NK.numpy()[is_token_NK].tolist() == kept.tolist()
+    assert (is_token_NK[:, 1:] <= is_token_NK[:, :-1]).all()  # the padding comes last
 
 
-def test_only_models_with_a_distribution_get_kept_sets() -> None:
+def test_only_models_with_a_distribution_get_sampling_masks() -> None:
     config = TrainerConfig()
     for role in (Role.POLICY, Role.REFERENCE, Role.CRITIC):
         (part,), _ = forward_parts(with_sampling_masks(samples()), config, 1, role)
@@ -221,7 +220,7 @@ def test_only_models_with_a_distribution_get_kept_sets() -> None:
         ),
     ],
 )
-def test_kept_sets_that_are_not_those_of_the_samples_are_refused(spoil: Callable[..., Any], message: str) -> None:
+def test_sampling_masks_that_are_not_those_of_the_samples_are_refused(spoil: Callable[..., Any], message: str) -> None:
     table = with_sampling_masks(samples())
     check_sampling_masks(table, vocab_size=64)
     check_sampling_masks(samples(), vocab_size=64)
@@ -229,14 +228,13 @@ def test_kept_sets_that_are_not_those_of_the_samples_are_refused(spoil: Callable
     counts, kept = decode_sampling_masks(rows[1], len(tokens))
     rows[1] = spoil([part.tolist() for part in np.split(kept, counts.cumsum()[:-1])], tokens)
     column = pa.array(rows, pa.large_binary())
+    spoiled = table.set_column(table.schema.names.index("sampling_mask"), "sampling_mask", column)
     with pytest.raises(InvalidInput, match=message) as raised:
-        check_sampling_masks(
-            table.set_column(table.schema.names.index("sampling_mask"), "sampling_mask", column), vocab_size=64
-        )
+        check_sampling_masks(spoiled, vocab_size=64)
     assert raised.value.metadata["field"] == "sampling_mask"
 
 
-def test_only_a_masked_token_may_have_no_kept_set() -> None:
+def test_only_a_masked_token_may_have_no_sampling_mask() -> None:
     table = samples()
     counts = [len(tokens) for tokens in table["tokens"].to_pylist()]
     empty = pa.array([encode_sampling_masks([[]] * count) for count in counts], pa.large_binary())
@@ -244,7 +242,7 @@ def test_only_a_masked_token_may_have_no_kept_set() -> None:
     table = table.set_column(table.schema.names.index("sampling_mask"), "sampling_mask", empty)
     table = table.set_column(table.schema.names.index("loss_mask"), "loss_mask", masked)
     check_sampling_masks(table, vocab_size=64)
-    assert build_microbatch(table).kept_NK.shape == (sum(counts), 0)
+    assert build_microbatch(table).sampling_mask_NK.shape == (sum(counts), 0)
 
 
 def _sent(role: Role, routed: bool = True, **moe: str) -> list[str]:
@@ -253,16 +251,16 @@ def _sent(role: Role, routed: bool = True, **moe: str) -> list[str]:
     return batches.decode(parts[0].frames).column_names
 
 
-def test_only_a_policy_that_replays_gets_routes() -> None:
+def test_only_a_policy_that_replays_gets_routed_experts() -> None:
     assert "routed_experts" in _sent(Role.POLICY)
     assert "routed_experts" not in _sent(Role.POLICY, router_replay="off")
     assert "routed_experts" not in _sent(Role.POLICY, routed=False)
     assert "routed_experts" not in _sent(Role.REFERENCE)
 
 
-def test_a_batch_without_routes_is_refused_if_they_must_be_replayed() -> None:
+def test_a_batch_without_routed_experts_is_refused_if_they_must_be_replayed() -> None:
     config = TrainerConfig.model_validate({"moe": {"router_replay": "on"}})
-    with pytest.raises(InvalidInput, match="routed_experts: required"):
+    with raises(InvalidInput, field="routed_experts"):
         whole_parts(samples(), config, 1)
     assert whole_parts(with_routed_experts(samples()), config, 1)
 
@@ -287,15 +285,15 @@ BAD_ROUTED_EXPERTS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROUTED_EXPERTS)
-def test_routes_that_are_not_those_of_the_samples_are_refused(case: str) -> None:
+def test_routed_experts_that_are_not_those_of_the_samples_are_refused(case: str) -> None:
     change, why = BAD_ROUTED_EXPERTS[case]
     with pytest.raises(InvalidInput, match=why):
         check_routed_experts(_changed(change), SHAPE)
 
 
-def test_routes_are_checked_only_if_there_are_any_and_a_dense_model_has_none() -> None:
+def test_routed_experts_are_checked_only_if_there_are_any_and_a_dense_model_has_none() -> None:
     check_routed_experts(with_routed_experts(samples()), SHAPE)
     check_routed_experts(samples(), SHAPE)
     check_routed_experts(samples(), None)
-    with pytest.raises(InvalidInput, match="no layers of experts"):
+    with raises(InvalidInput, field="routed_experts"):
         check_routed_experts(with_routed_experts(samples()), None)

@@ -74,15 +74,15 @@ def test_trace_has_the_updates_asked_for_and_no_others(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "b"
     run(Profiler(config(directory), rank=2), 5)
     assert names(directory) == ["rank-2.steps-1-2.json"]
-    found = events(directory / "rank-2.steps-1-2.json")
+    trace = events(directory / "rank-2.steps-1-2.json")
     assert updates(directory / "rank-2.steps-1-2.json") == ["update 1", "update 2"]
-    products = [event for event in found if event.get("name") == "aten::mm"]
+    products = [event for event in trace if event.get("name") == "aten::mm"]
     # The forward's product and the backward's, in each of two updates; the backward runs on the thread too.
     assert len(products) == 4
     for name in ("update 1", "update 2"):
-        (span,) = [event for event in found if event.get("name") == name]
-        inside = [p for p in products if span["ts"] <= p["ts"] and p["ts"] + p["dur"] <= span["ts"] + span["dur"]]
-        assert len(inside) == 2
+        (span,) = [event for event in trace if event.get("name") == name]
+        of_update = [p for p in products if span["ts"] <= p["ts"] and p["ts"] + p["dur"] <= span["ts"] + span["dur"]]
+        assert len(of_update) == 2
 
 
 def test_trace_of_another_thread_than_the_main_one(tmp_path: Path) -> None:
@@ -95,15 +95,15 @@ def test_trace_of_another_thread_than_the_main_one(tmp_path: Path) -> None:
 
 
 def test_trace_has_shapes_memory_and_stacks_when_asked(tmp_path: Path) -> None:
-    for name, asked in (("with", True), ("without", False)):
-        settings = {"record_shapes": asked, "profile_memory": asked, "with_stack": asked}
+    for name, is_on in (("with", True), ("without", False)):
+        settings = {"record_shapes": is_on, "profile_memory": is_on, "with_stack": is_on}
         run(Profiler(config(tmp_path / name, **settings), rank=0), 3)
-        found = events(tmp_path / name / "rank-0.steps-1-2.json")
-        shapes = [event["args"].get("Input Dims") for event in found if event.get("name") == "aten::mm"]
-        assert ([[3, 5], [5, 7]] in shapes) is asked
-        assert any(event.get("name") == "[memory]" for event in found) is asked
-        stacks = [event["name"] for event in found if event.get("cat") == "python_function"]
-        assert any("multiply" in name for name in stacks) is asked
+        trace = events(tmp_path / name / "rank-0.steps-1-2.json")
+        shapes = [event["args"].get("Input Dims") for event in trace if event.get("name") == "aten::mm"]
+        assert ([[3, 5], [5, 7]] in shapes) is is_on
+        assert any(event.get("name") == "[memory]" for event in trace) is is_on
+        stacks = [event["name"] for event in trace if event.get("cat") == "python_function"]
+        assert any("multiply" in name for name in stacks) is is_on
 
 
 def test_rank_that_is_not_asked_writes_nothing(tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns `x` [..., hidden], normalized and scaled."""
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self._eps)
         return self.weight * y.to(x.dtype)

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.router import TopKRouter
@@ -84,7 +81,6 @@ class _Replay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scores of the experts to compute with, and their numbers."""
         assert default_compute_topk is not None, "Megatron's router gives it"
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts = self._choose(own)
@@ -109,7 +105,6 @@ class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Returns the number of tokens of each expert, on the device."""
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
         return routing_map.sum(dim=0)
 
@@ -137,8 +132,8 @@ class GatherDispatcher(MoEAlltoAllTokenDispatcher):
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the tokens [A, H] and the probabilities [A, X] of all ranks."""
-        tokens_AH = gather_from_sequence_parallel_region(permutated_local_input_tokens, group=self.ep_group)
-        return tokens_AH, gather_from_sequence_parallel_region(permuted_probs, group=self.ep_group)
+        tokens_AH = mappings.gather_from_sequence_parallel_region(permutated_local_input_tokens, group=self.ep_group)
+        return tokens_AH, mappings.gather_from_sequence_parallel_region(permuted_probs, group=self.ep_group)
 
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
@@ -167,10 +162,9 @@ class GatherDispatcher(MoEAlltoAllTokenDispatcher):
 
     def token_combine(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Returns the sums over all ranks of this rank's tokens [T, H]."""
-        return reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.ep_group)
+        return mappings.reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.ep_group)
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens as the layer got them."""
         return permutated_local_input_tokens.view(self.hidden_shape)
 
 

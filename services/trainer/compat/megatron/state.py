@@ -33,7 +33,6 @@ def current_groups() -> dict[str, object]:
 
 
 def set_groups(groups: Mapping[str, object]) -> None:
-    """Sets Megatron's globals to `groups`, which `current_groups` returned."""
     parallel_state.__dict__.update(groups)
 
 
