@@ -31,6 +31,9 @@ from services.trainer.fsdp.proof import layout_of
 from services.trainer.fsdp.structure import structure_of
 from services.trainer.fsdp.weights import WeightStream, local_shard
 
+# Settings of architectures that change logits after the output layer, also by vLLM's code for other model types.
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
 
 def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: bool) -> None:
     """Checks that the files have exactly the tensors of the model. Without `has_head`, any output layer is accepted.
@@ -69,7 +72,15 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTra
 
 def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> Layout:
     """Checks the model, whose weights are on the meta device; returns the layout in which it computes exactly."""
-    structure_of(causal_lm)
+    structure, text_config = structure_of(causal_lm), hf_config.get_text_config()
+    if structure.scale == 1 and not structure.softcap:
+        for name in _LOGIT_SETTINGS:
+            if getattr(text_config, name, None) not in (None, 1):
+                raise InvalidInput(
+                    f"model: {name} in its config.json is ignored by transformers for model_type "
+                    f"{hf_config.model_type}, and vLLM may apply it; remove it",
+                    field="model",
+                )
     of_convolutions = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Conv1d)}
     for name, parameter in causal_lm.named_parameters():
         if id(parameter) in of_convolutions:

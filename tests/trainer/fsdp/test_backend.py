@@ -81,7 +81,9 @@ def test_weights_after_the_update_are_the_same_for_any_split(worlds: dict[int, P
         assert_close(got, want, SPLIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["untied-large", "tied-small", "moe-small", "routed_experts-small", "full-small", "sum-norm"])
+@pytest.mark.parametrize(
+    "name", ["untied-large", "tied-small", "moe-small", "routed_experts-small", "full-small", "sum-norm"]
+)
 def test_update_is_that_of_plain_torch(worlds: dict[int, Path], trainer_files: Path, name: str) -> None:
     kind, changes = UPDATES[name]
     rows = batch_of(name).to_pylist()
