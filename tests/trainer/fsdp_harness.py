@@ -130,7 +130,8 @@ class Harness:
 
         def recording(*rates: float) -> float:
             named = backend._model.causal_lm.named_parameters()
-            gradients.update({name: parameter.grad.full_tensor().clone() for name, parameter in named})
+            trained = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+            gradients.update({name: grad.full_tensor().clone() for name, grad in trained.items()})
             return step(*rates)
 
         backend.step = recording

@@ -4,9 +4,9 @@ The copy has a layer of each kind, few experts, a small vocabulary and short win
 all of it within seconds. No list says which models are right: what differs is refused with the difference.
 """
 
+import copy
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,18 +41,22 @@ _SMALLER: Mapping[str, int] = {
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "video_token_id")
 
 
+_proven: dict[str, Layout] = {}
+
+
 def layout_of(config: PretrainedConfig) -> Layout:
     """Returns the first layout in which the model's log-probabilities are those of transformers.
 
     Raises:
         InvalidInput: There is none.
     """
-    return _layout_of(type(config), config.to_json_string(use_diff=False))
+    key = config.to_json_string(use_diff=False)
+    if key not in _proven:  # a trainer opens the same model for several roles, and again for each run
+        _proven[key] = _prove(config)
+    return _proven[key]
 
 
-@functools.lru_cache(maxsize=64)
-def _layout_of(kind: type[PretrainedConfig], config_json: str) -> Layout:
-    config = kind.from_dict(json.loads(config_json))
+def _prove(config: PretrainedConfig) -> Layout:
     problems: list[str] = []
     for layout in Layout:
         try:
@@ -95,7 +99,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     """Returns a smaller config of the same kind of model. What a family's code does not accept is left as it was."""
     content = config.to_dict()
     for change in _changes(config):
-        changed = json.loads(json.dumps(content))
+        changed = copy.deepcopy(content)
         if _is_possible(type(config), changed, change):
             content = changed
     return type(config).from_dict(content)
@@ -149,7 +153,7 @@ def _is_possible(
     try:
         change(content)
         with init_empty_weights(include_buffers=False):
-            make_model(kind.from_dict(json.loads(json.dumps(content))))
+            make_model(kind.from_dict(copy.deepcopy(content)))
     except Exception:  # noqa: BLE001 a family's code may refuse any value in any way
         return False
     return True
