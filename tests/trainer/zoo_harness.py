@@ -51,7 +51,7 @@ def randomize(model: PreTrainedModel) -> None:
             if parameter.ndim == 1:
                 parameter += 0.2 * noise
             elif "embed" in name or "lm_head" in name:
-                parameter.copy_(0.3 * noise)
+                parameter.copy_(0.2 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
