@@ -46,7 +46,7 @@ from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 DOWN, SINKS = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.sinks"
 ANY, KNOWN = "not supported by any strategy", "strategy megatron knows llama, "
-NOT_MEGATRON = "not supported by strategy megatron; use strategy fsdp"
+NOT_MEGATRON = "not supported by strategy megatron; try strategy fsdp"
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,9 @@ _COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_ex
 _MOST = 4096
 # transformers' defaults of keys that a config.json may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
-_FSDP = "; use strategy fsdp"
+# Keys of a composite config that are true of its text part, too.
+_OF_WHOLE = ("model_type", "quantization_config", "transformers_weights")
+_FSDP = "; try strategy fsdp"
 
 
 def require_counts(content: JsonObject, source: str) -> None:
@@ -229,6 +231,9 @@ def require_supported(content: JsonObject, strategy: str, source: str) -> None:
     """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
     transformers."""
     require_counts(content, source)
+    text = content.get("text_config")  # of a model that also sees or hears, whose other keys do not describe layers
+    if isinstance(text, Mapping):
+        content = {**cast(JsonObject, text), **{key: content[key] for key in _OF_WHOLE if key in content}}
     rules = (_of_both,) if strategy == "fsdp" else (_of_both, _of_megatron)
     for rule in rules:
         for problem in rule(content):

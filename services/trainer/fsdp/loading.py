@@ -107,7 +107,7 @@ def build(
     """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`."""
     has_head, seed = kind is not ValueModel, torch.initial_seed() % 2**31
     with same_on_all_ranks():
-        empty, layout = _empty(model_path, compute_dtype, weight_dtype)
+        empty, layout = make_empty(model_path, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
         require_loadable(empty, model_path, has_head=has_head)
         add_adapters(empty, config.lora, seed=seed)
     model = kind(empty, layout)
@@ -133,8 +133,14 @@ def build(
     return model
 
 
-def _empty(model_path: str, compute_dtype: torch.dtype, weight_dtype: torch.dtype) -> tuple[PreTrainedModel, Layout]:
-    """Returns the model on the meta device, with its buffers on the CPU, and its layout."""
+def make_empty(
+    model_path: str, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> tuple[PreTrainedModel, Layout]:
+    """Returns the model on the meta device, with its buffers on the CPU, and its layout.
+
+    Raises:
+        InvalidInput: The model is not supported.
+    """
     hf_config = load_config(model_path)
     require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
     try:
