@@ -112,11 +112,11 @@ def make_model(directory: Path, kind: str) -> Path:
         shape = _SHAPE | _OTHER_QWEN3.get(kind, {})
         model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind in ("tied", "qwen3-0.6b")))
     model.save_pretrained(directory)
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return directory
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {"<pad>": 0, "<eos>": EOS}

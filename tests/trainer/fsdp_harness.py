@@ -45,9 +45,9 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "untied-reduced-each": ("untied", SMALL | {"fsdp": {"reduce_each_microbatch": True}}),
     "recompute": ("untied", SMALL | {"gradient_checkpointing": True}),
     "sum-norm": ("untied", SMALL | {"loss": {"aggregation": "seq_mean_token_sum_norm", "norm_tokens": 20}}),
-    "routes-large": ("moe", {}),
-    "routes-small": ("moe", SMALL),
-    "routes-recompute": ("moe", SMALL | {"gradient_checkpointing": True}),
+    "routed_experts-large": ("moe", {}),
+    "routed_experts-small": ("moe", SMALL),
+    "routed_experts-recompute": ("moe", SMALL | {"gradient_checkpointing": True}),
     "full-large": ("untied", {"num_minibatches": 2, "loss": FULL_LOSS}),
     "full-small": ("untied", SMALL | {"num_minibatches": 2, "loss": FULL_LOSS}),
 }
@@ -130,7 +130,8 @@ class Harness:
 
         def recording(*rates: float) -> float:
             named = backend._model.causal_lm.named_parameters()
-            gradients.update({name: parameter.grad.full_tensor().clone() for name, parameter in named})
+            trained = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+            gradients.update({name: grad.full_tensor().clone() for name, grad in trained.items()})
             return step(*rates)
 
         backend.step = recording

@@ -46,6 +46,7 @@ from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 DOWN, SINKS = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.sinks"
 ANY, KNOWN = "not supported by any strategy", "strategy megatron knows llama, "
+NOT_MEGATRON = "not supported by strategy megatron; try strategy fsdp"
 
 
 @dataclass(frozen=True)
@@ -241,25 +242,29 @@ FUNCTION = {
         rope(**LLAMA3 | {"low_freq_factor": 2.0}, original_max_position_embeddings=8192), megatron="rotary scaling"
     ),
     "yarn": Row(rope(**YARN), megatron="rotary scaling"),
-    "a window": refused(is_a("mistral", sliding_window=128), f"sliding_window 128 is {ANY}"),
-    "a window that is left out": refused(
-        has_json(model_type="mistral", sliding_window=..., use_sliding_window=...), f"sliding_window 4096 is {ANY}"
+    "a window": Row(is_a("mistral", sliding_window=8), megatron=f"sliding_window 8 is {NOT_MEGATRON}"),
+    "a window that is left out": Row(
+        is_a("mistral", sliding_window=..., use_sliding_window=...), megatron=f"sliding_window 4096 is {NOT_MEGATRON}"
     ),
-    "a window with a flag that transformers does not read": refused(
-        is_a("mistral", sliding_window=128, use_sliding_window=False), f"sliding_window 128 is {ANY}"
+    "a window with a flag that transformers does not read": Row(
+        is_a("mistral", sliding_window=8, use_sliding_window=False), megatron=f"sliding_window 8 is {NOT_MEGATRON}"
     ),
-    "a window in some layers": refused(
-        has_json(sliding_window=8, use_sliding_window=True, max_window_layers=1, layer_types=None), f"8 is {ANY}"
+    "a window in some layers": Row(
+        has_json(sliding_window=8, use_sliding_window=True, max_window_layers=1, layer_types=None),
+        megatron=f"8 is {NOT_MEGATRON}",
     ),
-    "a window of Phi's": refused(is_a("phi3", sliding_window=2047), f"sliding_window 2047 is {ANY}"),
+    "a window of Phi's": Row(is_a("phi3", sliding_window=7), megatron=f"sliding_window 7 is {NOT_MEGATRON}"),
     "a window that is off": Row(is_a("qwen2", sliding_window=4096, use_sliding_window=False)),
     "biases in attention": Row(is_a("llama", attention_bias=True), megatron="attention_bias True"),
     "biases in layers": Row(is_a("llama", mlp_bias=True), megatron="mlp_bias True"),
     "another activation": Row(is_a("llama", hidden_act="gelu"), megatron="hidden_act 'gelu'"),
-    "capped logits": Row(has_json(final_logit_softcapping=0.5), fsdp="final_logit_softcapping in its config.json is"),
-    "scaled logits": Row(has_json(logit_scale=0.5), fsdp="logit_scale in its config.json is not supported"),
+    "capped logits": Row(
+        has_json(final_logit_softcapping=0.5),
+        fsdp="final_logit_softcapping in its config.json is ignored by transformers",
+    ),
+    "scaled logits": Row(has_json(logit_scale=0.5), fsdp="logit_scale in its config.json is ignored by transformers"),
     "a bias of the output layer": Row(is_a("phi"), fsdp="lm_head.bias", megatron=KNOWN),
-    "convolutions": Row(is_a("lfm2", layer_types=["conv", "full_attention"]), "layers of type conv", KNOWN),
+    "convolutions": Row(is_a("lfm2", layer_types=["conv", "full_attention"]), megatron=KNOWN),
     "experts of a width that torch cannot compute": Row(
         is_a("mixtral", **EXPERTS, intermediate_size=90),
         fsdp="experts.down_proj of shape [4, 64, 90] (moe_intermediate_size, hidden_size): the last size must be a "
@@ -269,10 +274,10 @@ FUNCTION = {
         fields=("model", "trainer.megatron.moe.grouped_gemm"),
     ),
     "convolutions, by the index of other layers": Row(
-        is_a("lfm2", layer_types=None, full_attn_idxs=[1]), "layers of type conv", KNOWN
+        is_a("lfm2", layer_types=None, full_attn_idxs=[1]), megatron=KNOWN
     ),
     **{
-        f"structure of {kind}": Row(is_a(kind, num_key_value_heads=heads, **more), f"model_type {kind}, ", KNOWN)
+        f"structure of {kind}": Row(is_a(kind, num_key_value_heads=heads, **more), megatron=KNOWN)
         for kind, heads, more in (
             ("stablelm", 4, {}),
             ("nemotron", 2, {}),

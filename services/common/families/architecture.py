@@ -214,9 +214,9 @@ _COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_ex
 _MOST = 4096
 # transformers' defaults of keys that a config.json may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
-# Settings of architectures that change logits after the output layer.
-_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_FSDP = "; use strategy fsdp"
+# Keys of a composite config that are true of its text part, too.
+_OF_WHOLE = ("model_type", "quantization_config", "transformers_weights")
+_FSDP = "; try strategy fsdp"
 
 
 def require_counts(content: JsonObject, source: str) -> None:
@@ -231,7 +231,10 @@ def require_supported(content: JsonObject, strategy: str, source: str) -> None:
     """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
     transformers."""
     require_counts(content, source)
-    rules = (_of_both, _of_fsdp) if strategy == "fsdp" else (_of_both, _of_megatron)
+    text = content.get("text_config")  # of a model that also sees or hears, whose other keys do not describe layers
+    if isinstance(text, Mapping):
+        content = {**cast(JsonObject, text), **{key: content[key] for key in _OF_WHOLE if key in content}}
+    rules = (_of_both,) if strategy == "fsdp" else (_of_both, _of_megatron)
     for rule in rules:
         for problem in rule(content):
             raise InvalidInput(f"model: {source}: {problem}", field="model")
@@ -243,9 +246,6 @@ def _of_both(content: JsonObject) -> Iterator[str]:
         yield "quantization_config is not supported: weights must be of floating point"
     if content.get("transformers_weights"):
         yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
-    window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
-    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
-        yield f"sliding_window {window!r} is not supported by any strategy"
     for rope in _ropes(content):
         kind = _kind(rope)
         if kind in _LENGTH_DEPENDENT:
@@ -262,19 +262,14 @@ def _of_both(content: JsonObject) -> Iterator[str]:
                 )
 
 
-def _of_fsdp(content: JsonObject) -> Iterator[str]:
-    for name in _LOGIT_SETTINGS:
-        if content.get(name) not in (None, 1):
-            yield f"{name} in its config.json is not supported with strategy fsdp"
-    if others := set(content.get("layer_types") or ()) - {"full_attention"}:
-        yield f"layers of type {', '.join(sorted(others))} are not supported with strategy fsdp"
-
-
 def _of_megatron(content: JsonObject) -> Iterator[str]:
     model_type = content.get("model_type")
     if model_type not in FAMILIES:
         yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{_FSDP}"
         return
+    window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
+    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
+        yield f"sliding_window {window!r} is not supported by strategy megatron{_FSDP}"
     for key, wanted in FAMILIES[model_type].required.items():
         value = content.get(key, wanted)
         if value != wanted and key != "sliding_window":

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from services.common.compat.versions import require_version
 
@@ -55,6 +56,67 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     Reason: torch has no public function for it.
     """
     return buffer not in module._non_persistent_buffers_set
+
+
+class _WithSinks(torch.autograd.Function):
+    """Computes attention with a sink for each head: a key of a given logit and the value 0.
+
+    With the sink's part in the sum of exponentials, outputs and gradients are those that the kernel computes from the
+    larger sum; it ignores the gradient of its own sum, so it cannot be left to autograd.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THD: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        sinks_H: torch.Tensor,
+        settings: "tuple[torch.Tensor, int, tuple[int, int], float]",
+    ) -> torch.Tensor:
+        cu_seqlens, longest, window, scale = settings
+        qkv, lengths = (query_THD, key_TKD, value_TKD), (cu_seqlens, cu_seqlens, longest, longest)
+        more: dict[str, Any] = {"enable_gqa": True} if query_THD.size(1) != key_TKD.size(1) else {}
+        aux = AuxRequest(lse=True)
+        out_THD, log_sum_HT = varlen_attn(*qkv, *lengths, window_size=window, scale=scale, return_aux=aux, **more)
+        larger_HT = torch.logaddexp(log_sum_HT, sinks_H.float()[:, None])
+        out_THD = out_THD * (log_sum_HT - larger_HT).exp().T[:, :, None].to(out_THD.dtype)
+        ctx.settings = settings
+        ctx.save_for_backward(*qkv, sinks_H, out_THD, larger_HT)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        query_THD, key_TKD, value_TKD, sinks_H, out_THD, larger_HT = ctx.saved_tensors
+        cu_seqlens, longest, window, scale = ctx.settings
+        grads = torch.ops.torch_attn._varlen_attn_backward(
+            grad_THD.contiguous(),
+            *(query_THD, key_TKD, value_TKD, out_THD, larger_HT),
+            *(cu_seqlens, cu_seqlens, longest, longest, window == (-1, 0)),
+            torch.zeros(2, dtype=torch.uint64, device=query_THD.device),  # of a dropout, which there is not
+            scale,
+            list(window),
+        )
+        share_HT = (sinks_H.float()[:, None] - larger_HT).exp()
+        grad_sinks_H = -(share_HT * (grad_THD.float() * out_THD.float()).sum(-1).T).sum(1)
+        return *grads, grad_sinks_H.to(sinks_H.dtype), None
+
+
+def varlen_attn_with_sinks(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    sinks_H: torch.Tensor,
+    settings: tuple[torch.Tensor, int, tuple[int, int], float],
+) -> torch.Tensor:
+    """Returns `varlen_attn` with sinks (gpt-oss), [T, H, D], with all gradients.
+
+    `settings` are the bounds of the sequences, the longest of them, the window and the scale, as `varlen_attn` takes
+    them.
+
+    Reason: torch has no sinks, and its operator for the backward pass has a private name.
+    """
+    return _WithSinks.apply(query_THD, key_TKD, value_TKD, sinks_H, settings)
 
 
 def set_class(module: Any, cls: type) -> None:

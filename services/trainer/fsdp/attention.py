@@ -2,10 +2,14 @@
 
 In half precision on GPU it uses torch's variable-length kernel. Otherwise it pads the sequences on the right: causal
 attention never looks at later positions, so the padding needs no mask.
+
+Suffixes: T tokens of all sequences, B sequences, L tokens of the longest, H query heads, K key heads, D numbers of a
+head.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +18,37 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
+from services.trainer.compat.torch import varlen_attn_with_sinks
 
 NAME = "lockstep_packed"
-PROBE = "lockstep_probe"
-"""An attention that computes nothing and raises ProbeReached."""
-_CAUSAL = (-1, 0)
 # Grouped-query attention: torch before 2.12 has no argument for it and always allows it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# The largest heads of FlashAttention's kernels.
+_MOST_OF_HEAD = 256
+# What models hand to every attention, and what changes nothing here: there is no cache, no dropout in evaluation, and
+# the sequences are known by their lengths.
+_WITHOUT_EFFECT = frozenset(
+    ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "past_key_values")
+)
+_KNOWN = frozenset(("cu_seqlens", "max_seqlen", "scaling", "sliding_window", "s_aux", "softcap"))
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """What a layer's attention is, besides causal.
+
+    `window` counts the keys that a query sees, its own included. `sinks_H` are logits of a key without value, one for
+    each head. Scores are `softcap` * tanh(scores / softcap).
+    """
+
+    scale: float
+    window: int | None
+    sinks_H: torch.Tensor | None
+    softcap: float | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.sinks_H is None and self.softcap is None
 
 
 def packed_attention(
@@ -31,60 +59,111 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends causally within each sequence. query [1, H, T, D]; key, value [1, K, T, D]; result [1, T, H, D]."""
-    if problem := _problem(attention_mask, kwargs):
-        raise InvalidInput(f"model: {problem} is not supported with strategy fsdp", field="model")
-    cu_seqlens, max_seqlen, scale = kwargs["cu_seqlens"], kwargs["max_seqlen"], kwargs.get("scaling")
-    qkv_TXD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # X is H or K
-    attend = _unpadded if query.is_cuda and query.dtype is not torch.float32 else _padded
-    return attend(qkv_TXD, cu_seqlens, max_seqlen, scale).unsqueeze(0), None
+    """Attends causally within each sequence. query [1, H, T, D]; key, value [1, K, T, D]; result [1, T, H, D].
+
+    Raises:
+        InvalidInput: The model asks for something that is not known here.
+    """
+    _require_known(attention_mask, kwargs)
+    scale, lengths = kwargs.get("scaling"), (kwargs["cu_seqlens"], kwargs["max_seqlen"])
+    attention = _Attention(
+        query.size(-1) ** -0.5 if scale is None else scale,
+        kwargs.get("sliding_window"),
+        kwargs.get("s_aux"),
+        kwargs.get("softcap"),
+    )
+    query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    has_kernel = query.is_cuda and query.dtype is not torch.float32
+    has_kernel = has_kernel and query.size(-1) <= _MOST_OF_HEAD and attention.softcap is None
+    attend = _unpadded if has_kernel else _padded
+    return attend(query_THD, key_TKD, value_TKD, lengths, attention).unsqueeze(0), None
 
 
-class ProbeReached(Exception):
-    """Ends a forward at its first attention layer. `problem` says what `packed_attention` would lack there, if any."""
-
-    def __init__(self, problem: str):
-        super().__init__(problem)
-        self.problem = problem
-
-
-def _probe(
-    module: torch.nn.Module, query: object, key: object, value: object, attention_mask: object, **kwargs: object
-) -> None:
-    raise ProbeReached(_problem(attention_mask, kwargs))
-
-
-def _problem(attention_mask: object, kwargs: Mapping[str, object]) -> str:
-    if attention_mask is not None or kwargs.get("sliding_window") is not None:
-        return "a mask or a sliding window of attention"
-    return "" if "cu_seqlens" in kwargs else "attention that is not told the lengths of packed sequences"
+def _require_known(attention_mask: object, kwargs: Mapping[str, object]) -> None:
+    unknown = {name for name, value in kwargs.items() if value is not None} - _KNOWN - _WITHOUT_EFFECT
+    if attention_mask is not None:
+        problem = "an attention mask"
+    elif "cu_seqlens" not in kwargs:
+        problem = "attention that is not told the lengths of packed sequences"
+    elif unknown:
+        problem = f"attention with {', '.join(sorted(unknown))}"
+    else:
+        return
+    raise InvalidInput(f"model: {problem} is not supported with strategy fsdp", field="model")
 
 
 def _unpadded(
-    qkv_TXD: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, max_seqlen: int, scale: float | None
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    lengths: tuple[torch.Tensor, int],
+    attention: _Attention,
 ) -> torch.Tensor:
-    query_THD, key_TKD, value_TKD = qkv_TXD
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    out_THD = varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_GROUPED)
-    assert isinstance(out_THD, torch.Tensor)  # return_aux is not set
-    return out_THD
+    (cu_seqlens, longest), width = lengths, value_TKD.size(-1)
+    # FlashAttention counts the keys before the query; -1 is all of them.
+    window = (-1 if attention.window is None else attention.window - 1, 0)
+    if width < query_THD.size(-1):  # multi-head latent attention; the kernel has one size for all
+        value_TKD = F.pad(value_TKD, (0, query_THD.size(-1) - width))
+    qkv = (query_THD, key_TKD, value_TKD)
+    if attention.sinks_H is not None:
+        out_THD = varlen_attn_with_sinks(*qkv, attention.sinks_H, (cu_seqlens, longest, window, attention.scale))
+    else:
+        several = (cu_seqlens, cu_seqlens, longest, longest)
+        out_THD = varlen_attn(*qkv, *several, window_size=window, scale=attention.scale, **_GROUPED)
+        assert isinstance(out_THD, torch.Tensor)  # return_aux is not set
+    return out_THD[..., :width]
 
 
 def _padded(
-    qkv_TXD: Sequence[torch.Tensor], cu_seqlens: torch.Tensor, max_seqlen: int, scale: float | None
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    lengths: tuple[torch.Tensor, int],
+    attention: _Attention,
 ) -> torch.Tensor:
-    lengths_B = cu_seqlens.diff()
-    inside_BL = torch.arange(max_seqlen, device=cu_seqlens.device)[None, :] < lengths_B[:, None]
+    cu_seqlens, longest = lengths
+    positions_L = torch.arange(longest, device=cu_seqlens.device)
+    is_token_BL = positions_L[None, :] < cu_seqlens.diff()[:, None]
 
     def pad(x: torch.Tensor) -> torch.Tensor:
-        padded = x.new_zeros(*inside_BL.shape, *x.shape[1:])
-        padded[inside_BL] = x
+        padded = x.new_zeros(*is_token_BL.shape, *x.shape[1:])
+        padded[is_token_BL] = x
         return padded.transpose(1, 2)
 
-    query, key, value = map(pad, qkv_TXD)
-    out_BHLD = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    return out_BHLD.transpose(1, 2)[inside_BL]
+    query, key, value = map(pad, (query_THD, key_TKD, value_TKD))
+    is_seen_LL = None
+    if attention.window is not None or not attention.is_plain:
+        before_LL = positions_L[:, None] - positions_L[None, :]
+        is_seen_LL = (before_LL >= 0) & (before_LL < (attention.window or longest))
+    if attention.is_plain:
+        out_BHLD = F.scaled_dot_product_attention(
+            query, key, value, is_seen_LL, is_causal=is_seen_LL is None, scale=attention.scale, enable_gqa=True
+        )
+    else:
+        out_BHLD = _explicit(query, key, value, is_seen_LL, attention)
+    return out_BHLD.transpose(1, 2)[is_token_BL]
+
+
+def _explicit(
+    query_BHLD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLD: torch.Tensor,
+    is_seen_LL: torch.Tensor | None,
+    attention: _Attention,
+) -> torch.Tensor:
+    """Computes what no kernel of torch does, with all scores in memory."""
+    group = query_BHLD.size(1) // key_BKLD.size(1)
+    key_BHLD, value_BHLD = key_BKLD.repeat_interleave(group, 1), value_BKLD.repeat_interleave(group, 1)
+    scores = query_BHLD @ key_BHLD.transpose(-1, -2) * attention.scale
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    assert is_seen_LL is not None, "only plain attention needs no mask"
+    scores = scores.masked_fill(~is_seen_LL, float("-inf")).float()
+    if attention.sinks_H is not None:
+        sinks = attention.sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    shares = scores.softmax(-1)[..., : key_BHLD.size(2)]
+    return shares.to(value_BHLD.dtype) @ value_BHLD
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionInterface.register(PROBE, _probe)

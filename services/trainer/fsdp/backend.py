@@ -23,8 +23,9 @@ from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
 from services.trainer.compat.transformers import routers, set_choice
+from services.trainer.fsdp.loading import build, reshard
 from services.trainer.fsdp.lora import AdapterStream
-from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
+from services.trainer.fsdp.model import LogprobModel, ValueModel
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, Offloader, Part
 from services.trainer.router_replay import LayerReplay, ModelReplay

@@ -8,7 +8,7 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import require_supported
 from services.common.families.registry import FAMILIES
 
-BOTH, FSDP, MEGATRON = ("fsdp", "megatron"), ("fsdp",), ("megatron",)
+BOTH, MEGATRON = ("fsdp", "megatron"), ("megatron",)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -16,13 +16,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ("content", "refused_by", "named"),
     [
         ({"model_type": "qwen3"}, (), ""),
-        ({"model_type": "mistral"}, BOTH, "sliding_window 4096"),  # transformers' default
+        ({"model_type": "mistral"}, MEGATRON, "sliding_window 4096"),  # transformers' default
         ({"model_type": "mistral", "sliding_window": None}, (), ""),
         ({"model_type": "qwen2", "sliding_window": 4096}, (), ""),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, (), ""),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, BOTH, "sliding_window 4096"),
-        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, BOTH, "sliding_window 4096"),
-        ({"model_type": "phi3", "sliding_window": 2047}, BOTH, "sliding_window 2047"),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, MEGATRON, "sliding_window 4096"),
+        (
+            {"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False},
+            MEGATRON,
+            "sliding_window 4096",
+        ),
+        ({"model_type": "phi3", "sliding_window": 2047}, MEGATRON, "sliding_window 2047"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, BOTH, "'dynamic'"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, BOTH, "'longrope'"),
         ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, BOTH, "'su'"),
@@ -38,9 +42,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "qwen3", "transformers_weights": "other.safetensors"}, BOTH, "transformers_weights"),
         ({"model_type": "qwen3_moe", "num_experts": 10**9}, BOTH, "num_experts 1000000000 is more than 4096"),
         ({"model_type": "llama", "attention_bias": True}, MEGATRON, "attention_bias True"),
-        ({"model_type": "llama", "logit_scale": 0.5}, FSDP, "logit_scale"),
-        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, FSDP, "linear_attention"),
+        ({"model_type": "llama", "logit_scale": 0.5}, (), ""),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, (), ""),
         ({"model_type": "gpt2"}, MEGATRON, "knows llama"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, MEGATRON, "not mistral3"),
+        ({"model_type": "gemma3", "text_config": {"rope_scaling": {"type": "su"}}}, BOTH, "'su'"),
     ],
 )
 def test_rules(content: dict[str, Any], refused_by: tuple[str, ...], named: str) -> None:
@@ -52,7 +58,7 @@ def test_rules(content: dict[str, Any], refused_by: tuple[str, ...], named: str)
             require_supported(content, strategy, "config.json")
         assert named in caught.value.message and "config.json" in caught.value.message
         # An error names the other strategy only if that one accepts the model.
-        assert ("use strategy fsdp" in caught.value.message) == (refused_by == MEGATRON)
+        assert ("try strategy fsdp" in caught.value.message) == (refused_by == MEGATRON)
 
 
 def test_a_scaling_that_is_no_object_is_refused() -> None:

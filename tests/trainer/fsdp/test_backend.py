@@ -81,7 +81,9 @@ def test_weights_after_the_update_are_the_same_for_any_split(worlds: dict[int, P
         assert_close(got, want, SPLIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["untied-large", "tied-small", "moe-small", "routes-small", "full-small", "sum-norm"])
+@pytest.mark.parametrize(
+    "name", ["untied-large", "tied-small", "moe-small", "routed_experts-small", "full-small", "sum-norm"]
+)
 def test_update_is_that_of_plain_torch(worlds: dict[int, Path], trainer_files: Path, name: str) -> None:
     kind, changes = UPDATES[name]
     rows = batch_of(name).to_pylist()
@@ -95,7 +97,7 @@ def test_update_is_that_of_plain_torch(worlds: dict[int, Path], trainer_files: P
 
 
 def test_replayed_routes_are_used_and_the_router_learns(worlds: dict[int, Path]) -> None:
-    gradients, metrics = read(worlds[2], "routes-small-gradients")
+    gradients, metrics = read(worlds[2], "routed_experts-small-gradients")
     own, without = read(worlds[2], "moe-small-gradients")
     num_tokens = sum(len(row["prompt_tokens"]) + len(row["tokens"]) - 1 for row in samples().to_pylist())
     assert metrics["moe_replayed_tokens"] == num_tokens

@@ -1,0 +1,194 @@
+"""Loads a Hugging Face causal model, proves that it is computed exactly, and shards it over the ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput
+from services.common.families.architecture import require_supported as require_config_supported
+from services.trainer.checkpoint.agreement import same_on_all_ranks
+from services.trainer.checkpoint.model_files import (
+    load_config,
+    require_finite,
+    require_tensors,
+    stored_tensors,
+)
+from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
+from services.trainer.compat.transformers import ignored_tensors
+from services.trainer.fsdp.lora import add_adapters
+from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel, class_of, make_model
+from services.trainer.fsdp.proof import layout_of
+from services.trainer.fsdp.structure import structure_of
+from services.trainer.fsdp.weights import WeightStream, local_shard
+
+# Settings of architectures that change logits after the output layer, also by vLLM's code for other model types.
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: bool) -> None:
+    """Checks that the files have exactly the tensors of the model. Without `has_head`, any output layer is accepted.
+
+    The engine, which starts without weights, is sent the tensors of the model and no others.
+    """
+    directory = Path(model_path)
+    stored = stored_tensors(directory)
+    specs = WeightStream(causal_lm, torch.float32, torch.device("cpu")).specs()
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in specs}
+    tied = causal_lm.all_tied_weights_keys
+    if not has_head:
+        shapes.pop("lm_head.weight", None)
+    for copy, original in tied.items():
+        if copy in stored and original not in stored:
+            shapes[copy] = shapes.pop(original, stored[copy].shape)  # transformers takes either
+    require_tensors(stored, shapes, tied, directory, has_head=has_head, ignored=ignored_tensors(causal_lm))
+
+
+def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTrainedModel:
+    """Loads a model whose files `require_loadable` has checked."""
+    disable_progress_bar()  # it would fill the service's log
+    safe = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+    try:
+        answer: Any = class_of(load_config(model_path)).from_pretrained(
+            model_path, output_loading_info=True, **safe, **kwargs
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise InvalidInput(f"model: {model_path} cannot be loaded: {error!r}", field="model") from error
+    loaded, loading = answer  # because of output_loading_info
+    missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    if missing := sorted(missing if has_head else missing - {"lm_head.weight"}):
+        raise InvalidInput(f"model: {model_path} has no tensor {', '.join(missing[:5])}", field="model")
+    return loaded
+
+
+def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> Layout:
+    """Checks the model, whose weights are on the meta device; returns the layout in which it computes exactly."""
+    structure, text_config = structure_of(causal_lm), hf_config.get_text_config()
+    if structure.scale == 1 and not structure.softcap:
+        for name in _LOGIT_SETTINGS:
+            if getattr(text_config, name, None) not in (None, 1):
+                raise InvalidInput(
+                    f"model: {name} in its config.json is ignored by transformers for model_type "
+                    f"{hf_config.model_type}, and vLLM may apply it; remove it",
+                    field="model",
+                )
+    of_convolutions = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Conv1d)}
+    for name, parameter in causal_lm.named_parameters():
+        if id(parameter) in of_convolutions:
+            continue
+        if parameter.ndim == 3 and parameter.shape[-1] * compute_dtype.itemsize % GROUPED_ALIGN_BYTES:
+            multiple = GROUPED_ALIGN_BYTES // compute_dtype.itemsize
+            raise InvalidInput(
+                f"model: {name} of shape {list(parameter.shape)} (moe_intermediate_size, hidden_size): the last size "
+                f"must be a multiple of {multiple} in {compute_dtype}; it is not supported with strategy fsdp",
+                field="model",
+            )
+    return layout_of(hf_config)
+
+
+def build(
+    kind: type[LogprobModel | ValueModel],
+    model_path: str,
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    *,
+    weight_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+) -> LogprobModel | ValueModel:
+    """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`."""
+    has_head, seed = kind is not ValueModel, torch.initial_seed() % 2**31
+    with same_on_all_ranks():
+        empty, layout = make_empty(model_path, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
+        require_loadable(empty, model_path, has_head=has_head)
+        add_adapters(empty, config.lora, seed=seed)
+    model = kind(empty, layout)
+    model.eval()  # the policy that is trained is the one that sampled: without dropout or a router's jitter
+    if config.gradient_checkpointing:
+        for layer in model.layers:
+            _recompute(layer)
+    _shard(model, config, mesh, compute_dtype)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
+    for name, buffer in buffers.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, buffer.to(mesh.device_type))
+    full: dict[str, Any] = {}
+    with same_on_all_ranks():
+        if mesh.get_rank() == 0:
+            whole = kind(load_weights(model_path, has_head=has_head, dtype=weight_dtype), layout)
+            add_adapters(whole.causal_lm, config.lora, seed=seed)
+            full = whole.state_dict()
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    with same_on_all_ranks():
+        require_finite(((name, local_shard(parameter)) for name, parameter in empty.named_parameters()), model_path)
+    return model
+
+
+def make_empty(
+    model_path: str, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> tuple[PreTrainedModel, Layout]:
+    """Returns the model on the meta device, with its buffers on the CPU, and its layout.
+
+    Raises:
+        InvalidInput: The model is not supported.
+    """
+    hf_config = load_config(model_path)
+    require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
+    try:
+        with init_empty_weights(include_buffers=False):
+            empty = make_model(hf_config, dtype=weight_dtype)
+    except Exception as error:  # nothing but the config is read, and a wrong size may raise anything
+        raise InvalidInput(f"model: {model_path}/config.json: {error!r}", field="model") from error
+    layout = require_supported(hf_config, empty, compute_dtype)
+    empty.tie_weights()
+    for module in empty.modules():
+        if isinstance(module, nn.Embedding):
+            # With it torch would leave out the gradient of the pad token, which prompts may contain as an end token.
+            module.padding_idx = None
+    return empty, layout
+
+
+def _recompute(layer: nn.Module) -> None:
+    """Makes a layer recompute its activations in the backward.
+
+    transformers' own checkpointing works only in training mode, in which it also applies dropout.
+    """
+    forward = layer.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    layer.forward = recomputed
+
+
+def _shard(model: LogprobModel | ValueModel, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "reshard_after_forward": config.fsdp.reshard_after_forward,
+    }
+    if config.fsdp.cpu_offload and mesh.device_type != "cpu":
+        settings["offload_policy"] = CPUOffloadPolicy()
+    for layer in model.layers:
+        if config.fsdp.torch_compile and mesh.device_type == "cuda":
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        fully_shard(layer, **settings)
+    # The backward begins with the weights that the forward used last, so keep them gathered.
+    settings["reshard_after_forward"] = False
+    fully_shard(model, **settings)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered weights after a forward that no backward follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

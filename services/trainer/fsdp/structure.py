@@ -1,0 +1,133 @@
+"""Finds the parts of a causal language model, whatever transformers calls them, and what it does to its logits."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from services.common.errors import InvalidInput
+
+
+class Structure(NamedTuple):
+    """The parts of a model by their names in it, and what becomes of the output layer's logits.
+
+    The logits are `softcap` * tanh(`scale` * logits / softcap), or `scale` * logits if softcap is 0.
+    """
+
+    decoder: str
+    layers: str
+    head: str
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+def structure_of(causal_lm: PreTrainedModel) -> Structure:
+    """Returns the structure of a model, whose weights may be on the meta device.
+
+    Raises:
+        InvalidInput: It has no list of layers, or its log-probabilities are not those of its output layer's logits,
+            scaled and capped.
+    """
+    names = {id(module): name for name, module in causal_lm.named_modules()}
+    head, decoder = causal_lm.get_output_embeddings(), causal_lm.get_decoder()
+    if decoder is causal_lm:  # as for Llama 4's
+        decoder = getattr(causal_lm, "model", decoder)
+    if not isinstance(head, nn.Linear) or id(head) not in names:
+        raise _refusal("an output layer that is not linear")
+    if head.bias is not None:
+        raise _refusal(f"{names[id(head)]}.bias")
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    if not lists or decoder is causal_lm:
+        raise _refusal(f"model_type {causal_lm.config.model_type}, whose layers are not in a list,")
+    layers = max(lists, key=lambda one: sum(1 for _ in one.parameters()))
+    found = Structure(names[id(decoder)], names[id(layers)], names[id(head)])
+    return found._replace(**_logits_of(causal_lm, found))
+
+
+class _Output(dict[str, Any]):
+    """What a base model returns; transformers' models read it by name, or the first of it by index."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().get(key)
+
+
+class _Trunk(nn.Module):
+    def __init__(self, real: nn.Module, hidden: torch.Tensor):
+        super().__init__()
+        self.__dict__.update(real=real, hidden=hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["real"], name)
+
+    def forward(self, *args: object, **kwargs: object) -> _Output:
+        return _Output(last_hidden_state=self.__dict__["hidden"])
+
+
+class _Head(nn.Module):
+    def __init__(self, real: nn.Linear, logits: torch.Tensor):
+        super().__init__()
+        self.weight, self.bias, self.logits, self.inputs = real.weight, None, logits, []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.inputs.append(hidden)
+        return self.logits.clone()
+
+
+def _logits_of(causal_lm: PreTrainedModel, parts: Structure) -> dict[str, float]:
+    """Calls the model with a known hidden state and known logits in place of base model and output layer.
+
+    What it does between them is seen in what the output layer gets and in what the model returns. So no list of config
+    keys is needed, of which each new family has others.
+    """
+    head: Any = causal_lm.get_submodule(parts.head)
+    trunk_name = parts.decoder.split(".")[0]
+    trunk = causal_lm.get_submodule(trunk_name)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 2, head.in_features, generator=generator)
+    logits = torch.randn(1, 2, head.out_features, generator=generator) * 50
+    logits[0, 0] *= 1e-6  # no cap changes these
+    fake = _Head(head, logits)
+    try:
+        setattr(causal_lm, trunk_name, _Trunk(trunk, hidden))
+        causal_lm.set_submodule(parts.head, fake)
+        returned = causal_lm(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits.float()
+    except Exception as error:  # anything may be read of the base model
+        raise _refusal(f"model_type {causal_lm.config.model_type} ({error!r})") from error
+    finally:
+        setattr(causal_lm, trunk_name, trunk)
+        causal_lm.set_submodule(parts.head, head)
+    if len(fake.inputs) != 1 or fake.inputs[0].shape != hidden.shape or returned.shape != logits.shape:
+        raise _refusal(f"model_type {causal_lm.config.model_type}, whose logits are not those of its output layer,")
+    before, scale = _ratio(fake.inputs[0], hidden), _ratio(returned[0, 0], logits[0, 0])
+    for softcap in (0.0, *_caps(causal_lm)):
+        if torch.allclose(returned, cap(scale * logits, softcap), rtol=1e-4, atol=0):
+            return {"scale": before * scale, "softcap": softcap}
+    raise _refusal(f"model_type {causal_lm.config.model_type}, which changes its logits in an unknown way,")
+
+
+def cap(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Returns logits that a model caps softly, as Gemma 2 does; 0 is no cap."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def _ratio(got: torch.Tensor, given: torch.Tensor) -> float:
+    ratio = float((got.double() / given.double()).median())
+    if not torch.allclose(got, ratio * given, rtol=1e-4, atol=0):
+        raise _refusal("an output layer whose input or output is changed by more than a factor")
+    return round(ratio, 6) if abs(ratio - round(ratio, 6)) < 1e-6 * abs(ratio) else ratio
+
+
+def _caps(causal_lm: PreTrainedModel) -> Iterator[float]:
+    """Yields every number of the config, one of which the cap must be."""
+    for value in causal_lm.config.get_text_config().to_dict().values():
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            yield float(value)
+
+
+def _refusal(what: str) -> InvalidInput:
+    return InvalidInput(f"model: {what} is not supported with strategy fsdp", field="model")
