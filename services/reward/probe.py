@@ -24,7 +24,7 @@ from services.common.errors import PreconditionFailed
 from services.common.probe import Answers, Requests, answer_with
 from services.reward.environments.base import EpisodeError, Turn
 from services.reward.environments.episode import EpisodeContext
-from services.reward.environments.servicer import EpisodeTable, make_environment
+from services.reward.environments.servicer import KINDS, EpisodeTable
 from services.reward.errors import ScoringError
 from services.reward.metrics import RewardMetrics
 from services.reward.run import ScoringRun
@@ -34,7 +34,6 @@ _LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_
 
 
 async def sandbox(requests: Requests) -> Answers:
-    """Makes one sandbox."""
     async for _ in requests:
         made = Sandbox(_LIMITS)
         try:
@@ -63,7 +62,7 @@ async def environment(requests: Requests) -> Answers:
     """Opens an environment and plays its episodes."""
     config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
     one_worker = {"num_workers": 1} if isinstance(config, WorkerEnvironmentConfig) else {}
-    tried = make_environment(config.model_copy(update=one_worker))
+    tried = KINDS[config.kind](config.model_copy(update=one_worker))
     try:
         await tried.open()
     except BaseException as error:
@@ -94,15 +93,13 @@ class _Episodes:
             await self.table.end(str(self._num_episodes))
             self._num_episodes, self._num_turns = self._num_episodes + 1, 0
             request = pb.ResetRequest(episode_id=str(self._num_episodes), seed=call["seed"])
-            return _plain(await self.table.reset(request, call["reset"]))
-        request = pb.StepRequest(episode_id=str(self._num_episodes), turn=self._num_turns, text=call["step"])
-        self._num_turns += 1
-        num_tokens = len(call["step"].split())  # there is no tokenizer here
-        return _plain(await self.table.step(request, Turn(call["step"], num_tokens, is_truncated=False)))
-
-
-def _plain(answer: pb.ResetResponse | pb.StepResponse) -> Mapping[str, object]:
-    return MessageToDict(answer, preserving_proto_field_name=True)
+            answer = await self.table.reset(request, call["reset"])
+        else:
+            request = pb.StepRequest(episode_id=str(self._num_episodes), turn=self._num_turns, text=call["step"])
+            self._num_turns += 1
+            num_tokens = len(call["step"].split())  # there is no tokenizer here
+            answer = await self.table.step(request, Turn(call["step"], num_tokens, is_truncated=False))
+        return MessageToDict(answer, preserving_proto_field_name=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2
 from lockstep.types.v1 import types_pb2
 
-from services.common.config.environment import EnvironmentConfig, EnvironmentSection
-from services.common.config.load import parse_json
+from services.common.config.environment import EnvironmentConfig
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
@@ -31,11 +30,6 @@ KINDS: Mapping[str, Callable[..., Environment]] = {
     "openenv": OpenEnvironment,
 }
 """Maps each kind to the function that makes its environment from its config."""
-
-
-def make_environment(config: EnvironmentConfig) -> Environment:
-    """Returns the environment of a config, not yet open."""
-    return KINDS[config.kind](config)
 
 
 class EpisodeTable:
@@ -78,7 +72,6 @@ class EpisodeTable:
             await asyncio.shield(ending)
 
     def end_all(self, why: str) -> None:
-        """Begins to end all episodes, and forgets them."""
         for episode_id in list(self._episodes):
             self._drop(episode_id, EnvironmentFailure.CRASHED, why)
 
@@ -129,11 +122,7 @@ def require_run(run_id: str, opened_run_id: str) -> None:
 
 
 def parse_object(text: str, *, field: str) -> dict[str, object]:
-    """Returns a JSON object; an empty text is an empty object.
-
-    Raises:
-        InvalidInput: It is not JSON, or not an object; names `field`.
-    """
+    """Returns a JSON object, by default an empty one. Raises InvalidInput, which names `field`."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -144,11 +133,7 @@ def parse_object(text: str, *, field: str) -> dict[str, object]:
 
 
 def finish_reason(reason: types_pb2.FinishReason, *, field: str) -> str:
-    """Returns "stop", "length" or "turn_limit".
-
-    Raises:
-        InvalidInput: It is none of them; names `field`.
-    """
+    """Raises InvalidInput, which names `field`, if it is no reason with which a sample ends."""
     if reason not in _FINISH_REASONS:
         raise InvalidInput(f"{field}: {reason} is not STOP, LENGTH or TURN_LIMIT", field=field)
     return _FINISH_REASONS[reason]
@@ -157,15 +142,6 @@ def finish_reason(reason: types_pb2.FinishReason, *, field: str) -> str:
 NAME = "lockstep.reward.v1.EnvironmentService"
 # The host is at fault, not the config.
 _OF_HOST = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
-
-
-def parse_environment(section_json: str) -> EnvironmentConfig | None:
-    """Returns the environment section of the config; None if it is empty.
-
-    Raises:
-        InvalidInput: It does not fit the schema.
-    """
-    return parse_json(EnvironmentSection, section_json, field="environment_json").root if section_json else None
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -186,7 +162,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         if config is None:
             self._run_id = run_id
             return reward_pb2.OpenRunResponse()
-        environment = make_environment(config)
+        environment = KINDS[config.kind](config)
         try:
             await environment.open()
         except BaseException as error:  # cancellation too: no process may be left running
@@ -240,11 +216,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return await table.step(request, turn)
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
-        """Ends an episode; does nothing if it is not open.
-
-        Raises:
-            PreconditionFailed: The run is not open.
-        """
+        """Does nothing if the episode is not open."""
         await self._table_for(request.run_id).end(request.episode_id)
         return pb.CloseResponse()
 
