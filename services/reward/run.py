@@ -63,11 +63,7 @@ class ScoringRun:
         return " + ".join(f"{config.component} {scorer.version} x {config.weight:g}" for config, scorer in parts)
 
     async def open(self) -> None:
-        """Starts all scorers.
-
-        Raises:
-            InvalidInput: A scorer cannot start; the message names it.
-        """
+        """Starts all scorers. Raises InvalidInput, which names the first that cannot start."""
         results = await asyncio.gather(*(scorer.open() for scorer in self._scorers), return_exceptions=True)
         for index, (config, error) in enumerate(zip(self._config.scorers, results, strict=True)):
             if isinstance(error, ScoringError):

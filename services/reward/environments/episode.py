@@ -104,21 +104,13 @@ class Episode:
         return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
-        """Begins the episode, or repeats the answer if it is the request that began it.
-
-        Raises:
-            PreconditionFailed: It began with another seed or row.
-        """
+        """Raises PreconditionFailed if the episode began with another seed or row."""
         if self._reset is None:
             self._reset = Call(request, self._play_reset(request, row))
         return await self._reset.repeat(request)
 
     async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
-        """Applies the next turn, or repeats the answer if it is the turn that was applied last.
-
-        Raises:
-            PreconditionFailed: The turn is neither, or it is the last with another text, or the episode is over.
-        """
+        """Applies the next turn or repeats the answer to the last one. Raises PreconditionFailed for another turn."""
         if request.turn == self._last_turn + 1:
             last = self._step or self._reset
             assert last, "an episode begins with its reset"

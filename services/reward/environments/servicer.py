@@ -52,11 +52,6 @@ class EpisodeTable:
         return await (episode or self._add(request.episode_id)).reset(request, row)
 
     async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
-        """Plays one turn.
-
-        Raises:
-            PreconditionFailed: EPISODE_NOT_OPEN if there is no such episode: play it again from its reset.
-        """
         episode = self._episodes.get(request.episode_id)
         if episode is None:
             message = (
@@ -106,11 +101,7 @@ _FINISH_REASONS = {
 
 
 def require_run(run_id: str, opened_run_id: str) -> None:
-    """Checks that the caller's run is the one that is open.
-
-    Raises:
-        PreconditionFailed: RUN_NOT_OPEN if no run is open, SCORER_CHANGED if another run than the caller's is.
-    """
+    """Raises PreconditionFailed: RUN_NOT_OPEN, or SCORER_CHANGED if another run than the caller's is open."""
     if not opened_run_id:
         raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
     if run_id != opened_run_id:
@@ -153,12 +144,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._table: EpisodeTable | None = None
 
     async def open(self, run_id: str, config: EnvironmentConfig | None) -> reward_pb2.OpenRunResponse:
-        """Starts the environment, if there is one, and returns what the coordinator must know about it.
-
-        Raises:
-            InvalidInput: The environment cannot start.
-            Overloaded: The host has too few descriptors, processes or too little memory for it.
-        """
+        """Starts the environment, if there is one, and returns what the coordinator must know about it."""
         if config is None:
             self._run_id = run_id
             return reward_pb2.OpenRunResponse()
@@ -192,24 +178,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             await table.close()
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
-        """Begins an episode, or repeats the answer.
-
-        Raises:
-            PreconditionFailed: The run or its environment is not open, or the episode began with another row.
-            InvalidInput: The request is malformed.
-        """
+        """Begins an episode, or repeats the answer."""
         table = self._table_for(request.run_id)
         if not request.episode_id:
             raise InvalidInput("episode_id: must not be empty", field="episode_id")
         return await table.reset(request, parse_object(request.row_json, field="row_json"))
 
     async def Step(self, request: pb.StepRequest, context: Context) -> pb.StepResponse:
-        """Plays one turn, or repeats the answer to the last one.
-
-        Raises:
-            PreconditionFailed: The run is not open; EPISODE_NOT_OPEN; or the turn is out of order.
-            InvalidInput: The request is malformed.
-        """
+        """Plays one turn, or repeats the answer to the last one."""
         table = self._table_for(request.run_id)
         is_truncated = finish_reason(request.finish_reason, field="finish_reason") == "length"
         turn = Turn(request.text, request.num_tokens, is_truncated, request.is_reasoning)

@@ -106,7 +106,7 @@ def compute(expression: str) -> float:
 def _value(node: ast.expr, depth: int) -> float:
     if depth == 0:
         raise BadArgumentsError(f"the expression is nested more than {_MAX_DEPTH} deep")
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return _limited(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         return _limited(_BINARY[type(node.op)](_value(node.left, depth - 1), _value(node.right, depth - 1)))

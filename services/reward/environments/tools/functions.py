@@ -44,12 +44,6 @@ class FunctionTools:
         return line["messages"][0]["content"]
 
     async def call(self, episode_id: str, call: ToolCall) -> str:
-        """Returns the result of a call, whose arguments fit the schema.
-
-        Raises:
-            BadArgumentsError: The function raised an exception. The log has the traceback of the first of each class.
-            EpisodeError: It raised this itself, ran out of memory, or its worker died.
-        """
         request = json.dumps({"name": call.name, "arguments": call.arguments})
         line = await self.workers.call(episode_id, {"call": "step", "text": request})
         answer = json.loads(line["messages"][0]["content"])
@@ -82,11 +76,7 @@ class Functions:
 
     @classmethod
     def prepare(cls, paths: Sequence[str]) -> None:
-        """Imports the functions. The version is the hash of their sources.
-
-        Raises:
-            TypeError: One cannot be a tool, or two have the same name. Importing may raise anything.
-        """
+        """Imports the functions, which may raise anything. The version is the hash of their sources."""
         digests = []
         for path in paths:
             function, module = child.load(path)

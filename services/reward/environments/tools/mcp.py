@@ -35,12 +35,7 @@ class Connection:
         self._holding = asyncio.create_task(self._hold())
 
     async def ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
-        """Returns the answer to a request.
-
-        Raises:
-            EpisodeError: TIMEOUT if there is none within `timeout_s`, CRASHED if the session did not begin or ended.
-            Exception: Whatever else the request raises, such as MCPError.
-        """
+        """Returns the answer to a request, or raises EpisodeError or what the request raises, such as MCPError."""
         session = await self._limited(asyncio.shield(self._session), _START_TIMEOUT_S)
         answer = asyncio.ensure_future(request(session))
         self._requests.add(answer)
@@ -132,12 +127,7 @@ class McpTools:
         self.version = f"mcp-{server.name} {server.version}-{digest}"
 
     async def call(self, call: ToolCall) -> str:
-        """Returns the text of a tool's result.
-
-        Raises:
-            BadArgumentsError: The server says that the call was wrong, or had no result, or raised an exception.
-            EpisodeError: The server failed.
-        """
+        """Raises BadArgumentsError if the server says that the call was wrong, EpisodeError if it failed."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
 
