@@ -10,9 +10,6 @@
     <- {"messages": [...], "reward": 1.0, "done": true, "tool_calls": [...]}     what is zero or empty is left out
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from google.protobuf.json_format import MessageToDict
 from lockstep.reward.v1 import environment_pb2 as pb
 from prometheus_client import CollectorRegistry
@@ -24,7 +21,7 @@ from services.common.errors import PreconditionFailed
 from services.common.probe import Answers, Requests, answer_with
 from services.reward.environments.base import EpisodeError, Turn
 from services.reward.environments.episode import EpisodeContext
-from services.reward.environments.servicer import EpisodeTable, make_environment
+from services.reward.environments.servicer import KINDS, EpisodeTable
 from services.reward.errors import ScoringError
 from services.reward.metrics import RewardMetrics
 from services.reward.run import ScoringRun
@@ -34,7 +31,6 @@ _LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_
 
 
 async def sandbox(requests: Requests) -> Answers:
-    """Makes one sandbox."""
     async for _ in requests:
         made = Sandbox(_LIMITS)
         try:
@@ -63,7 +59,7 @@ async def environment(requests: Requests) -> Answers:
     """Opens an environment and plays its episodes."""
     config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
     one_worker = {"num_workers": 1} if isinstance(config, WorkerEnvironmentConfig) else {}
-    tried = make_environment(config.model_copy(update=one_worker))
+    tried = KINDS[config.kind](config.model_copy(update=one_worker))
     try:
         await tried.open()
     except BaseException as error:
@@ -72,37 +68,25 @@ async def environment(requests: Requests) -> Answers:
             raise PreconditionFailed(" ".join(error.detail.split())) from error
         raise
     context = EpisodeContext(tried, config.turn_s, RewardMetrics(CollectorRegistry()))
-    episodes = _Episodes(EpisodeTable(context, config.episode_s))
+    table, num_episodes, num_turns = EpisodeTable(context, config.episode_s), 0, 0
     try:
         yield {"version": tried.version, "tools": list(tried.tools)}
         async for call in requests:
+            if "reset" in call:
+                await table.end(str(num_episodes))
+                num_episodes, num_turns = num_episodes + 1, 0
+                playing = table.reset(pb.ResetRequest(episode_id=str(num_episodes), seed=call["seed"]), call["reset"])
+            else:
+                request = pb.StepRequest(episode_id=str(num_episodes), turn=num_turns, text=call["step"])
+                num_tokens = len(call["step"].split())  # there is no tokenizer here
+                playing = table.step(request, Turn(call["step"], num_tokens, is_truncated=False))
+                num_turns += 1
             try:
-                yield await episodes.play(call)
+                yield MessageToDict(await playing, preserving_proto_field_name=True)
             except PreconditionFailed as error:  # a step after the end
                 yield {"failure": {"reason": error.reason, "message": error.message}}
     finally:
-        await episodes.table.close()
-
-
-class _Episodes:
-    def __init__(self, table: EpisodeTable):
-        self.table = table
-        self._num_episodes = self._num_turns = 0
-
-    async def play(self, call: Mapping[str, Any]) -> Mapping[str, object]:
-        if "reset" in call:
-            await self.table.end(str(self._num_episodes))
-            self._num_episodes, self._num_turns = self._num_episodes + 1, 0
-            request = pb.ResetRequest(episode_id=str(self._num_episodes), seed=call["seed"])
-            return _plain(await self.table.reset(request, call["reset"]))
-        request = pb.StepRequest(episode_id=str(self._num_episodes), turn=self._num_turns, text=call["step"])
-        self._num_turns += 1
-        num_tokens = len(call["step"].split())  # there is no tokenizer here
-        return _plain(await self.table.step(request, Turn(call["step"], num_tokens, is_truncated=False)))
-
-
-def _plain(answer: pb.ResetResponse | pb.StepResponse) -> Mapping[str, object]:
-    return MessageToDict(answer, preserving_proto_field_name=True)
+        await table.close()
 
 
 if __name__ == "__main__":

@@ -27,12 +27,7 @@ class MayPassError(Exception):
 
     def __init__(self, error: ScoringError, retry_after_s: float = 0.0):
         super().__init__(str(error))
-        self.error = error
-        self.retry_after_s = retry_after_s
-
-
-async def _unread(answer: object) -> object:
-    return answer
+        self.error, self.retry_after_s = error, retry_after_s
 
 
 class Remote:
@@ -64,11 +59,7 @@ class Remote:
         self._closed = False
 
     async def open(self) -> None:
-        """Reads the key and creates the session; sends nothing.
-
-        Raises:
-            ScoringError: The key cannot be read.
-        """
+        """Reads the key and sends nothing. Raises ScoringError if the key cannot be read."""
         if self._config.api_key_file:
             self._key = await asyncio.to_thread(_read_key, Path(self._config.api_key_file))
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -80,7 +71,7 @@ class Remote:
             trust_env=False,
         )
 
-    async def post(self, message: Mapping[str, object], read: Reader = _unread) -> Any:
+    async def post(self, message: Mapping[str, object], read: Reader | None = None) -> Any:
         """Posts `message` and returns what `read` makes of the JSON answer; it may raise MayPassError to ask again.
 
         Waiting for the rate limits does not count against `timeout_s`.
@@ -111,10 +102,11 @@ class Remote:
         if self._session:
             await self._session.close()
 
-    async def _post_with_retries(self, payload: bytes, read: Reader) -> object:
+    async def _post_with_retries(self, payload: bytes, read: Reader | None) -> object:
         for num_retries in range(self._config.max_retries + 1):
             try:
-                return await read(await self._request(payload))
+                answer = await self._request(payload)
+                return await read(answer) if read else answer
             except MayPassError as failure:
                 if num_retries == self._config.max_retries:
                     raise failure.error from None

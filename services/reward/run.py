@@ -58,16 +58,12 @@ class ScoringRun:
 
     @property
     def scorer(self) -> str:
-        """Name, version and weight of each scorer, e.g. `math 1/math-verify-0.9.0 x 1 + length 1 x 0.1`."""
+        """As in `math 1/math-verify-0.9.0 x 1 + length 1 x 0.1`: name, version and weight of each."""
         parts = zip(self._config.scorers, self._scorers, strict=True)
         return " + ".join(f"{config.component} {scorer.version} x {config.weight:g}" for config, scorer in parts)
 
     async def open(self) -> None:
-        """Starts all scorers.
-
-        Raises:
-            InvalidInput: A scorer cannot start; the message names it.
-        """
+        """Starts all scorers. Raises InvalidInput, which names the first that cannot start."""
         results = await asyncio.gather(*(scorer.open() for scorer in self._scorers), return_exceptions=True)
         for index, (config, error) in enumerate(zip(self._config.scorers, results, strict=True)):
             if isinstance(error, ScoringError):
@@ -88,12 +84,13 @@ class ScoringRun:
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:
         components, failure = dict[str, float](), None
         for config, result in zip(self._config.scorers, results, strict=True):
-            outcome = result.reason.lower() if isinstance(result, ScoringError) else "scored"
-            self._metrics.count(config.component, outcome)
+            outcome = "scored"
             if isinstance(result, ScoringError):
+                outcome = result.reason.lower()
                 failure = failure or Failure(result.reason, config.component, result.detail, result.traceback)
-                continue
-            components[config.component] = result
+            else:
+                components[config.component] = result
+            self._metrics.scores.labels(config.component, outcome).inc()
         scored = [scorer for scorer in self._config.scorers if scorer.component in components]
         reward = weighted_sum((scorer.weight, components[scorer.component]) for scorer in scored)
         if not failure and not math.isfinite(reward):  # each score is finite, but not their weighted sum

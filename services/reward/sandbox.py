@@ -63,11 +63,7 @@ _X32 = 0x40000000
 
 
 def filter_program() -> bytes:
-    """Returns the filter for this machine.
-
-    Raises:
-        ScoringError: There is no filter for the machine's architecture.
-    """
+    """Returns the filter for this machine. Raises ScoringError if there is none for its architecture."""
     machine = platform.machine()
     if machine not in _DENIED:
         raise ScoringError(FailureReason.ERROR, f"no system call filter for {machine}: use x86_64 or aarch64")
@@ -95,17 +91,13 @@ def _when(number: int, error: int) -> list[tuple[int, int, int, int]]:
     return [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
 
 
-START_TIMEOUT_S = 30.0
-"""Time limit for starting bwrap and the interpreter, which takes about 30 ms on an idle machine."""
-REPLY_GRACE_S = 5.0
-"""Extra time for the reply, in addition to a test's own time limit, which the harness enforces."""
+START_TIMEOUT_S = 30.0  # for bwrap and the interpreter, which take about 30 ms on an idle machine
+REPLY_GRACE_S = 5.0  # in addition to a test's own time limit, which the harness enforces
 _NOBODY = 65534
 _CHILD = re.compile(rb'"child-pid": (\d+)')
+# The interpreter that the virtual environment is based on.
 PYTHON = str(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttributeAccessIssue] not in typeshed
-"""Interpreter that the virtual environment is based on."""
-_SANDBOXED = Path(__file__).with_name("sandboxed")
-_CODE = "/code"
-"""Where the modules of `services/reward/sandboxed` are in the sandbox."""
+_CODE = "/code"  # where the modules of services/reward/sandboxed are in the sandbox
 _MAIN = (
     f"import sys; sys.path.insert(0, {_CODE!r}); from services.reward.sandboxed.harness import main; del sys.path[0]; "
 )
@@ -125,7 +117,6 @@ class Limits:
 
     @property
     def rlimits(self) -> dict[str, int]:
-        """The limits by their setrlimit(2) names."""
         return {
             "RLIMIT_CPU": math.ceil(self.timeout_s) + 1,  # only backs up a test's wall-clock limit
             "RLIMIT_AS": self.memory_bytes,
@@ -148,11 +139,7 @@ class Sandbox:
         self._is_root = os.getuid() == 0
 
     async def open(self) -> None:
-        """Creates one sandbox, to check that this host can.
-
-        Raises:
-            ScoringError: It cannot; the message says what to install or allow.
-        """
+        """Creates one sandbox. Raises ScoringError, which says what to install or allow, if this host cannot."""
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise ScoringError(FailureReason.ERROR, "bwrap not found: install bubblewrap (apt-get install bubblewrap)")
@@ -160,7 +147,11 @@ class Sandbox:
         folder.chmod(0o755)
         _compile(folder / "code")
         source = await asyncio.to_thread(self._readable, prefix := Path(sys.base_prefix), folder)
-        _let_all_read(folder)
+        for path in folder.rglob("*"):  # programs run as another user, whatever the umask; links keep their modes
+            if path.is_dir():
+                path.chmod(0o755)
+            elif path.stat().st_nlink == 1:
+                path.chmod(path.stat().st_mode | 0o444)
         self._arguments = [*self._as_nobody(), bwrap, *_bwrap_arguments(source, prefix, self._limits.disk_bytes)]
         self._arguments += ["--ro-bind", str(folder / "code"), _CODE, "--remount-ro", "/"]
         async with self.run(_PROBE, [{"kind": "stdin", "input": ""}]) as replies:
@@ -187,7 +178,13 @@ class Sandbox:
         job: dict[str, object] = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
         job["scripts"] = [test["kind"] == "script" for test in tests]
         job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
-        process, info = await self._start_whole(json.dumps(job).encode(), b"".join(lines))
+        starting = asyncio.create_task(self._start(json.dumps(job).encode(), b"".join(lines)))
+        try:
+            process, info = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # end what was started: asyncio would kill bwrap, but not its child
+            with contextlib.suppress(ScoringError):
+                await _end(*await starting, None)
+            raise
         pidfd = None
         try:
             await _wait_until_ready(process)
@@ -196,16 +193,6 @@ class Sandbox:
                 yield outputs
         finally:
             await _end(process, info, pidfd)
-
-    async def _start_whole(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
-        """Calls `_start`. If it is canceled, it ends what was started: asyncio would kill bwrap, but not its child."""
-        starting = asyncio.create_task(self._start(job, tests))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with contextlib.suppress(ScoringError):
-                await _end(*await starting, None)
-            raise
 
     async def _start(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
         """Starts bwrap. Returns its process, and the read end of the pipe on which it reports its first child's pid."""
@@ -261,20 +248,10 @@ def _compile(folder: Path) -> None:
     """Compiles the modules that run inside, below their names, into `folder`."""
     package = folder / "services" / "reward" / "sandboxed"
     package.mkdir(parents=True)
-    for module in _SANDBOXED.glob("*.py"):
+    for module in Path(__file__).with_name("sandboxed").glob("*.py"):
         py_compile.compile(str(module), cfile=str(package / f"{module.stem}.pyc"), doraise=True)
     for parent in (package.parent, package.parent.parent):
         shutil.copy(package / "__init__.pyc", parent)
-
-
-def _let_all_read(folder: Path) -> None:
-    """Lets the user that programs run as read `folder`, regardless of the umask. Files that are links keep their
-    modes."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            path.chmod(0o755)
-        elif path.stat().st_nlink == 1:
-            path.chmod(path.stat().st_mode | 0o444)
 
 
 def _link(source: str | Path, target: str | Path) -> None:
@@ -311,7 +288,6 @@ def _bwrap_arguments(source: Path, prefix: Path, disk_bytes: int) -> list[str]:
 
 
 def _memory_file(data: bytes, files: contextlib.ExitStack) -> int:
-    """Returns a file descriptor from which `data` can be read."""
     file = files.enter_context(os.fdopen(os.memfd_create("sandbox"), "r+b"))
     file.write(data)
     file.seek(0)

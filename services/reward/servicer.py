@@ -7,6 +7,7 @@ import logging
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 
+from services.common.config.environment import EnvironmentSection
 from services.common.config.load import parse_json
 from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput
@@ -14,13 +15,7 @@ from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
-from services.reward.environments.servicer import (
-    EnvironmentServicer,
-    finish_reason,
-    parse_environment,
-    parse_object,
-    require_run,
-)
+from services.reward.environments.servicer import EnvironmentServicer, finish_reason, parse_object, require_run
 from services.reward.errors import Tracebacks
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
@@ -45,7 +40,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._tracebacks = Tracebacks()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
-        """Returns state and versions."""
         self._fence.renew_lease()
         state, libraries = "open" if self._run else "idle", ("math-verify", "sympy")
         info = service_info("reward", state, run=self._opened, libraries=libraries)
@@ -63,7 +57,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         if not request.run_id:
             raise InvalidInput("run_id: must not be empty", field="run_id")
         config = parse_json(RewardConfig, request.config_json)
-        environment = parse_environment(request.environment_json)
+        environment = None
+        if request.environment_json:
+            environment = parse_json(EnvironmentSection, request.environment_json, field="environment_json").root
         sections = request.config_json + request.environment_json
         opened = OpenedRun(request.run_id, hashlib.sha256(sections.encode()).hexdigest())
         async with self._changing:
@@ -73,8 +69,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 self.environments.end_episodes()
             if self._run is None or opened != self._opened:
                 await self._close()
-                run = await _open(config, self._metrics)
+                run = ScoringRun(config, self._metrics)
                 try:
+                    await run.open()
                     self._answer = await self.environments.open(request.run_id, environment)
                 except BaseException:  # cancellation too: no process may be left running
                     await run.close()
@@ -86,7 +83,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
-        """Closes the scorers and the environment of the run; does nothing if it is not the open run."""
+        """Does nothing if the run is not the open one."""
         async with self._changing:
             if request.run_id == self._opened.run_id and self._fence.is_open:
                 await self._close()
@@ -105,24 +102,23 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         assert self._run, "a run is open"
         scorer = self._run.scorer
         items = _items(request)
-        with self._metrics.scoring(len(items)), self._fence.guarding():  # another run would close the scorers
-            outcomes = await self._run.score(items)
-        self._log_failures(request.prompt_id, outcomes)
-        answer = pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
-        return seal(request, answer)
-
-    async def close(self) -> None:
-        async with self._changing:
-            await self._close()
-
-    def _log_failures(self, prompt_id: str, outcomes: list[Outcome]) -> None:
-        """Writes a line for each sample without a reward, and each traceback of a run once."""
+        self._metrics.queue.inc(len(items))
+        try:
+            with self._fence.guarding():  # another run would close the scorers
+                outcomes = await self._run.score(items)
+        finally:
+            self._metrics.queue.dec(len(items))
         for sample, outcome in enumerate(outcomes):
             if failure := outcome.failure:
                 text = f"scorer {failure.scorer}: {failure.reason}: {failure.detail}"
                 text += self._tracebacks.once(failure.traceback)
-                with within(group=prompt_id, sample=sample):
-                    log.warning("prompt %s sample %d: %s", prompt_id, sample, text)
+                with within(group=request.prompt_id, sample=sample):
+                    log.warning("prompt %s sample %d: %s", request.prompt_id, sample, text)
+        return seal(request, pb.ScoreResponse(scores=map(_to_message, outcomes), scorer=scorer))
+
+    async def close(self) -> None:
+        async with self._changing:
+            await self._close()
 
     async def _close_abandoned(self) -> None:
         async with self._changing:
@@ -135,16 +131,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         await self.environments.end()
         if run:
             await run.close()
-
-
-async def _open(config: RewardConfig, metrics: RewardMetrics) -> ScoringRun:
-    run = ScoringRun(config, metrics)
-    try:
-        await run.open()
-    except BaseException:  # cancellation too: no process may be left running
-        await run.close()
-        raise
-    return run
 
 
 def _items(request: pb.ScoreRequest) -> list[Item]:

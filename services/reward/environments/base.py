@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # Users' environments and tools import these from here.
 from services.reward.errors import EnvironmentFailure as EnvironmentFailure
@@ -18,7 +18,7 @@ from services.reward.errors import EpisodeError as EpisodeError
 
 @dataclass(frozen=True)
 class Message:
-    """One message to add to the conversation. An empty role is raw text, which continues the policy's turn."""
+    """A message to add to the conversation. An empty role is raw text, which continues the policy's turn."""
 
     role: str
     content: str
@@ -27,21 +27,16 @@ class Message:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool by its name."""
-
     name: str
     arguments: Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy."""
-
     text: str
     num_tokens: int
     is_truncated: bool
-    is_reasoning: bool = False
-    """Whether the text begins within reasoning, which the prompt has opened."""
+    is_reasoning: bool = False  # the text begins within reasoning, which the prompt has opened
 
     def answer(self, tags: Sequence[str]) -> str:
         """Returns the text without what stands between the `tags` of reasoning; all of it if there are none.
@@ -63,9 +58,8 @@ class Reply:
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
-    tool_calls: Sequence[ToolCall] = field(default=())
-    outcomes: Sequence[str] = field(default=())
-    """What became of each call that was found: `ok`, or the kind of error that the policy was told."""
+    tool_calls: Sequence[ToolCall] = ()
+    outcomes: Sequence[str] = ()  # of each call in the text: `ok`, or the kind of error that the policy was told
 
 
 class Environment:
@@ -83,11 +77,7 @@ class Environment:
     """JSON schemas of the tools, as chat templates take them."""
 
     async def open(self) -> None:
-        """Starts what the environment needs.
-
-        Raises:
-            EpisodeError: It cannot start.
-        """
+        """Starts what the environment needs. Raises EpisodeError if it cannot start."""
 
     def isolate(self, episode_id: str) -> None:
         """Is called before the reset of an episode that may hang or crash, and must then hurt no other episode."""
@@ -98,19 +88,11 @@ class Environment:
         """
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        """Begins an episode. Returns the messages after the row's own prompt.
-
-        Raises:
-            EpisodeError: The episode cannot begin.
-        """
+        """Begins an episode. Returns the messages after the row's own prompt, or raises EpisodeError."""
         raise NotImplementedError
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
-        """Returns the reply to a turn.
-
-        Raises:
-            EpisodeError: The environment failed.
-        """
+        """Returns the reply to a turn, or raises EpisodeError."""
         raise NotImplementedError
 
     async def end(self, episode_id: str) -> None:

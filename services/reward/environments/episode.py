@@ -13,28 +13,15 @@ from typing import Generic, Literal, TypeVar
 from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import PreconditionFailed
-from services.reward.environments.base import CLOCK, Clock, Environment, Message, Reply, ToolCall, Turn
+from services.reward.environments.base import CLOCK, Clock, Environment, Message, Reply, Turn
 from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
 from services.reward.metrics import RewardMetrics
 
 log = logging.getLogger(__name__)
 
 
-def reset_response(messages: Sequence[Message], roles: Sequence[str]) -> pb.ResetResponse:
-    """Returns the answer to a reset.
-
-    Raises:
-        EpisodeError: INVALID_REPLY if these are not messages of `roles`, or raw text.
-    """
-    return pb.ResetResponse(messages=_messages(messages, roles))
-
-
-def step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
-    """Returns the answer to a step.
-
-    Raises:
-        EpisodeError: INVALID_REPLY if the reply is malformed or its reward is not finite.
-    """
+def _step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
+    """Raises EpisodeError INVALID_REPLY if the reply is malformed or its reward is not finite."""
     if type(reply.done) is not bool:
         raise _invalid(f"done must be true or false, not {reply.done!r}")
     if type(reply.reward) not in (float, int) or not math.isfinite(reply.reward):
@@ -43,16 +30,12 @@ def step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
         messages=_messages(reply.messages, roles),
         reward=reply.reward,
         done=reply.done,
-        tool_calls=[_tool_call(call) for call in reply.tool_calls],
+        tool_calls=[
+            pb.ToolCall(name=call.name, arguments_json=json.dumps(call.arguments)) for call in reply.tool_calls
+        ],
         num_calls=len(reply.outcomes),
         num_failed_calls=sum(outcome != "ok" for outcome in reply.outcomes),
     )
-
-
-def failure(error: EpisodeError) -> pb.EnvironmentFailure:
-    """Returns a failure as it is sent."""
-    detail = error.detail.encode(errors="replace").decode()
-    return pb.EnvironmentFailure(reason=f"ENVIRONMENT_FAILURE_REASON_{error.reason}", message=detail, alone=error.alone)
 
 
 def _messages(messages: Sequence[Message], roles: Sequence[str]) -> list[pb.Message]:
@@ -63,13 +46,6 @@ def _messages(messages: Sequence[Message], roles: Sequence[str]) -> list[pb.Mess
         return [pb.Message(role=m.role, content=m.content, name=m.name) for m in messages]
     except (TypeError, ValueError) as error:  # not text, or half of a surrogate pair
         raise _invalid(f"a message is not text: {error}") from error
-
-
-def _tool_call(call: ToolCall) -> pb.ToolCall:
-    try:
-        return pb.ToolCall(name=call.name, arguments_json=json.dumps(call.arguments))
-    except (TypeError, ValueError) as error:
-        raise _invalid(f"a tool call is not JSON: {error}") from error
 
 
 def _invalid(detail: str) -> EpisodeError:
@@ -91,13 +67,9 @@ class Call(Generic[Response]):
         self.request, self.answer = request, asyncio.ensure_future(answer)
 
     async def repeat(self, request: pb.ResetRequest | pb.StepRequest) -> Response:
-        """Returns the answer. If a caller gives up, the call runs on, so that a repeated request finds its answer.
-
-        Raises:
-            PreconditionFailed: The request is another one.
-        """
         if request != self.request:
             raise PreconditionFailed("this turn of the episode was played with other content")
+        # If a caller gives up, the call runs on, so that a repeated request finds its answer.
         return await asyncio.shield(self.answer)
 
 
@@ -106,8 +78,7 @@ class EpisodeContext:
     """The objects and limits that all episodes of an environment share."""
 
     environment: Environment
-    turn_s: float
-    """Time limit in seconds for one reply (see clock.py), and for the environment's end of an episode."""
+    turn_s: float  # for one reply (see base.Clock), and for the environment's end of an episode
     metrics: RewardMetrics
     tracebacks: Tracebacks = field(default_factory=Tracebacks)
 
@@ -126,30 +97,27 @@ class Episode:
         self._playing: asyncio.Task[object] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopped: EpisodeError | None = None
-        context.metrics.count_episodes(1)
+        context.metrics.episodes.inc()
 
     @property
     def has_stepped(self) -> bool:
         return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
-        """Begins the episode, or repeats the answer if it is the request that began it.
-
-        Raises:
-            PreconditionFailed: It began with another seed or row.
-        """
+        """Raises PreconditionFailed if the episode began with another seed or row."""
         if self._reset is None:
             self._reset = Call(request, self._play_reset(request, row))
         return await self._reset.repeat(request)
 
     async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
-        """Applies the next turn, or repeats the answer if it is the turn that was applied last.
-
-        Raises:
-            PreconditionFailed: The turn is neither, or it is the last with another text, or the episode is over.
-        """
+        """Applies the next turn or repeats the answer to the last one. Raises PreconditionFailed for another turn."""
         if request.turn == self._last_turn + 1:
-            self._require_free()
+            last = self._step or self._reset
+            assert last, "an episode begins with its reset"
+            if not last.answer.done():
+                raise PreconditionFailed("the episode's call before this one is still in progress")
+            if self._ending:
+                raise PreconditionFailed("the episode is over: its environment said so, or failed")
             self._step, self._last_turn = Call(request, self._play_step(turn)), request.turn
         elif self._step is None or request.turn != self._last_turn:
             raise PreconditionFailed(f"turn {request.turn} of an episode whose last turn is {self._last_turn}")
@@ -158,17 +126,7 @@ class Episode:
     async def end(self, reason: EnvironmentFailure, detail: str) -> None:
         """Ends the episode; a call in progress fails with the reason. Returns when the environment has ended it."""
         self._stopped = self._stopped or EpisodeError(reason, detail)
-        self._begin_end()
-        assert self._ending, "just begun"
-        await asyncio.shield(self._ending)
-
-    def _require_free(self) -> None:
-        last = self._step or self._reset
-        assert last, "an episode begins with its reset"
-        if not last.answer.done():
-            raise PreconditionFailed("the episode's call before this one is still in progress")
-        if self._ending:
-            raise PreconditionFailed("the episode is over: its environment said so, or failed")
+        await asyncio.shield(self._begin_end())
 
     async def _play_reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
         environment = self._context.environment
@@ -176,7 +134,7 @@ class Episode:
             environment.isolate(self._key)
         try:
             first = await self._limited("reset", environment.reset(self._key, request.seed, row))
-            return reset_response(first, environment.roles)
+            return pb.ResetResponse(messages=_messages(first, environment.roles))
         except EpisodeError as error:
             return pb.ResetResponse(failure=self._fail(error))
 
@@ -184,8 +142,9 @@ class Episode:
         environment = self._context.environment
         try:
             reply = await self._limited("step", environment.step(self._key, turn), to=turn.text)
-            response = step_response(reply, environment.roles)
-            self._context.metrics.count_tool_calls(reply.outcomes)
+            response = _step_response(reply, environment.roles)
+            for outcome in reply.outcomes:
+                self._context.metrics.tool_calls.labels(outcome).inc()
         except EpisodeError as error:
             return pb.StepResponse(failure=self._fail(error))
         if response.done:
@@ -194,21 +153,23 @@ class Episode:
 
     def _fail(self, error: EpisodeError) -> pb.EnvironmentFailure:
         log.warning("episode %s: %s%s", self._key, error, self._context.tracebacks.once(error.traceback))
-        self._context.metrics.count_environment_failure(error.reason)
+        self._context.metrics.environment_failures.labels(error.reason.lower()).inc()
         self._begin_end()
-        return failure(error)
+        detail, reason = error.detail.encode(errors="replace").decode(), f"ENVIRONMENT_FAILURE_REASON_{error.reason}"
+        return pb.EnvironmentFailure(reason=reason, message=detail, alone=error.alone)
 
     async def _limited(
         self, call: Literal["reset", "step"], play: Coroutine[object, object, Played], to: str = ""
     ) -> Played:
         """Returns the environment's reply `to` a text."""
         began, clock = time.monotonic(), Clock(self._context.turn_s)
+        # The clock is in a context of its own, because the environment's tasks must find theirs, not each other's.
         context = copy_context()
         context.run(CLOCK.set, clock)
         self._playing = playing = asyncio.create_task(play, context=context)
         await asyncio.wait({playing, clock.expired}, return_when=asyncio.FIRST_COMPLETED)
         clock.close()
-        self._context.metrics.observe_environment(call, time.monotonic() - began)
+        self._context.metrics.environment_seconds.labels(call).observe(time.monotonic() - began)
         if not playing.done() and not self._stopped:
             playing.cancel()
             await asyncio.wait({playing}, timeout=_SETTLE_S)
@@ -233,9 +194,9 @@ class Episode:
             detail += f" of {to!r}" if len(to) <= _MAX_SHOWN else f" of {to[:_MAX_SHOWN]!r}..."
         return EpisodeError(EnvironmentFailure.TIMEOUT, detail, alone=bool(fault and fault.alone))
 
-    def _begin_end(self) -> None:
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end())
+    def _begin_end(self) -> asyncio.Task[None]:
+        self._ending = self._ending or asyncio.create_task(self._end())
+        return self._ending
 
     async def _end(self) -> None:
         try:
@@ -249,4 +210,4 @@ class Episode:
         except Exception as error:  # noqa: BLE001 the episode is over in any case, and the others go on
             log.warning("episode %s did not end well: %s: %s", self._key, type(error).__name__, error)
         finally:
-            self._context.metrics.count_episodes(-1)
+            self._context.metrics.episodes.dec()

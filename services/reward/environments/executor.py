@@ -29,7 +29,6 @@ from services.reward.processes import child
 from services.reward.processes.child import Executor, Reply
 
 MAX_REPLY_BYTES = 4 << 20
-"""Maximum size of one reply."""
 ROLES = ("user", "system", "tool")
 """Roles of the messages that a class may send, beside raw text."""
 _STACK_BYTES = 2 << 20  # of a thread; the usual 8 MiB would let 500 episodes take all of the address space
@@ -48,25 +47,21 @@ class EpisodeExecutor(Executor):
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _NUM_ARENAS)
         threading.stack_size(_STACK_BYTES)
         environment, self.version = _load(path, kwargs)
-        self._roles = _roles(environment)
+        self.facts = {"roles": _roles(environment)}
         self._make = partial(environment, **kwargs)
         # Not for classes with an async reset, which may need the event loop.
         self._makes_in_thread = not inspect.iscoroutinefunction(getattr(environment, "reset", None))
         self._num_threads = getattr(environment, "num_threads", 1)
         self._episodes: dict[str, _Episode] = {}
 
-    @property
-    def facts(self) -> Reply:
-        return {"roles": self._roles}
-
     async def execute(self, call: Reply) -> Reply:
         name = call["episode"]
         if call["call"] == "reset":
             episode = self._episodes[name] = _Episode(self._num_threads)
             await episode.make(self._make, in_thread=self._makes_in_thread)
-            return {"messages": read_messages(await episode.call("reset", seed=call["seed"], row=call["row"]))}
+            return {"messages": _read_messages(await episode.call("reset", seed=call["seed"], row=call["row"]))}
         if call["call"] == "step":
-            return read_step(await self._episodes[name].call("step", call["text"]))
+            return _read_step(await self._episodes[name].call("step", call["text"]))
         if episode := self._episodes.pop(name, None):
             await episode.close()
         return {}
@@ -97,7 +92,6 @@ def _require_call(
 
 
 def _roles(environment: object) -> list[str]:
-    """Returns the roles of the messages that a class may send: its `roles`, or all."""
     roles = getattr(environment, "roles", ROLES)
     if isinstance(roles, str) or not set(roles) <= set(ROLES):
         raise TypeError(f"roles must be some of {', '.join(ROLES)}, not {roles!r}")
@@ -166,12 +160,8 @@ def _without_stop_iteration(function: Callable[..., object], *args: object, **kw
 _STEP = "(observation, reward, done), or a dict with messages, reward and done"
 
 
-def read_messages(observation: object) -> list[dict[str, str]]:
-    """Returns messages with role and content: none for None, one of the user for a text, or the list as it is.
-
-    Raises:
-        EpisodeError: INVALID_REPLY if it is something else.
-    """
+def _read_messages(observation: object) -> list[dict[str, str]]:
+    """Returns messages with role and content: none for None, one of the user for a text, or the list as it is."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -181,12 +171,7 @@ def read_messages(observation: object) -> list[dict[str, str]]:
     return [_message(message) for message in observation]
 
 
-def read_step(result: object) -> dict[str, object]:
-    """Returns messages, reward and done.
-
-    Raises:
-        EpisodeError: INVALID_REPLY if it is not what a step returns, or the reward is not finite.
-    """
+def _read_step(result: object) -> dict[str, object]:
     if isinstance(result, Mapping):
         if not {"reward", "done"} <= set(result) <= {"messages", "observation", "reward", "done"}:
             raise _invalid(f"step returned a dict with {', '.join(map(str, result))}: return {_STEP}")
@@ -195,7 +180,12 @@ def read_step(result: object) -> dict[str, object]:
         observation, reward, done = result
     else:
         raise _invalid(f"step returned {result!r:.200}: return {_STEP}")
-    return {"messages": read_messages(observation), "reward": _reward(reward), "done": _done(done)}
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise _invalid(f"a reward must be a finite number, not {reward!r:.200}")
+    # numpy's bool is no bool, and has no class in common with it.
+    if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):
+        raise _invalid(f"done must be True or False, not {done!r:.200}")
+    return {"messages": _read_messages(observation), "reward": float(reward), "done": bool(done)}
 
 
 def _message(message: object) -> dict[str, str]:
@@ -204,19 +194,6 @@ def _message(message: object) -> dict[str, str]:
     if not all(isinstance(value, str) for value in message.values()):
         raise _invalid(f"a message's values must be text, not {message!r:.200}")
     return dict(message)
-
-
-def _reward(reward: object) -> float:
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise _invalid(f"a reward must be a finite number, not {reward!r:.200}")
-    return float(reward)
-
-
-def _done(done: object) -> bool:
-    # numpy's bool is no bool, and has no class in common with it.
-    if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):
-        raise _invalid(f"done must be True or False, not {done!r:.200}")
-    return bool(done)
 
 
 def _invalid(detail: str) -> EpisodeError:

@@ -32,11 +32,7 @@ class Game:
 
     @classmethod
     def prepare(cls, game: str, kwargs: Mapping[str, object]) -> None:
-        """Checks that the game can be played.
-
-        Raises:
-            ValueError: It is not a game for one player. Making it may raise anything.
-        """
+        """Raises ValueError if it is not a game for one player. Making it may raise anything."""
         cls(game, kwargs).reset(seed=0, row={})
         cls.version = f"textarena-{version_of('textarena')}"
 
@@ -59,14 +55,10 @@ class Game:
             return self._news()
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Makes a move."""
         with self._own_generators():
             done, _ = self._game.step(action=text)
-            return self._news(), self._reward() if done else 0.0, done
-
-    def _reward(self) -> float:
-        rewards, _ = self._game.close()
-        return float(rewards[_PLAYER])
+            news = self._news()
+            return news, float(self._game.close()[0][_PLAYER]) if done else 0.0, done
 
     def _news(self) -> str:
         """Returns the game's messages since the last call, without the player's own moves."""
@@ -102,11 +94,7 @@ class Task:
 
     @classmethod
     def prepare(cls, task: str, kwargs: Mapping[str, object]) -> None:
-        """Checks that the task can be made.
-
-        Raises:
-            InvalidInput: It cannot.
-        """
+        """Raises InvalidInput if the task cannot be made."""
         make_tasks(task, seed=0, size=1, settings=kwargs)
         cls.version = f"reasoning-gym-{version_of('reasoning-gym')}"
 
@@ -114,11 +102,7 @@ class Task:
         self._task, self._kwargs = task, kwargs
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> str | None:
-        """Takes the row's task. Without one, the seed makes a task, whose question is returned.
-
-        Raises:
-            EpisodeError: REFUSED if the row has another task.
-        """
+        """Takes the row's task. Without one, the seed makes a task, whose question is returned."""
         if COLUMN not in row:
             self._tasks = make_tasks(self._task, seed=seed % 2**31, size=1, settings=self._kwargs)
             self._entry = self._tasks[0]
@@ -132,8 +116,5 @@ class Task:
 
     def step(self, text: str) -> tuple[None, float, bool]:
         """Scores the answer, which ends the episode."""
-        return None, float(self._tasks.score_answer(_answer(text), self._entry)), True
-
-
-def _answer(text: str) -> str:
-    return text.rpartition(f"<{TAG}>")[2].partition(f"</{TAG}>")[0].strip()
+        answer = text.rpartition(f"<{TAG}>")[2].partition(f"</{TAG}>")[0].strip()
+        return None, float(self._tasks.score_answer(answer, self._entry)), True

@@ -21,13 +21,11 @@ from services.reward.environments.base import Environment, Message, Reply, Turn,
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
 MAX_ANSWER_BYTES = 4 << 20
-_CLOSE_S = 5.0
-"""How long the server may take to answer the end of a connection."""
+_CLOSE_S = 5.0  # that the server may take to answer the end of a connection
+# Codes with which a server refuses an episode, rather than reports a failure.
 _REFUSED = ("CAPACITY_REACHED", "VALIDATION_ERROR", "UNKNOWN_TYPE", "INVALID_JSON")
-"""Codes with which a server refuses an episode, rather than reports a failure."""
 _MAX_DETAIL_CHARS = 500
-_NUM_SEEDS = 2**31
-"""Seeds are below this number, because servers pass them to numpy and others, which take no larger ones."""
+_NUM_SEEDS = 2**31  # servers pass seeds to numpy and others, which take no larger ones
 
 
 class OpenEnvironment(Environment):
@@ -112,7 +110,6 @@ class OpenEnvironment(Environment):
 
 
 async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, object]) -> Mapping[str, Any]:
-    """Sends a message and returns the data of the observation that answers it."""
     try:
         await socket.send_str(json.dumps(message))
         answer = await socket.receive()
@@ -124,18 +121,15 @@ async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, ob
         detail = f"the server ended the connection ({answer.type.name} {socket.close_code})"
         reason = EnvironmentFailure.INVALID_REPLY if socket.close_code == 1009 else EnvironmentFailure.CRASHED
         raise _failed(reason, detail)
-    return _data(answer.data)
-
-
-def _data(text: str) -> Mapping[str, Any]:
     try:
-        answer = json.loads(text)
-        kind, data = answer["type"], answer["data"]
+        content = json.loads(answer.data)
+        kind, data = content["type"], content["data"]
         if kind == "observation" and isinstance(data, dict):
             return data
         code, detail = data["code"], data["message"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _failed(EnvironmentFailure.INVALID_REPLY, f"neither an observation nor an error: {text}") from error
+        detail = f"neither an observation nor an error: {answer.data}"
+        raise _failed(EnvironmentFailure.INVALID_REPLY, detail) from error
     reason = EnvironmentFailure.REFUSED if code in _REFUSED else EnvironmentFailure.CRASHED
     raise _failed(reason, f"the server says {code}: {detail}")
 

@@ -38,21 +38,12 @@ class EpisodeWorker(Worker):
     """One process, started once. Its episodes are lost if it dies."""
 
     def __init__(self, target: Target, version: str, on_loss: Callable[["EpisodeWorker"], None] | None):
-        """Prepares a process.
-
-        Args:
-            target: What it runs.
-            version: That of the class when the run began; empty for the run's first workers.
-            on_loss: Is called when it must get no further episodes, because it died or a call is stuck. None if it
-                plays only one episode.
-        """
         super().__init__(target, version)
+        # Called when it must get no further episodes, because it died or a call is stuck. None if it plays only one.
         self._on_loss = on_loss
         self._is_fault = True
-        self.episodes: set[str] = set()
-        """Episodes that have begun here and not ended."""
-        self.faults: dict[str, EpisodeError] = {}
-        """Why episodes cannot go on here."""
+        self.episodes: set[str] = set()  # those that have begun here and not ended
+        self.faults: dict[str, EpisodeError] = {}  # why episodes cannot go on here
 
     async def start(self) -> None:
         try:
@@ -61,11 +52,7 @@ class EpisodeWorker(Worker):
             raise _crashed(error.detail) from error.__cause__
 
     async def play(self, episode: str, message: Mapping[str, object]) -> Reply:
-        """Sends a call of an episode and returns the reply.
-
-        Raises:
-            EpisodeError: As the worker says; the episode's fault if the worker died.
-        """
+        """Sends a call of an episode and returns the reply. Raises the episode's fault if the worker died."""
         if episode in self.faults:
             raise self.faults[episode]
         return await self.call({"episode": episode, **message})
@@ -121,7 +108,6 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
     async def open(self) -> None:
         await super().open()
         self.roles: Sequence[str] = self._workers[0].facts["roles"]
-        """Roles of the messages that the class may send."""
 
     def isolate(self, episode: str) -> None:
         """Gives the episode, which has not begun, a worker of its own. At most `num_workers` have one; others wait."""
@@ -132,12 +118,8 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         return self._places[episode].faults.get(episode) if episode in self._places else None
 
     async def begin(self, episode: str, message: Mapping[str, object]) -> Reply:
-        """Sends the first call of an episode, which stays on the worker that gets it.
-
-        Raises:
-            EpisodeError: As in EpisodeWorker.play.
-        """
-        if self._closed:
+        """Sends the first call of an episode, which stays on the worker that gets it."""
+        if self.closed:
             raise _crashed("the run was closed")
         with off_the_clock():
             worker = await (self._own(episode) if episode in self._isolated else self._free())
@@ -146,11 +128,6 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         return await worker.play(episode, message)
 
     async def call(self, episode: str, message: Mapping[str, object]) -> Reply:
-        """Sends a further call of an episode.
-
-        Raises:
-            EpisodeError: As in EpisodeWorker.play.
-        """
         return await self._places[episode].play(episode, message)
 
     async def end(self, episode: str) -> None:
@@ -195,7 +172,7 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         """Puts another in the place of a worker that died or has a stuck call."""
         if not worker.alive and worker in self._retired:
             self._retired.remove(worker)
-        if self._closed or worker not in self._workers:
+        if self.closed or worker not in self._workers:
             return
         self._replace(worker)
         if worker.alive:

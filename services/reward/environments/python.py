@@ -9,8 +9,7 @@ from services.common.config.environment import (
 )
 from services.reward.environments.base import Environment, Message, Reply, Turn
 from services.reward.environments.pool import EpisodePool, class_target
-from services.reward.errors import EnvironmentFailure, EpisodeError
-from services.reward.processes.child import Reply as Line
+from services.reward.errors import EpisodeError
 
 Config = PythonEnvironmentConfig | TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig
 _LIBRARIES = "services.reward.environments.libraries"
@@ -38,14 +37,12 @@ class WorkerEnvironment(Environment):
         return self._workers.fault(episode_id)
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        return _messages(await self._workers.begin(episode_id, {"call": "reset", "seed": seed, "row": row}))
+        line = await self._workers.begin(episode_id, {"call": "reset", "seed": seed, "row": row})
+        return [Message(**message) for message in line["messages"]]
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
         line = await self._workers.call(episode_id, {"call": "step", "text": turn.answer(self._reasoning_tags)})
-        try:
-            return Reply(_messages(line), line["reward"], line["done"])
-        except KeyError as error:
-            raise EpisodeError(EnvironmentFailure.INVALID_REPLY, f"the worker's reply has no {error}") from error
+        return Reply([Message(**message) for message in line["messages"]], line["reward"], line["done"])
 
     async def end(self, episode_id: str) -> None:
         await self._workers.end(episode_id)
@@ -55,24 +52,14 @@ class WorkerEnvironment(Environment):
 
 
 def python(config: PythonEnvironmentConfig) -> Environment:
-    """Returns the environment that the user's class plays."""
     return WorkerEnvironment(config.path, config.kwargs, config)
 
 
 def textarena(config: TextArenaEnvironmentConfig) -> Environment:
-    """Returns the environment that a game of textarena plays."""
     kwargs = {"game": config.game, "kwargs": config.kwargs}
     return WorkerEnvironment(f"{_LIBRARIES}:Game", kwargs, config, config.reasoning_tags)
 
 
 def reasoning_gym(config: ReasoningGymEnvironmentConfig) -> Environment:
-    """Returns the environment that gives tasks of reasoning-gym."""
     kwargs = {"task": config.task, "kwargs": config.kwargs}
     return WorkerEnvironment(f"{_LIBRARIES}:Task", kwargs, config, config.reasoning_tags)
-
-
-def _messages(line: Line) -> list[Message]:
-    try:
-        return [Message(m["role"], m["content"], m.get("name", "")) for m in line["messages"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise EpisodeError(EnvironmentFailure.INVALID_REPLY, f"the worker's reply has no messages: {error}") from error

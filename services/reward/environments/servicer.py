@@ -10,8 +10,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2
 from lockstep.types.v1 import types_pb2
 
-from services.common.config.environment import EnvironmentConfig, EnvironmentSection
-from services.common.config.load import parse_json
+from services.common.config.environment import EnvironmentConfig
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
@@ -31,11 +30,6 @@ KINDS: Mapping[str, Callable[..., Environment]] = {
     "openenv": OpenEnvironment,
 }
 """Maps each kind to the function that makes its environment from its config."""
-
-
-def make_environment(config: EnvironmentConfig) -> Environment:
-    """Returns the environment of a config, not yet open."""
-    return KINDS[config.kind](config)
 
 
 class EpisodeTable:
@@ -58,11 +52,6 @@ class EpisodeTable:
         return await (episode or self._add(request.episode_id)).reset(request, row)
 
     async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
-        """Plays one turn.
-
-        Raises:
-            PreconditionFailed: EPISODE_NOT_OPEN if there is no such episode: play it again from its reset.
-        """
         episode = self._episodes.get(request.episode_id)
         if episode is None:
             message = (
@@ -78,7 +67,6 @@ class EpisodeTable:
             await asyncio.shield(ending)
 
     def end_all(self, why: str) -> None:
-        """Begins to end all episodes, and forgets them."""
         for episode_id in list(self._episodes):
             self._drop(episode_id, EnvironmentFailure.CRASHED, why)
 
@@ -113,11 +101,7 @@ _FINISH_REASONS = {
 
 
 def require_run(run_id: str, opened_run_id: str) -> None:
-    """Checks that the caller's run is the one that is open.
-
-    Raises:
-        PreconditionFailed: RUN_NOT_OPEN if no run is open, SCORER_CHANGED if another run than the caller's is.
-    """
+    """Raises PreconditionFailed: RUN_NOT_OPEN, or SCORER_CHANGED if another run than the caller's is open."""
     if not opened_run_id:
         raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
     if run_id != opened_run_id:
@@ -129,11 +113,7 @@ def require_run(run_id: str, opened_run_id: str) -> None:
 
 
 def parse_object(text: str, *, field: str) -> dict[str, object]:
-    """Returns a JSON object; an empty text is an empty object.
-
-    Raises:
-        InvalidInput: It is not JSON, or not an object; names `field`.
-    """
+    """Returns a JSON object, by default an empty one. Raises InvalidInput, which names `field`."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -144,11 +124,7 @@ def parse_object(text: str, *, field: str) -> dict[str, object]:
 
 
 def finish_reason(reason: types_pb2.FinishReason, *, field: str) -> str:
-    """Returns "stop", "length" or "turn_limit".
-
-    Raises:
-        InvalidInput: It is none of them; names `field`.
-    """
+    """Raises InvalidInput, which names `field`, if it is no reason with which a sample ends."""
     if reason not in _FINISH_REASONS:
         raise InvalidInput(f"{field}: {reason} is not STOP, LENGTH or TURN_LIMIT", field=field)
     return _FINISH_REASONS[reason]
@@ -157,15 +133,6 @@ def finish_reason(reason: types_pb2.FinishReason, *, field: str) -> str:
 NAME = "lockstep.reward.v1.EnvironmentService"
 # The host is at fault, not the config.
 _OF_HOST = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
-
-
-def parse_environment(section_json: str) -> EnvironmentConfig | None:
-    """Returns the environment section of the config; None if it is empty.
-
-    Raises:
-        InvalidInput: It does not fit the schema.
-    """
-    return parse_json(EnvironmentSection, section_json, field="environment_json").root if section_json else None
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -177,16 +144,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._table: EpisodeTable | None = None
 
     async def open(self, run_id: str, config: EnvironmentConfig | None) -> reward_pb2.OpenRunResponse:
-        """Starts the environment, if there is one, and returns what the coordinator must know about it.
-
-        Raises:
-            InvalidInput: The environment cannot start.
-            Overloaded: The host has too few descriptors, processes or too little memory for it.
-        """
+        """Starts the environment, if there is one, and returns what the coordinator must know about it."""
         if config is None:
             self._run_id = run_id
             return reward_pb2.OpenRunResponse()
-        environment = make_environment(config)
+        environment = KINDS[config.kind](config)
         try:
             await environment.open()
         except BaseException as error:  # cancellation too: no process may be left running
@@ -216,35 +178,21 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             await table.close()
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
-        """Begins an episode, or repeats the answer.
-
-        Raises:
-            PreconditionFailed: The run or its environment is not open, or the episode began with another row.
-            InvalidInput: The request is malformed.
-        """
+        """Begins an episode, or repeats the answer."""
         table = self._table_for(request.run_id)
         if not request.episode_id:
             raise InvalidInput("episode_id: must not be empty", field="episode_id")
         return await table.reset(request, parse_object(request.row_json, field="row_json"))
 
     async def Step(self, request: pb.StepRequest, context: Context) -> pb.StepResponse:
-        """Plays one turn, or repeats the answer to the last one.
-
-        Raises:
-            PreconditionFailed: The run is not open; EPISODE_NOT_OPEN; or the turn is out of order.
-            InvalidInput: The request is malformed.
-        """
+        """Plays one turn, or repeats the answer to the last one."""
         table = self._table_for(request.run_id)
         is_truncated = finish_reason(request.finish_reason, field="finish_reason") == "length"
         turn = Turn(request.text, request.num_tokens, is_truncated, request.is_reasoning)
         return await table.step(request, turn)
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
-        """Ends an episode; does nothing if it is not open.
-
-        Raises:
-            PreconditionFailed: The run is not open.
-        """
+        """Does nothing if the episode is not open."""
         await self._table_for(request.run_id).end(request.episode_id)
         return pb.CloseResponse()
 

@@ -59,6 +59,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import chain
 from typing import Any
 
 from services.reward.errors import FailureReason, ScoringError
@@ -83,11 +84,7 @@ def to_int(digits: str) -> int:
 
 
 def with_short_literals(code: str) -> str:
-    """Returns the code with its integers of more than MAX_DIGITS digits in hexadecimal, which Python reads.
-
-    Raises:
-        SyntaxError: `code` is not Python code.
-    """
+    """Returns the code with its integers of more than MAX_DIGITS digits in hexadecimal, which Python reads."""
     if not _LONG.search(code):
         return code
     lines = io.StringIO(code).readlines()
@@ -104,20 +101,14 @@ def with_short_literals(code: str) -> str:
 
 
 def check_imports(*sources: str) -> None:
-    """Checks that a test is Python code which imports only what the sandbox has: the standard library.
-
-    An import within a `try` may fail.
-
-    Raises:
-        ImportError, SyntaxError, ValueError: It is not.
-    """
+    """Raises ImportError if a test imports more than the standard library, except within a `try`."""
     for source in sources:
         tree = ast.parse(source)
         guarded = {id(child) for node in ast.walk(tree) if isinstance(node, ast.Try) for child in ast.walk(node)}
         for node in (node for node in ast.walk(tree) if id(node) not in guarded):
-            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
-            for name in found:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
                 if name.partition(".")[0] not in sys.stdlib_module_names:
                     raise ImportError(f"the test imports {name}, but the sandbox has only the standard library")
 
@@ -195,20 +186,16 @@ def find_program(completion: str, *, require_fence: bool) -> str | None:
     A completion without any fence is returned as a whole, or None with `require_fence`.
     """
     text = after_reasoning(completion)
-    found = list(blocks(text))
-    if not found:
+    fenced = list(blocks(text))
+    if not fenced:
         return None if require_fence else text
-    tagged = [block for language, block in found if language in _PYTHON]
-    untagged = [block for language, block in found if not language]
+    tagged = [block for language, block in fenced if language in _PYTHON]
+    untagged = [block for language, block in fenced if not language]
     return (tagged or untagged or [None])[-1]
 
 
 def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
-    """Parses the tests of a dataset row, which must have one of the forms above.
-
-    Raises:
-        ScoringError: INVALID_ANSWER if they have none of them.
-    """
+    """Parses the tests of a dataset row. Raises ScoringError INVALID_ANSWER if they have none of the forms above."""
     try:
         tests = json.loads(tests, parse_int=to_int) if isinstance(tests, str) else tests
         if isinstance(tests, list):
@@ -217,16 +204,16 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
         setup = tests.get("setup", "")
         for form, read in _FORMS.items():
             if tests.keys() - {"setup"} == set(form):
-                found = tuple(read(**{key: tests[key] for key in form}, tolerance=float_tolerance))
+                parsed = tuple(read(**{key: tests[key] for key in form}, tolerance=float_tolerance))
                 break
         else:
             raise ValueError(f"keys {sorted(tests)} match no known form of tests")
-        if not found or not isinstance(setup, str):
+        if not parsed or not isinstance(setup, str):
             raise ValueError("there must be at least one test, and setup must be text")
-        check_imports(setup, *(str(test.request.get("code", "")) for test in found))
+        check_imports(setup, *(str(test.request.get("code", "")) for test in parsed))
     except (ValueError, TypeError, AttributeError, ImportError, SyntaxError, RecursionError) as error:
         raise ScoringError(FailureReason.INVALID_ANSWER, f"tests: {type(error).__name__}: {error}"[:500]) from error
-    return Tests(setup, found)
+    return Tests(setup, parsed)
 
 
 def _read_pairs(inputs: list, outputs: list, tolerance: float) -> list[Test]:
@@ -235,35 +222,29 @@ def _read_pairs(inputs: list, outputs: list, tolerance: float) -> list[Test]:
             raise TypeError(f"inputs and outputs must be text, or name a function by fn_name: {text!r:.100}")
     return [
         Test(
-            {"kind": "stdin", "input": given},
+            {"kind": "stdin", "input": text},
             functools.partial(_same_text, expected, tolerance),
-            input_bytes=len(given.encode()),
+            input_bytes=len(text.encode()),
             output_bytes=len(expected.encode()),
         )
-        for given, expected in zip(inputs, outputs, strict=True)
+        for text, expected in zip(inputs, outputs, strict=True)
     ]
 
 
 def _read_calls(inputs: list, outputs: list, fn_name: str, tolerance: float) -> list[Test]:
     if not fn_name.isidentifier():
         raise ValueError(f"fn_name {fn_name!r} is not a name")
-    found = []
-    for given, expected in zip(inputs, outputs, strict=True):
-        args = given
-        if isinstance(given, str):
-            args = [json.loads(line, parse_int=to_int) for line in given.strip().split("\n")] if given.strip() else []
+    tests = []
+    for args, expected in zip(inputs, outputs, strict=True):
+        if isinstance(args, str):
+            args = [json.loads(line, parse_int=to_int) for line in args.strip().split("\n")] if args.strip() else []
             expected = json.loads(expected, parse_int=to_int)
         if not isinstance(args, list):
-            raise TypeError(f"an input of {fn_name} must be a list of its arguments: {given!r:.100}")
-        request = {"kind": "call", "function": fn_name, "args": pack(args, _refuse)}
-        found.append(
-            Test(request, functools.partial(_same_json, expected, tolerance), output_bytes=_num_bytes(expected))
+            raise TypeError(f"an input of {fn_name} must be a list of its arguments: {args!r:.100}")
+        tests.append(
+            _json_test({"kind": "call", "function": fn_name, "args": pack(args, _refuse)}, expected, tolerance)
         )
-    return found
-
-
-def _read_asserts(asserts: list, tolerance: float) -> list[Test]:
-    return [_read_assert(code) for code in asserts]
+    return tests
 
 
 def _read_assert(code: str) -> Test:
@@ -272,16 +253,15 @@ def _read_assert(code: str) -> Test:
     if parts is None:
         return _script(code)
     expression, expected = parts
-    accepts = functools.partial(_same_json, expected, 0.0)
-    return Test({"kind": "value", "expression": expression}, accepts, output_bytes=_num_bytes(expected))
+    return _json_test({"kind": "value", "expression": expression}, expected, 0.0)
 
 
-def _num_bytes(expected: object) -> int:
-    """Returns the size of a result as JSON, in which Python writes no integer of more digits than it reads."""
+def _json_test(request: Mapping[str, object], expected: object, tolerance: float) -> Test:
     try:
-        return len(json.dumps(expected))
-    except ValueError:
-        return 0
+        num_bytes = len(json.dumps(expected))
+    except ValueError:  # Python writes no integer of more digits than it reads
+        num_bytes = 0
+    return Test(request, functools.partial(_same_json, expected, tolerance), output_bytes=num_bytes)
 
 
 def _refuse(value: object) -> dict:
@@ -291,29 +271,23 @@ def _refuse(value: object) -> dict:
 def _script(code: str) -> Test:
     code = with_short_literals(code)
     names, modules = used_names(code)
-    return Test({"kind": "script", "code": code, "names": names, "modules": modules}, _has_passed)
-
-
-def _has_passed(output: str) -> bool:
-    return output == PASSED
+    return Test({"kind": "script", "code": code, "names": names, "modules": modules}, PASSED.__eq__)
 
 
 _FORMS: dict[tuple[str, ...], Callable[..., list[Test]]] = {
     ("inputs", "outputs"): _read_pairs,
     ("inputs", "outputs", "fn_name"): _read_calls,
-    ("asserts",): _read_asserts,
+    ("asserts",): lambda asserts, tolerance: [_read_assert(code) for code in asserts],
     ("script",): lambda script, tolerance: [_script(script)],
 }
 
 
 def _same_text(expected: str, tolerance: float, output: str) -> bool:
-    wanted, got = expected.strip().splitlines(), output.strip().splitlines()
-    return len(wanted) == len(got) and all(map(functools.partial(_same_line, tolerance), wanted, got))
-
-
-def _same_line(tolerance: float, expected: str, output: str) -> bool:
-    wanted, got = expected.split(), output.split()
-    return len(wanted) == len(got) and all(map(functools.partial(_same_word, tolerance), wanted, got))
+    wanted, got = ([line.split() for line in text.strip().splitlines()] for text in (expected, output))
+    if list(map(len, wanted)) != list(map(len, got)):  # in the number of lines, or of words in one
+        return False
+    pairs = zip(chain.from_iterable(wanted), chain.from_iterable(got), strict=True)
+    return all(_same_word(tolerance, *pair) for pair in pairs)
 
 
 def _same_word(tolerance: float, expected: str, output: str) -> bool:

@@ -40,12 +40,12 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
 
 def _to_decimal(text: str) -> Decimal | None:
     spaced = _SPACES.sub(lambda match: "," if match[0] == "{,}" else " ", text.strip(" $"))
-    if (found := _NUMBER.fullmatch(spaced)) is None:
+    if (number := _NUMBER.fullmatch(spaced)) is None:
         return None
-    whole = re.sub("[, ]", "", found["whole"] or "0")
-    digits = f"{found['sign'].replace('−', '-')}{whole}.{found['rest'] or found['only'] or '0'}"
-    number = Decimal(f"{digits}e{found['power'] or 0}")
-    return number.quantize(1) if number == number.to_integral_value() and abs(number) < 10**20 else number
+    whole = re.sub("[, ]", "", number["whole"] or "0")
+    digits = f"{number['sign'].replace('−', '-')}{whole}.{number['rest'] or number['only'] or '0'}"
+    value = Decimal(f"{digits}e{number['power'] or 0}")
+    return value.quantize(1) if value == value.to_integral_value() and abs(value) < 10**20 else value
 
 
 def unify(gold: Expression, predicted: Expression) -> tuple[Expression, Expression] | None:

@@ -1,6 +1,7 @@
 """Scores with a Hugging Face sequence-classification model. Runs only in a worker process, because it imports torch."""
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,12 +30,7 @@ class Limits(TypedDict):
 def load(
     *, path: str, label: int | None, template: str, device: str, dtype: str, **limits: Unpack[Limits]
 ) -> tuple[Callable[..., list[float | ScoringError]], str]:
-    """Loads the model at `path`. Returns its scorer, and the hash of its files and settings.
-
-    Raises:
-        ValueError: The path is not a directory, weights are missing, or template or label do not fit the model.
-        OSError: The model has no safetensors weights, or a file is missing.
-    """
+    """Loads the model at `path`. Returns its scorer, and the hash of its files and settings."""
     if not Path(path).is_dir():
         raise ValueError(f"path {path!r} is not a directory")
     if device == "auto":
@@ -47,8 +43,15 @@ def load(
     # transformers initializes missing weights at random, such as the head of a plain language model.
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"{path} is not a sequence-classification model: it lacks weights {', '.join(missing[:5])}")
-    is_chat = _is_chat(template, has_template=tokenizer.chat_template is not None)
-    label = _check_label(label, model.config.num_labels)
+    if template == "chat" and tokenizer.chat_template is None:
+        raise ValueError("template is chat, but the tokenizer has no chat template; use plain")
+    is_chat = tokenizer.chat_template is not None and template != "plain"
+    num_labels = model.config.num_labels
+    if label is None and num_labels != 1:
+        raise ValueError(f"the model has {num_labels} labels: set label to the index of the one that is the score")
+    if label is not None and label >= num_labels:
+        raise ValueError(f"label {label}: the model has {num_labels} labels")
+    label = label or 0
     scorer = RewardModel(model.to(device).eval(), tokenizer, label=label, is_chat=is_chat, **limits)
     return scorer, _digest(Path(path), f"{label} {is_chat} {dtype} {limits['max_tokens']}")
 
@@ -69,15 +72,18 @@ class RewardModel:
         self._pad_token_id = model.config.pad_token_id
         # Without a pad token the model cannot find the end of a padded sample.
         self._batch_size = 1 if self._pad_token_id is None else limits["batch_size"]
-        self._max_tokens = limits["max_tokens"] or getattr(model.config, "max_position_embeddings", None)
+        self._max_tokens = limits["max_tokens"] or getattr(model.config, "max_position_embeddings", None) or math.inf
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(re.escape(token) for token in special)) if special else None
 
     def __call__(self, *, prompt: Sequence[str], completion: Sequence[str], **_: object) -> list[float | ScoringError]:
         """Returns one logit per sample, or an error for a sample of more than `max_tokens` tokens."""
         tokens = [self._encode(*texts) for texts in zip(prompt, completion, strict=True)]
-        scores: list[float | ScoringError] = [self._refusal(ids) for ids in tokens]
-        fitting = [index for index, ids in enumerate(tokens) if not self._is_too_long(ids)]
+        scores = list[float | ScoringError]()
+        for ids in tokens:
+            detail = f"{len(ids)} tokens are more than max_tokens {self._max_tokens}"
+            scores.append(ScoringError(FailureReason.ERROR, detail))
+        fitting = [index for index, ids in enumerate(tokens) if len(ids) <= self._max_tokens]
         for start in range(0, len(fitting), self._batch_size):
             indices = fitting[start : start + self._batch_size]
             for index, score in zip(indices, self._forward([tokens[i] for i in indices]), strict=True):
@@ -108,26 +114,6 @@ class RewardModel:
         device = self._model.device
         logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
         return logits_BL[:, self._label].float().tolist()
-
-    def _is_too_long(self, tokens: Sequence[int]) -> bool:
-        return self._max_tokens is not None and len(tokens) > self._max_tokens
-
-    def _refusal(self, tokens: Sequence[int]) -> ScoringError:
-        return ScoringError(FailureReason.ERROR, f"{len(tokens)} tokens are more than max_tokens {self._max_tokens}")
-
-
-def _is_chat(template: str, *, has_template: bool) -> bool:
-    if template == "chat" and not has_template:
-        raise ValueError("template is chat, but the tokenizer has no chat template; use plain")
-    return has_template and template != "plain"
-
-
-def _check_label(label: int | None, num_labels: int) -> int:
-    if label is None and num_labels != 1:
-        raise ValueError(f"the model has {num_labels} labels: set label to the index of the one that is the score")
-    if label is not None and label >= num_labels:
-        raise ValueError(f"label {label}: the model has {num_labels} labels")
-    return label or 0
 
 
 def _digest(path: Path, settings: str) -> str:

@@ -49,31 +49,30 @@ def normalize(text: str) -> str:
     """
     plain = unicodedata.normalize("NFC", one_width(text)).translate(_QUOTES)
     plain = " ".join(plain.split())
-    found = _unwrap(plain)
-    found = _ARTICLE.sub("", found.casefold())
-    found = _DIGITS.sub(lambda run: run[0].replace(",", "") if _THOUSANDS.fullmatch(run[0]) else run[0], found)
-    marks = _kept(found)
-    found = "".join(
+    answer = _ARTICLE.sub("", _unwrap(plain).casefold())
+    answer = _DIGITS.sub(lambda run: run[0].replace(",", "") if _THOUSANDS.fullmatch(run[0]) else run[0], answer)
+    marks = _meaningful_marks(answer)
+    answer = "".join(
         character
-        for index, character in enumerate(found)
+        for index, character in enumerate(answer)
         if index in marks or not unicodedata.category(character).startswith("P")
     )
-    found = re.sub(r"(?<=\d) (?=%)", "", " ".join(found.split()))
-    return found or plain.casefold()
+    answer = re.sub(r"(?<=\d) (?=%)", "", " ".join(answer.split()))
+    return answer or plain.casefold()
 
 
 def _unwrap(text: str) -> str:
     """Returns the text without emphasis, quotes, and brackets or `$` around all of it."""
     text = _WRAPPED.sub(r"\2", text)
     for opening, closing in ("()", "[]", "{}", "$$"):
-        inside = text[1:-1].strip()
-        is_wrapped = text[:1] == opening and text[-1:] == closing and len(text) > 2 and inside
-        if is_wrapped and not any(mark in inside for mark in "()[]{}$,;"):
-            return inside
+        content = text[1:-1].strip()
+        is_wrapped = text[:1] == opening and text[-1:] == closing and len(text) > 2 and content
+        if is_wrapped and not any(mark in content for mark in "()[]{}$,;"):
+            return content
     return text
 
 
-_MEANT = (
+_MEANINGFUL = (
     r"(?<=\d)[^\w\s]+(?=\d)",  # 3.5, 1/2, 3-5, 3:45, 2^3
     r"(?<![\w.])\.(?=\d)",  # .5
     r"(?:(?<=^)|(?<=[\s(\[,;=<>$]))-(?=[\w.$])",  # -5, -x
@@ -81,17 +80,16 @@ _MEANT = (
     rf"{_VARIABLE}[-/*!^](?!\w\w)|(?<=\d)[-/*](?={_VARIABLE})",  # x-1, n!, 5-x
     r"(?<=\w)[#*@&_\\](?![*_])|[&@](?=\s|$)|(?<=\w)[&@_](?=\w)",  # C#, A*, R & B, snake_case
 )
-_KEPT = [re.compile(pattern) for pattern in _MEANT]
 
 
-def _kept(text: str) -> set[int]:
+def _meaningful_marks(text: str) -> set[int]:
     """Returns the indices of punctuation that is part of an answer."""
-    found = {index for pattern in _KEPT for match in pattern.finditer(text) for index in range(*match.span())}
+    marks = {index for pattern in _MEANINGFUL for match in re.finditer(pattern, text) for index in range(*match.span())}
     groups = [match for match in _GROUP.finditer(text) if re.search(r"\d", match[0]) and re.search("[,;]", match[0])]
-    found |= {index for match in groups for index in range(*match.span()) if not text[index].isspace()}
+    marks |= {index for match in groups for index in range(*match.span()) if not text[index].isspace()}
     if re.search(rf"(?:\d\s?|{_VARIABLE})[(\[{{]|[)\]}}]\s?[\d(\[{{]", text):  # a product or a function: 2(3+4), f(2)
-        found |= {index for index, character in enumerate(text) if character in "()[]{}"}
-    return found
+        marks |= {index for index, character in enumerate(text) if character in "()[]{}"}
+    return marks
 
 
 _FENCE = re.compile(r"^([ \t]*)(`{3,}(?=[^`\n]*$)|~{3,})([^\n]*)$", re.MULTILINE)
@@ -175,19 +173,12 @@ def match_format(*, completion: str, pattern: str, **_: object) -> float:
 
 
 def extract_score(*, text: str, pattern: str) -> float:
-    """Returns the first group of the last match of `pattern` in `text`, as a number.
-
-    The last match counts, because a judge reasons and quotes before it gives its verdict. `.` matches line breaks too.
-
-    Raises:
-        ScoringError: ERROR, if nothing matches or the group is not a number.
-    """
-    found = None
-    for match in re.finditer(pattern, text, re.DOTALL):
-        found = match
-    if found is None:
+    """Returns the first group of the last match of `pattern` in `text`, as a number. `.` matches line breaks too."""
+    # The last match counts, because a judge reasons and quotes before it gives its verdict.
+    last = max(re.finditer(pattern, text, re.DOTALL), key=re.Match.start, default=None)
+    if last is None:
         raise ScoringError(FailureReason.ERROR, f"score_pattern does not match the judge's answer {text[-200:]!r}")
     try:
-        return float(found[1])
+        return float(last[1])
     except (TypeError, ValueError):
-        raise ScoringError(FailureReason.ERROR, f"the judge's score {found[1]!r} is not a number") from None
+        raise ScoringError(FailureReason.ERROR, f"the judge's score {last[1]!r} is not a number") from None

@@ -28,14 +28,13 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TextIO
 
 from services.reward.errors import WorkError
 
 Reply = Mapping[str, Any]
-CANCEL_S = 2.0
-"""How long a canceled call may take to end before it counts as stuck."""
+CANCEL_S = 2.0  # that a canceled call may take to end before it counts as stuck
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL_CHARS = 1000
 _MAX_TRACEBACK_CHARS = 8000
@@ -55,10 +54,8 @@ class Executor:
     version: str
     """Text that changes whenever the same call could get another reply."""
 
-    @property
-    def facts(self) -> Reply:
-        """What else the first reply says."""
-        return {}
+    facts: Reply = MappingProxyType({})
+    """What else the first reply says."""
 
     def execute(self, call: Reply) -> Any:
         """Returns the reply to a call; an awaitable of it if the executor is concurrent. May raise anything."""
@@ -67,19 +64,22 @@ class Executor:
 
 def main() -> None:
     """Serves calls until the end of input."""
-    _die_with_parent()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     requests, replies = _take_stdio()
     start = json.loads(requests.readline() or "null")
     if start is None:
         return
-    _limit(start["max_memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if limit := start["max_memory_bytes"]:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         executor = load(start["executor"])[0](**start["settings"])
     except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
         _write(replies, {"reason": start["failed"], "detail": explain(error)})
         return
     _write(replies, {"version": executor.version, "is_concurrent": executor.is_concurrent, **executor.facts})
-    if executor.is_concurrent:
+    if executor.is_concurrent:  # this never returns: the process ends with its input
         asyncio.run(_serve(_ConcurrentCalls(executor, replies, start["failed"]), requests))
     for line in requests:  # outside of any event loop, which the user's function may want to run itself
         call = json.loads(line)
@@ -91,7 +91,6 @@ def main() -> None:
 
 
 async def _serve(calls: "_ConcurrentCalls", requests: TextIO) -> None:
-    """Never returns; the process ends with its input."""
     loop = asyncio.get_running_loop()
 
     def read() -> None:
@@ -140,7 +139,7 @@ class _ConcurrentCalls:
         if len(line) >= executor.max_reply_bytes:
             detail = f"the reply has {len(line)} bytes, more than {executor.max_reply_bytes}"
             line = json.dumps({"id": number, "reason": executor.too_long, "detail": detail})
-        _write_line(self._replies, line)
+        _write(self._replies, line)
 
 
 def _failure(executor: Executor, error: BaseException, failed: str) -> Reply:
@@ -154,12 +153,8 @@ def _failure(executor: Executor, error: BaseException, failed: str) -> Reply:
     return {"reason": failed, "detail": explain(error), "traceback": text}
 
 
-def _write(replies: TextIO, message: Reply) -> None:
-    _write_line(replies, json.dumps(message))
-
-
-def _write_line(replies: TextIO, line: str) -> None:
-    replies.write(line + "\n")
+def _write(replies: TextIO, message: Reply | str) -> None:
+    replies.write((message if isinstance(message, str) else json.dumps(message)) + "\n")
     replies.flush()
 
 
@@ -171,24 +166,8 @@ def _take_stdio() -> tuple[TextIO, TextIO]:
     return requests, replies
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _limit(max_memory_bytes: int | None) -> None:
-    """Limits the address space, and turns core dumps off."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if max_memory_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
-
-
 def load(target: str) -> tuple[Callable[..., Any], ModuleType]:
-    """Returns what `module:name` names, and its module.
-
-    Raises:
-        TypeError: It is not callable. Importing the module may raise anything.
-    """
+    """Returns what `module:name` names, and its module. Importing it may raise anything."""
     module_name, _, name = target.partition(":")
     module = importlib.import_module(module_name)
     loaded = getattr(module, name)
@@ -198,7 +177,6 @@ def load(target: str) -> tuple[Callable[..., Any], ModuleType]:
 
 
 def source_digest(module: ModuleType) -> str:
-    """Returns the hash of a module's source file."""
     source = Path(module.__file__).read_bytes() if module.__file__ else b""
     return hashlib.sha256(source).hexdigest()[:12]
 
@@ -214,12 +192,12 @@ def traceback_text(error: BaseException, module_file: str) -> str:
 
     Leaves out the frames before the call that `module_file` made.
     """
-    kept = frame = error.__traceback__
+    first = frame = error.__traceback__
     while frame:
         if frame.tb_next and frame.tb_frame.f_code.co_filename == module_file:
-            kept = frame.tb_next
+            first = frame.tb_next
         frame = frame.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(kept)))[-_MAX_TRACEBACK_CHARS:]
+    return "".join(traceback.format_exception(error.with_traceback(first)))[-_MAX_TRACEBACK_CHARS:]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from services.common.import_path import require_takes
@@ -92,19 +92,13 @@ class FunctionPool(WorkerPool[Worker]):
     async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
         """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
 
-        Waiting for an idle worker does not count against the time limit.
-
-        Raises:
-            ScoringError: As in Worker.call; CRASHED if the pool is closed.
+        Waiting for an idle worker does not count against the time limit. Errors are those of Worker.call, and CRASHED
+        if the pool is closed.
         """
         return (await self._call({"fields": fields}, limit_s))["score"]
 
     async def call_group(self, fields: Mapping[str, object], num_samples: int) -> list[float | ScoringError]:
-        """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample.
-
-        Raises:
-            ScoringError: As in `call`, if the whole group has no scores.
-        """
+        """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample."""
         reply = await self._call({"fields": fields, "num_samples": num_samples})
         return [_to_error(**score) if isinstance(score, dict) else score for score in reply["scores"]]
 
@@ -113,41 +107,34 @@ class FunctionPool(WorkerPool[Worker]):
         return self._workers[0].facts["is_concurrent"]
 
     async def _call(self, message: Mapping[str, object], limit_s: float = math.inf) -> Reply:
-        tries = [self._try] * self._num_tries
-        if self._is_async:
-            tries = [self._try, *[self._try_alone] * self._num_tries]
-        for attempt in tries[:-1]:
+        num_tries = self._num_tries + self._is_async
+        for attempt in range(num_tries):
             try:
-                return await attempt(message, limit_s)
+                if attempt and self._is_async:
+                    async with self._turn_alone:
+                        return await self._send(self._alone, message, limit_s)
+                return await self._send_to_idle(message, limit_s)
             except ScoringError as error:
-                if error.reason is not FailureReason.CRASHED or self._closed:
+                if error.reason is not FailureReason.CRASHED or self.closed or attempt == num_tries - 1:
                     raise
-        return await tries[-1](message, limit_s)
+        raise AssertionError("the last try returns or raises")
 
-    async def _try_alone(self, message: Mapping[str, object], limit_s: float) -> Reply:
-        async with self._turn_alone:
-            return await self._send(self._alone, message, limit_s)
-
-    async def _try(self, message: Mapping[str, object], limit_s: float) -> Reply:
+    async def _send_to_idle(self, message: Mapping[str, object], limit_s: float) -> Reply:
         async with self._slots:
             worker = await self._idle.get()
             try:
                 return await self._send(worker, message, limit_s)
             finally:
-                self._give_back(worker)
+                if worker.alive or self.closed:
+                    self._idle.put_nowait(worker)
+                else:  # if it does not restart, the next call on this worker tries again
+                    self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
 
     async def _send(self, worker: Worker, message: Mapping[str, object], limit_s: float) -> Reply:
-        if self._closed:
+        if self.closed:
             raise ScoringError(FailureReason.CRASHED, "the run was closed")
         await worker.start()
         return await worker.call(message, min(limit_s, self._timeout_s))
-
-    def _give_back(self, worker: Worker) -> None:
-        if worker.alive or self._closed:
-            self._idle.put_nowait(worker)
-            return
-        # If it fails, the next call on this worker tries again.
-        self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
 
 
 class FunctionExecutor(Executor):
@@ -172,16 +159,19 @@ class FunctionExecutor(Executor):
         if self.is_concurrent:
             return self._execute_async(call)
         result = self._function(**call["fields"])
-        return _result(self._runner.run(_wait_for(result)) if inspect.isawaitable(result) else result, call)
+        return _reply(self._runner.run(_wait_for(result)) if inspect.isawaitable(result) else result, call)
 
     async def _execute_async(self, call: Reply) -> Reply:
-        return _result(await self._function(**call["fields"]), call)
+        return _reply(await self._function(**call["fields"]), call)
 
 
-def _result(result: Any, call: Reply) -> Reply:
-    if "num_samples" in call:
-        return {"scores": _scores(result, call["num_samples"])}
-    return {"score": _score(result)}
+def _reply(result: Any, call: Reply) -> Reply:
+    if "num_samples" not in call:
+        return {"score": _score(result)}
+    results = list(result)
+    if len(results) != call["num_samples"]:
+        raise ValueError(f"{len(results)} scores for {call['num_samples']} samples")
+    return {"scores": [_score_or_failure(result) for result in results]}
 
 
 def _score(result: object) -> float:
@@ -190,13 +180,6 @@ def _score(result: object) -> float:
     if not isinstance(result, numbers.Real) or not math.isfinite(result):
         raise TypeError(f"a score must be a finite number, not {result!r}")
     return float(result)
-
-
-def _scores(results: Iterable[object], num_samples: int) -> list[float | Reply]:
-    results = list(results)
-    if len(results) != num_samples:
-        raise ValueError(f"{len(results)} scores for {num_samples} samples")
-    return [_score_or_failure(result) for result in results]
 
 
 def _score_or_failure(result: object) -> float | Reply:

@@ -21,8 +21,7 @@ from services.reward.processes.child import CANCEL_S, Reply
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
-"""Time limit for a worker to import what it executes. sympy takes about 1 s; a user's module may import torch."""
+START_TIMEOUT_S = 60.0  # for the imports of a worker. sympy takes about 1 s; a user's module may import torch
 # How much longer than a stuck call a worker may be silent about its cancellation before it counts as stalled.
 _SILENCE_S = 2.0
 # How long a process that has closed its pipe may take to exit, which on a busy machine is more than a moment.
@@ -39,16 +38,13 @@ Calls = dict[int, tuple[Mapping[str, object], Answer]]
 class Target:
     """What a worker executes, and how it starts."""
 
-    executor: str
-    """Executor, as `module:Class`."""
-    settings: Mapping[str, object]
-    """Arguments of the executor."""
+    executor: str  # as `module:Class`
+    settings: Mapping[str, object]  # arguments of the executor
     error: Callable[[str, str, str], WorkError]
     """Makes the error that is raised, of reason, detail and traceback."""
     failed: str
     """Reason of a failure of the user's code."""
     max_reply_bytes: int
-    """Maximum size of a line that it writes."""
     max_memory_bytes: int | None = None
     """Limit of the worker's address space."""
     start_timeout_s: float = START_TIMEOUT_S
@@ -72,14 +68,11 @@ class Worker:
         self._calls: Calls = {}
         self._last_begun = -1
         self._why_killed = ""
-        self.version = version
-        """That of what the run's first workers executed; empty for these."""
-        self.facts: Reply = {}
-        """What the process said when it was ready."""
+        self.version = version  # of what the run's first workers executed; empty for these
+        self.facts: Reply = {}  # what the process said when it was ready
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running and answers."""
         is_running = self._process is not None and self._process.returncode is None
         return is_running and self._reading is not None and not self._reading.done()
 
@@ -89,12 +82,7 @@ class Worker:
         return self._process.pid if self._process else 0
 
     async def start(self) -> None:
-        """Starts the process, unless it is running, and waits until it has imported what it executes.
-
-        Raises:
-            WorkError: TIMEOUT or CRASHED if it does not get ready; else, it cannot be imported, or its source has
-                changed since the run began.
-        """
+        """Starts the process, unless it is running, and waits until it has imported what it executes."""
         async with self._starting:
             if self.alive:
                 return
@@ -113,12 +101,7 @@ class Worker:
             self._reading = asyncio.create_task(self._read())
 
     async def call(self, message: Mapping[str, object], limit_s: float | None = None) -> Reply:
-        """Sends a call and returns the reply.
-
-        Raises:
-            WorkError: TIMEOUT after `limit_s`; CRASHED if the process died or its reply is invalid, or if another call
-                may have blocked this one; or what the worker says.
-        """
+        """Returns the reply to a call. Raises WorkError: TIMEOUT, CRASHED, or what the worker says."""
         if self._reading is None or self._reading.done():
             raise self._crash("the worker died")
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -171,7 +154,6 @@ class Worker:
         await self._end("a canceled call did not end")
 
     def _lose(self, calls: Calls, why: str) -> None:
-        """Fails the calls in progress of a process that has ended."""
         for _, reply in calls.values():
             reply.set_result(self._crash(why))
 
@@ -269,36 +251,25 @@ class WorkerPool(Generic[W]):
     def __init__(self, workers: Sequence[W]):
         self._workers = workers
         self._restarts: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self.closed = False
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
     def version(self) -> str:
-        """Version of what the workers execute."""
         return self._workers[0].version
 
     async def open(self) -> None:
-        """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started.
-
-        Raises:
-            WorkError: A worker cannot start.
-        """
+        """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started."""
         results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
         for error in results:
             if error is not None:
                 raise error
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for restart in self._restarts:
             restart.cancel()
         await asyncio.gather(*self._restarts, return_exceptions=True)

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from services.reward.sandboxed.proxies import Proxy, lines_of, number_of, set_under_test, value_of
 from services.reward.sandboxed.wire import OPERATORS, Peer, pack, pack_error, unpack
@@ -61,11 +61,11 @@ class Remote:
 
     def names(self, names: list[str]) -> dict:
         """Returns the program's globals of these names, without those that it does not have."""
-        found: dict = self._result(self._ask({"names": names}))  # pyright: ignore[reportAssignmentType]
-        for name, value in found.items():
+        program_globals: dict = self._result(self._ask({"names": names}))  # pyright: ignore[reportAssignmentType]
+        for name, value in program_globals.items():
             if name[:1].isupper():
                 set_under_test(value)
-        return found
+        return program_globals
 
     def do(self, what: str, *args: object, is_made: bool = False, **kwargs: object) -> object:
         """Runs the named operation on objects in the other process. Raises the exception that is raised there.
@@ -75,7 +75,10 @@ class Remote:
         """
         packed = {name: pack(value, self._refer) for name, value in kwargs.items()}
         message = {"do": what, "args": [pack(value, self._refer) for value in args], "kwargs": packed}
-        reply = self._ask_once(message) if what in _READS else self._ask(message)
+        key = json.dumps(message) if what in _READS else ""
+        reply = self._replies.get(key) or self._ask(message)
+        if key:
+            self._replies[key] = reply
         if what in _CHANGES:
             self._replies.clear()
         failed, self._failed = self._failed, None
@@ -101,12 +104,6 @@ class Remote:
 
         lines = lines_of(error.__traceback__, self._variables)
         return isinstance(error, AssertionError) and any(is_check(self._code, line) for line in lines)
-
-    def _ask_once(self, message: dict) -> dict:
-        key = json.dumps(message)
-        if key not in self._replies:
-            self._replies[key] = self._ask(message)
-        return self._replies[key]
 
     def _ask(self, message: dict) -> dict:
         try:
@@ -151,12 +148,12 @@ class Remote:
         name = getattr(value, "__name__", "")
         if isinstance(value, type | type(len)) and vars(builtins).get(name) is value:
             return {"builtin": name}
-        found = self._mine_by_id.setdefault(id(value), len(self._mine))
-        if found == len(self._mine):
-            self._mine.append(value)
+        mine = self._mine_by_id.setdefault(id(value), len(self._mine))
+        if mine == len(self._mine):
+            self._mine.append(value)  # which also keeps it alive, so that no other object gets its id
         if isinstance(value, BaseException):
-            return {"error": {**pack_error(value, self._refer), "mine": found}}
-        return {"callback" if callable(value) else "stub": found}
+            return {"error": {**pack_error(value, self._refer), "mine": mine}}
+        return {"callback" if callable(value) else "stub": mine}
 
     def _resolve(self, reference: dict, *, is_made: bool = False) -> object:
         ((kind, content),) = reference.items()
@@ -219,26 +216,26 @@ def _exception(name: str) -> type[BaseException]:
     module, _, kind = name.rpartition(".")
     if module and module.partition(".")[0] not in sys.stdlib_module_names:
         raise ValueError(f"{name} is not passed")
-    found = getattr(importlib.import_module(module or "builtins"), kind)
-    if not (isinstance(found, type) and issubclass(found, BaseException)):
+    error_type = getattr(importlib.import_module(module or "builtins"), kind)
+    if not (isinstance(error_type, type) and issubclass(error_type, BaseException)):
         raise TypeError(f"{name} is not an exception")
-    return found
+    return error_type
 
 
-def _update(mine: object, theirs: object) -> object:
+def _update(mine: Any, theirs: Any) -> object:
     """Returns `theirs`; if both are the same kind of container, it is `mine` with the new content."""
     if type(mine) is not type(theirs):
         return theirs
-    if isinstance(mine, list) and isinstance(theirs, list):
+    if isinstance(mine, list):
         mine[:] = [_update(*pair) for pair in zip(mine, theirs, strict=False)] + theirs[len(mine) :]
-    elif isinstance(mine, dict) and isinstance(theirs, dict):
+    elif isinstance(mine, dict):
         content = {key: _update(mine.get(key), value) for key, value in theirs.items()}
         mine.clear()
         mine.update(content)
-    elif isinstance(mine, set) and isinstance(theirs, set):
+    elif isinstance(mine, set):
         mine.clear()
         mine.update(theirs)
-    elif isinstance(mine, bytearray) and isinstance(theirs, bytearray):
+    elif isinstance(mine, bytearray):
         mine[:] = theirs
     else:
         return theirs

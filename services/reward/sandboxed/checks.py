@@ -13,14 +13,14 @@ def is_check(code: str, line: int) -> bool:
 
 def skips_check(code: str, with_line: int, raised: list[int]) -> bool:
     """Returns whether the `with` at `with_line` has a check at or after the line in it that raised."""
-    inside = [
+    around = [
         node
         for node in ast.walk(_parse(code))
         if isinstance(node, ast.With)
         and node.lineno <= with_line <= node.body[0].lineno
         and any(node.body[0].lineno <= line <= (node.end_lineno or 0) for line in raised)
     ]
-    innermost = max(inside, key=lambda node: node.lineno, default=None)
+    innermost = max(around, key=lambda node: node.lineno, default=None)
     return innermost is not None and any(last >= raised[0] for _, last in _checks(*innermost.body))
 
 
@@ -31,11 +31,11 @@ def _parse(code: str) -> ast.Module:
 
 def _checks(*trees: ast.AST) -> list[tuple[int, int]]:
     """Returns the first and the last line of each check."""
-    found = []
+    spans = []
     for node in (node for tree in trees for node in ast.walk(tree)):
         match node:
             case ast.Assert(test=test) if not isinstance(test, ast.Constant):
-                found.append((node.lineno, node.end_lineno or node.lineno))
+                spans.append((node.lineno, node.end_lineno or node.lineno))
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name.startswith(("assert", "fail")):
-                found.append((node.lineno, node.end_lineno or node.lineno))
-    return found
+                spans.append((node.lineno, node.end_lineno or node.lineno))
+    return spans

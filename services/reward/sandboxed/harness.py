@@ -36,8 +36,7 @@ from typing import Any, NoReturn
 
 from services.reward.sandboxed.wire import to_plain, unpack
 
-_FRAMES = 50
-"""Depth of the stack below a program, at most, which it can use in addition."""
+_FRAMES = 50  # on the stack below a program, at most, which it can use in addition
 SourceFileLoader = type(json.__loader__)
 
 
@@ -53,11 +52,7 @@ class _Text(SourceFileLoader):
 
 
 def encode(value: object) -> object:
-    """Encodes `value` as JSON that keeps its type; equal values have equal encodings.
-
-    Raises:
-        TypeError: The value contains objects that are not of plain types.
-    """
+    """Encodes plain data as JSON that keeps its type; equal values have equal encodings. Others raise TypeError."""
     if value is None:
         return value
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -112,7 +107,10 @@ def main(job_descriptor: int, tests: int) -> None:
             os.close(read_end)
             if is_script:
                 _script(job, tests, size, offset, write_end)
-            _run(job, _read(tests, size, offset), write_end)
+            test = _read(tests, size, offset)
+            _limit(job)
+            _redirect(test, write_end)
+            _KINDS[test["kind"]](job, test, write_end)
             return
         offset += size
         os.close(write_end)
@@ -125,12 +123,6 @@ def _read(tests: int, size: int, offset: int) -> dict:
     test = json.loads(os.pread(tests, size, offset))
     os.close(tests)
     return test
-
-
-def _run(job: dict, test: dict, write_end: int) -> None:
-    _limit(job)
-    _redirect(test, write_end)
-    _KINDS[test["kind"]](job, test, write_end)
 
 
 def _limit(job: dict) -> None:
@@ -212,18 +204,16 @@ def _load(module: ModuleType, *sources: str) -> None:
         _Text(module.__name__, source).exec_module(module)
 
 
-def _stdin(job: dict, test: dict, write_end: int) -> None:
-    """Runs the program like `python program.py`; exceptions and exits propagate to the interpreter."""
+def _import_program(job: dict, name: str = "program") -> ModuleType:
     sys.argv[:] = ["program.py"]
-    sys.modules["__main__"] = module = ModuleType("__main__")
-    _load(module, job["setup"], job["program"])
-
-
-def _import_program(job: dict) -> ModuleType:
-    sys.argv[:] = ["program.py"]
-    sys.modules["program"] = module = ModuleType("program")
+    sys.modules[name] = module = ModuleType(name)
     _load(module, job["setup"], job["program"])
     return module
+
+
+def _stdin(job: dict, test: dict, write_end: int) -> None:
+    """Runs the program like `python program.py`; exceptions and exits propagate to the interpreter."""
+    _import_program(job, "__main__")
 
 
 def _call(job: dict, test: dict, write_end: int) -> None:
@@ -250,8 +240,9 @@ def _script(job: dict, tests: int, size: int, offset: int, write_end: int) -> No
     _limit(job)
     if os.fork() == 0:
         _redirect({"kind": "script"}, write_end)
-        kept = sorted((requests_end, reply_end))
-        for low, high in zip((3, *(end + 1 for end in kept)), (*kept, job["rlimits"]["RLIMIT_NOFILE"]), strict=True):
+        # The program gets its ends of the two pipes and no other descriptor: not the test, nor the pipe for the answer.
+        ends = sorted((requests_end, reply_end))
+        for low, high in zip((3, *(end + 1 for end in ends)), (*ends, job["rlimits"]["RLIMIT_NOFILE"]), strict=True):
             os.closerange(low, high)
         program.serve(lambda: _import_program(job), Peer(requests_end, reply_end))
     os.close(requests_end)

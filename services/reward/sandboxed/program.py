@@ -31,17 +31,7 @@ def _items(value: Any) -> object:
 
 _DO: dict[str, Callable] = {
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
-    "getattr": getattr,
-    "setattr": setattr,
-    "delattr": delattr,
-    "isinstance": isinstance,
-    "bool": bool,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "str": str,
-    "repr": repr,
-    "hash": hash,
+    **{read.__name__: read for read in (getattr, setattr, delattr, isinstance, bool, len, iter, next, str, repr, hash)},
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "plain": to_plain,
@@ -63,15 +53,14 @@ class Program:
         self._stubs: dict[int, _Stub] = {}
 
     def serve(self, module: ModuleType) -> None:
-        """Answers until the other process closes the pipe."""
         while True:
             self._peer.send(self._answer(module, self._peer.receive()))
 
     def _answer(self, module: ModuleType, message: dict) -> dict:
         try:
             if "names" in message:
-                found = {name: vars(module)[name] for name in message["names"] if name in vars(module)}
-                answer: dict[str, object] = {"value": pack(found, self._refer)}
+                named = {name: vars(module)[name] for name in message["names"] if name in vars(module)}
+                answer: dict[str, object] = {"value": pack(named, self._refer)}
             else:
                 answer = self._do(message)
         except BaseException as error:  # noqa: BLE001 the test may expect any exception
@@ -144,7 +133,6 @@ class Program:
         return error
 
     def call_back(self, what: str, number: int, args: tuple, kwargs: dict) -> object:
-        """Runs an operation on an object of the test."""
         packed = {name: pack(value, self._refer) for name, value in kwargs.items()}
         message = {"callback": number, "what": what, "args": [pack(value, self._refer) for value in args]}
         self._peer.send({**message, "kwargs": packed})

@@ -21,32 +21,11 @@ operators among themselves, length, items and iteration as the program says, bec
 import operator
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Protocol
-
-
-class Asks(Protocol):
-    """Describes what proxies need of Remote."""
-
-    def do(self, what: str, *args: object, is_made: bool = False, **kwargs: object) -> object:
-        """Runs the named operation in the program's process."""
-        ...
-
-    def is_check(self, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Returns whether a `with` that ends by `error` must not go on as if the test had checked what it would."""
-        ...
+from typing import Any
 
 
 class Value:
     """Is mixed into a plain type, for an object of the program that derives from it."""
-
-    def __getattr__(self, name: str) -> object:
-        return vars(self)["__remote__"].do("getattr", self, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        vars(self)["__remote__"].do("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        vars(self)["__remote__"].do("delattr", self, name)
 
     def __copy__(self) -> "Value":
         return self
@@ -60,7 +39,7 @@ _VALUES: dict[type, Any] = {
 }
 
 
-def value_of(remote: Asks, number: int, plain: object) -> object:
+def value_of(remote: Any, number: int, plain: object) -> object:
     """Returns the plain value as an object that can be asked for the attributes of the program's."""
     value = _VALUES[type(plain)](plain)
     vars(value).update(__remote__=remote, __number__=number)
@@ -77,16 +56,9 @@ class Proxy:
     __is_made: bool
     __opaque: bool
 
-    def __init__(self, remote: Asks, number: int, *, is_made: bool = False):
-        values = {
-            "remote": remote,
-            "number": number,
-            "opaque": False,
-            "is_made": is_made,
-            "makes": False,
-            "fixed": None,
-        }
-        for name, value in values.items():
+    def __init__(self, remote: Any, number: int, *, is_made: bool = False):  # a checker.Remote
+        values = {"remote": remote, "number": number, "opaque": False, "is_made": is_made, "makes": False}
+        for name, value in {**values, "fixed": None}.items():
             object.__setattr__(self, f"_Proxy__{name}", value)
 
     def __do(self, what: str, *args: object, **kwargs: object) -> object:
@@ -123,15 +95,6 @@ class Proxy:
         except Exception:  # noqa: BLE001 as above
             return Proxy
 
-    def __getattr__(self, name: str) -> object:
-        return self.__do("getattr", name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self.__do("setattr", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self.__do("delattr", name)
-
     def __call__(self, *args: object, **kwargs: object) -> object:
         result = self.__remote.do("call", self, *args, is_made=self.__makes, **kwargs)
         if type(result) is Proxy and not self.__makes:  # what a function returns is a value, also a made object
@@ -167,9 +130,6 @@ class Proxy:
                 return
             yield item
 
-    def __next__(self) -> object:
-        return self.__do("next")
-
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
         is_check = self.__remote.is_check(error, trace)
         try:
@@ -199,15 +159,6 @@ class Proxy:
 
     def __instancecheck__(self, instance: object) -> bool:
         return number_of(instance) is not None and self.__remote.do("isinstance", instance, self) is True
-
-    def __float__(self) -> float:
-        return float(self.__plain())  # pyright: ignore[reportArgumentType]
-
-    def __int__(self) -> int:
-        return int(self.__plain())  # pyright: ignore[reportArgumentType]
-
-    def __index__(self) -> int:
-        return operator.index(self.__plain())  # pyright: ignore[reportArgumentType]
 
     def __format__(self, spec: str) -> str:
         return format(self.__plain(), spec) if spec else str(self)
@@ -255,7 +206,6 @@ def number_of(value: object) -> int | None:
 
 
 def set_under_test(proxy: object) -> None:
-    """Lets what the test makes by calling `proxy` be under test."""
     if type(proxy) is Proxy:
         object.__setattr__(proxy, "_Proxy__makes", True)
 
@@ -270,9 +220,14 @@ def lines_of(trace: TracebackType | None, variables: dict[str, object]) -> list[
 
 
 def _add_operators() -> None:
-    for name in ("str", "repr", "enter", "copy", "setitem", "delitem"):
+    attributes = ("getattr", "setattr", "delattr")
+    for name in (*attributes, "str", "repr", "next", "enter", "copy", "setitem", "delitem"):
         setattr(Proxy, f"__{name}__", lambda self, *args, _name=name: self._Proxy__do(_name, *args))
+    for name in attributes:
+        setattr(Value, f"__{name}__", lambda self, *args, _name=name: vars(self)["__remote__"].do(_name, self, *args))
     Proxy.__deepcopy__ = lambda self, _: self._Proxy__do("deepcopy")  # pyright: ignore[reportAttributeAccessIssue]
+    for name, to_number in (("float", float), ("int", int), ("index", operator.index)):
+        setattr(Proxy, f"__{name}__", lambda self, _to_number=to_number: _to_number(self._Proxy__plain()))
     for name in ("lt", "le", "gt", "ge"):
         setattr(Proxy, f"__{name}__", lambda self, other, _name=name: self._Proxy__compare(_name, other))
     for name in ("neg", "pos", "abs", "invert"):

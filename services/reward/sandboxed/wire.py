@@ -41,17 +41,12 @@ class Peer:
         self._requests, self._write_end = os.fdopen(read_end, "rb"), write_end
 
     def send(self, message: dict) -> None:
-        """Sends one message."""
         line = memoryview(json.dumps(message).encode() + b"\n")
         while line:
             line = line[os.write(self._write_end, line) :]
 
     def receive(self) -> dict:
-        """Returns the next message.
-
-        Raises:
-            EOFError: The other process has ended.
-        """
+        """Raises EOFError if the other process has ended."""
         line = self._requests.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -92,11 +87,7 @@ _READ: dict[type, Callable[[Any], Any]] = {
 
 
 def to_plain(value: object, *kinds: type) -> object:
-    """Returns the value of an object whose class derives from a plain type (one of `kinds`), as that type.
-
-    Raises:
-        TypeError: The class derives from none.
-    """
+    """Returns an object whose class derives from a plain type (of `kinds`) as that type, or raises TypeError."""
     for plain in kinds or _READ:
         if issubclass(type(value), plain):
             return _READ[plain](value)

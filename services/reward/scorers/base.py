@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from services.common.config.reward import PythonConfig, RewardConfig
 from services.common.config.scorers import ITEM_FIELDS
-from services.reward.errors import ScoringError
+from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.functions import FunctionPool, function_target
 
 Result = TypeVar("Result")
@@ -25,6 +25,15 @@ class Item:
     num_tokens: int
     finish_reason: str
 
+    def column(self, key: str | None, setting: str) -> object:
+        """Returns the row's extra column `key`, which the scorer's `setting` names; the answer if it names none."""
+        if key is None:
+            return self.answer
+        if key not in self.extra:
+            detail = f"no column {key!r}: change the scorer's {setting} or data.extra_columns"
+            raise ScoringError(FailureReason.INVALID_ANSWER, detail)
+        return self.extra[key]
+
 
 class Scorer:
     """Scores samples, many concurrently. `version` must change whenever the same item could get a different score.
@@ -35,26 +44,14 @@ class Scorer:
     version: str
 
     async def open(self) -> None:
-        """Starts what the scorer needs.
-
-        Raises:
-            ScoringError: The scorer cannot start.
-        """
+        """Starts what the scorer needs. Raises ScoringError if it cannot start."""
 
     async def score(self, item: Item) -> float:
-        """Returns the raw score of `item`, a finite number.
-
-        Raises:
-            ScoringError: The item has no score.
-        """
+        """Returns the raw score of `item`, a finite number. Raises ScoringError if it has none."""
         raise NotImplementedError
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Returns a finite raw score or an error per item, in order. By default, calls `score` for each item.
-
-        Raises:
-            ScoringError: No item has a score.
-        """
+        """Returns a finite raw score or an error per item, in order. Raises ScoringError if no item has a score."""
         return expected(await asyncio.gather(*(self.score(item) for item in items), return_exceptions=True))
 
     async def close(self) -> None:
@@ -79,17 +76,13 @@ def share_s(group_timeout_s: float, *, num_samples: int, num_slots: int) -> floa
 class WorkerScorer(Scorer):
     """Calls `target`, a `module:function`, in a worker process with the item's fields and `kwargs`."""
 
-    num_spares = 0
-    """Number of processes that wait for another one to be killed."""
-    num_tries = 2
-    """How often a sample is scored whose worker dies."""
+    num_spares = 0  # processes that wait for another one to be killed
+    num_tries = 2  # of a sample whose worker dies
 
     def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig, *, max_concurrent: int = 1):
-        self._kwargs = kwargs
+        self._kwargs, arguments = kwargs, (*ITEM_FIELDS, *kwargs)
         self._pool = FunctionPool(
-            function_target(
-                target, max_memory_bytes=int(run.max_memory_gib * 2**30), arguments=(*ITEM_FIELDS, *kwargs)
-            ),
+            function_target(target, max_memory_bytes=int(run.max_memory_gib * 2**30), arguments=arguments),
             num_workers=run.num_workers,
             timeout_s=run.timeout_s,
             num_spares=self.num_spares,
@@ -98,7 +91,6 @@ class WorkerScorer(Scorer):
         )
 
     async def open(self) -> None:
-        """Starts all workers concurrently, and returns when they have imported their function."""
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
@@ -121,12 +113,10 @@ class PythonScorer(WorkerScorer):
         self._takes_groups = config.group
 
     async def open(self) -> None:
-        """Starts the workers. The version is the hash of the source file that they loaded."""
         await super().open()
-        self.version = self._pool.version
+        self.version = self._pool.version  # the hash of the source file that the workers loaded
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Calls the function once for the group if the config says so, otherwise once per item."""
         if not self._takes_groups:
             return await super().score_group(items)
         return await self._pool.call_group({**columns(items), **self._kwargs}, len(items))

@@ -49,7 +49,8 @@ class CodeScorer(Scorer):
 
     async def _score(self, item: Item, limit_s: float) -> float:
         """Returns a score from 0.0 to 1.0. Tests that have not ended `limit_s` after the start have failed."""
-        tests = read_tests(self._tests_of(item), float_tolerance=self._config.float_tolerance)
+        column = item.column(self._config.tests_key, "tests_key")
+        tests = read_tests(column, float_tolerance=self._config.float_tolerance)
         self._check_sizes(tests)
         program = find_program(item.completion, require_fence=self._config.require_fence)
         if program is None:
@@ -74,15 +75,6 @@ class CodeScorer(Scorer):
             running.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._sandbox.close()
-
-    def _tests_of(self, item: Item) -> object:
-        key = self._config.tests_key
-        if key is None:
-            return item.answer
-        if key not in item.extra:
-            detail = f"no column {key!r}: change the scorer's tests_key or data.extra_columns"
-            raise ScoringError(FailureReason.INVALID_ANSWER, detail)
-        return item.extra[key]
 
     def _check_sizes(self, tests: Tests) -> None:
         for size, limit, name in (

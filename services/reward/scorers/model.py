@@ -15,8 +15,8 @@ from services.reward.processes.functions import FunctionPool, function_target
 from services.reward.remote import MayPassError, Remote
 from services.reward.scorers.base import Item, Scorer, columns
 
+# Config keys that are passed to the worker's `load`.
 LOAD_FIELDS = {"path", "label", "template", "device", "dtype", "batch_size", "max_tokens"}
-"""Config keys that are passed to the worker's `load`."""
 
 
 class ModelScorer(Scorer):
@@ -34,16 +34,11 @@ class ModelScorer(Scorer):
         )
 
     async def open(self) -> None:
-        """Loads the model. The version is the hash of its files and of the settings that affect the score.
-
-        Raises:
-            ScoringError: The extra is not installed, or the model cannot be loaded.
-        """
         if missing := missing_modules("reward-model"):
             detail = f"{', '.join(missing)} is missing: pip install 'lockstep-rl[reward-model]'"
             raise ScoringError(FailureReason.ERROR, detail)
         await self._pool.open()
-        self.version = self._pool.version
+        self.version = self._pool.version  # the hash of the model's files and of the settings that affect the score
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
         return await self._pool.call_group(columns(items), len(items))
@@ -86,15 +81,12 @@ class JudgeScorer(Scorer):
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
-        """Returns the judge's score.
-
-        Raises:
-            ScoringError: TIMEOUT or ERROR if the judge does not answer, ERROR if its answer has no number, or again and
-                again one out of range.
-        """
+        extra = json.dumps(item.extra, ensure_ascii=False)
+        values = {"prompt": item.prompt, "answer": item.answer, "completion": item.completion, "extra": extra, None: ""}
+        content = "".join(literal + values[field] for literal, field in self._template)
         request: dict[str, object] = {
             "model": self._config.model,
-            "messages": [{"role": "user", "content": self._render(item)}],
+            "messages": [{"role": "user", "content": content}],
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
@@ -112,11 +104,6 @@ class JudgeScorer(Scorer):
     async def close(self) -> None:
         await self._remote.close()
         await self._pool.close()
-
-    def _render(self, item: Item) -> str:
-        extra = json.dumps(item.extra, ensure_ascii=False)
-        values = {"prompt": item.prompt, "answer": item.answer, "completion": item.completion, "extra": extra, None: ""}
-        return "".join(literal + values[field] for literal, field in self._template)
 
 
 def _content(answer: Any) -> str:
@@ -141,20 +128,10 @@ class HttpScorer(Scorer):
         self.version = ""
 
     async def open(self) -> None:
-        """Asks the server for its version.
-
-        Raises:
-            ScoringError: The server does not answer as described above.
-        """
         await self._remote.open()
-        await self.score_group([])
+        await self.score_group([])  # asks the server for its version
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Scores the group with one request.
-
-        Raises:
-            ScoringError: TIMEOUT or ERROR, because there is no valid answer or the scorer's version changed.
-        """
         answer = await self._remote.post({"samples": [asdict(item) for item in items]})
         scores, version = _parse(answer, len(items))
         if version != (self.version or version):

@@ -49,23 +49,15 @@ class AnswerScorer(Scorer):
         self._key = config.answers_key
 
     async def score(self, item: Item) -> float:
-        accepted = {normalize(answer) for answer in self._accepted(item)} - {""}
+        answers = [item.answer] if self._key is None else item.column(self._key, "answers_key")
+        if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+            raise ScoringError(FailureReason.INVALID_ANSWER, f"{self._key} is not a list of texts: {answers!r:.200}")
+        accepted = set(map(normalize, answers)) - {""}
         if not accepted:
             raise ScoringError(FailureReason.INVALID_ANSWER, "every accepted answer is empty")
         _, opened, rest = after_reasoning(item.completion).rpartition(_OPEN)
-        found, closed, _ = rest.partition(_CLOSE)
-        return float(bool(opened and closed) and normalize(found) in accepted)
-
-    def _accepted(self, item: Item) -> list[str]:
-        if self._key is None:
-            return [item.answer]
-        if self._key not in item.extra:
-            detail = f"no column {self._key!r}: change the scorer's answers_key or data.extra_columns"
-            raise ScoringError(FailureReason.INVALID_ANSWER, detail)
-        answers = item.extra[self._key]
-        if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-            raise ScoringError(FailureReason.INVALID_ANSWER, f"{self._key} is not a list of texts: {answers!r:.200}")
-        return answers
+        text, closed, _ = rest.partition(_CLOSE)
+        return float(bool(opened and closed) and normalize(text) in accepted)
 
 
 class FormatScorer(WorkerScorer):
@@ -89,14 +81,11 @@ _BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
 _SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
 
 
-def last_number(text: str) -> Decimal | None:
-    """Returns the last number in `text`, which may have thousands separators, a currency sign and a minus."""
-    numbers = list(_NUMBER.finditer(text))
-    if not numbers:
+def _to_decimal(number: re.Match[str] | None) -> Decimal | None:
+    if number is None:
         return None
-    last = numbers[-1]
-    number = Decimal(last["digits"].replace(",", ""))
-    return -number if last["sign"] else number
+    decimal = Decimal(number["digits"].replace(",", ""))
+    return -decimal if number["sign"] else decimal
 
 
 class Gsm8kScorer(Scorer):
@@ -108,16 +97,11 @@ class Gsm8kScorer(Scorer):
         self._require_marker = config.require_marker
 
     async def score(self, item: Item) -> float:
-        """Returns 1.0 or 0.0.
-
-        Raises:
-            ScoringError: The answer has no number.
-        """
         gold, _ = _final_number(item.answer)
         if gold is None:
             raise ScoringError(FailureReason.INVALID_ANSWER, f"no number in the answer {item.answer[-100:]!r}")
-        found, is_marked = _final_number(after_reasoning(item.completion))
-        return float((is_marked or not self._require_marker) and found == gold)
+        number, is_marked = _final_number(after_reasoning(item.completion))
+        return float((is_marked or not self._require_marker) and number == gold)
 
 
 def _final_number(text: str) -> tuple[Decimal | None, bool]:
@@ -129,9 +113,9 @@ def _final_number(text: str) -> tuple[Decimal | None, bool]:
     for marker in reversed(list(_MARKER.finditer(text))):
         line, more, _ = text[marker.end() :].partition("\n")
         if not more or not _is_heading(line):
-            found = _NUMBER.search(line)
-            return (last_number(found[0]) if found else None), True
-    return last_number(text), False
+            return _to_decimal(_NUMBER.search(line)), True
+    last = max(_NUMBER.finditer(text), key=re.Match.start, default=None)
+    return _to_decimal(last), False
 
 
 def _is_heading(line: str) -> bool:

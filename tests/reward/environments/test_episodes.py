@@ -74,7 +74,7 @@ class Scripted(Environment):
 @pytest.fixture
 def environment(monkeypatch) -> Scripted:
     environment = Scripted()
-    monkeypatch.setattr(servicer_module, "make_environment", lambda config: environment)
+    monkeypatch.setitem(servicer_module.KINDS, "python", lambda config: environment)
     return environment
 
 

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from google.protobuf.message import Message
 
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, Reason
+from tests.support import raises
 
 GUESS = {"kind": "textarena", "game": "GuessTheNumber-v0", "kwargs": {"min_number": 1, "max_number": 5}}
 SUMS = {"kind": "reasoning_gym", "task": "chain_sum", "kwargs": {"min_terms": 2, "max_terms": 2}}
@@ -156,5 +157,5 @@ class TestReasoningGym:
         assert not list(tmp_path.iterdir())
 
     async def test_settings_that_do_not_fit_are_refused_when_the_run_opens(self, service):
-        with pytest.raises(InvalidInput, match="min_terms"):
+        with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="environment"):
             await service.open(**{**SUMS, "kwargs": {"min_terms": 0}})

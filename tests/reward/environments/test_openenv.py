@@ -8,8 +8,9 @@ import pytest
 from aiohttp import WSMsgType, web
 from lockstep.reward.v1 import environment_pb2 as pb
 
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, Reason
 from services.reward.environments import openenv
+from tests.support import raises
 
 CAPACITY = {"type": "error", "data": {"message": "8 of 8 sessions", "code": "CAPACITY_REACHED"}}
 BROKE = {"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}
@@ -161,5 +162,5 @@ async def test_waiting_for_a_connection_is_no_timeout(server, service):
 
 
 async def test_a_server_that_is_not_there_is_refused_when_the_run_opens(server, service, unused_tcp_port):
-    with pytest.raises(InvalidInput, match="no connection"):
+    with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="environment"):
         await service.open(kind="openenv", url=f"ws://127.0.0.1:{unused_tcp_port}/ws", num_workers=None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.environment import SearchToolConfig
-from services.reward.environments.tools.search import Search, words
+from services.reward.environments.tools.search import Search, split_words
 from services.reward.errors import EpisodeError
 from tests.reward.environments.test_tools import texts
 
@@ -157,19 +157,19 @@ async def test_a_query_like_the_document_finds_it(tmp_path):
     ],
 )
 def test_words(text, expected):
-    assert words(text) == expected
+    assert split_words(text) == expected
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_words_do_not_depend_on_case_or_width_and_are_those_of_the_parts(text, other):
-    assert words(f"{text}\n{other}") == words(text) + words(other)
-    assert words(text.upper().lower()) == words(text.upper().lower().casefold())
-    assert all(words(text)) and words(text) == words(text)
+    assert split_words(f"{text}\n{other}") == split_words(text) + split_words(other)
+    assert split_words(text.upper().lower()) == split_words(text.upper().lower().casefold())
+    assert all(split_words(text)) and split_words(text) == split_words(text)
     wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
-    assert words(wide) == words(text)
+    assert split_words(wide) == split_words(text)
 
 
 def test_long_texts_are_split_in_linear_time():
     for piece in ("漢", "a", "a+", "ก็", "\u0301", "é#", " "):
-        assert len(words(piece * 50_000)) < 200_000
+        assert len(split_words(piece * 50_000)) < 200_000

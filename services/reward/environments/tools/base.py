@@ -16,16 +16,14 @@ _CLASSES: Mapping[str, tuple[type, ...]] = {
     "array": (list,), "null": (type(None),),
 }  # fmt: skip
 # Chat templates that show values as Python does write these for true, false and null.
-_WORDS: Mapping[str, object] = {"True": True, "False": False, "None": None}
+_PYTHON_LITERALS: Mapping[str, object] = {"True": True, "False": False, "None": None}
 
 
 def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
-    """Returns a tool's schema as chat templates take it."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def text_tool_schema(name: str, description: str, argument: str, meaning: str) -> Schema:
-    """Returns the schema of a tool with one argument, a text."""
     properties = {argument: {"type": "string", "description": meaning}}
     return tool_schema(name, description, {"type": "object", "properties": properties, "required": [argument]})
 
@@ -33,8 +31,7 @@ def text_tool_schema(name: str, description: str, argument: str, meaning: str) -
 def function_schema(function: Callable[..., object]) -> Schema:
     """Returns the schema of a function, from its signature and docstring (Google style).
 
-    Raises:
-        TypeError: It takes arguments that have no name, or of a type that JSON cannot hold.
+    Raises TypeError if it takes arguments that have no name, or of a type that JSON cannot hold.
     """
     hints = typing.get_type_hints(function)
     summary, meanings = _read_docstring(inspect.getdoc(function) or "")
@@ -103,8 +100,8 @@ def _read_text(text: str, schema: Schema) -> object:
     if kinds == {"string"}:
         return text
     try:
-        word = text.strip()
-        value = _WORDS[word] if word in _WORDS else read_json(word)
+        literal = text.strip()
+        value = _PYTHON_LITERALS[literal] if literal in _PYTHON_LITERALS else read_json(literal)
     except (ValueError, RecursionError):
         return text
     fits = not isinstance(value, str) and any(_fits(value, {"type": kind}) for kind in kinds)
@@ -239,20 +236,11 @@ class Tool:
     """Text that changes whenever the same call could get another result."""
 
     async def open(self) -> None:
-        """Starts what the tool needs.
-
-        Raises:
-            EpisodeError: It cannot start.
-        """
+        """Starts what the tool needs. Raises EpisodeError if it cannot start."""
 
     async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
-        """Returns the result of a call, whose arguments fit the schema. It may compute for `limit_s` seconds.
-
-        Raises:
-            BadArgumentsError: The arguments have no result.
-            EpisodeError: The tool failed.
-        """
+        """Returns the result of a call, whose arguments fit the schema. Raises BadArgumentsError if there is none."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Ends the tool's processes and connections."""
+        pass

@@ -16,11 +16,8 @@ from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringErro
 from services.reward.sandbox import Limits, Sandbox
 
 _SUPERVISOR = Path(__file__).with_name("supervise.py").read_text()
-_START_S = 5.0
-"""Extra time for the start of two interpreters."""
-_MARK_CHARS = 200
-"""Number of characters that is more than supervise.py adds to the output."""
-_MEMORY_BYTES, _DISK_BYTES, _MAX_PROCESSES = 1 << 30, 64 << 20, 16
+_START_S = 5.0  # for the start of two interpreters, in addition to the program's time
+_MARK_CHARS = 200  # more than supervise.py adds to the output
 
 
 class Python(Tool):
@@ -35,10 +32,10 @@ class Python(Tool):
         self._sandbox = Sandbox(
             Limits(
                 timeout_s=config.timeout_s + _START_S,
-                memory_bytes=_MEMORY_BYTES,
-                disk_bytes=_DISK_BYTES,
-                max_processes=_MAX_PROCESSES,
-                max_output_bytes=4 * (config.max_output_chars + _MARK_CHARS),
+                memory_bytes=1 << 30,
+                disk_bytes=64 << 20,
+                max_processes=16,
+                max_output_bytes=4 * (config.max_output_chars + _MARK_CHARS),  # a character of UTF-8 has up to 4 bytes
             )
         )
 
@@ -57,17 +54,14 @@ class Python(Tool):
         test = {"kind": "stdin", "input": json.dumps({**job, "max_chars": self._config.max_output_chars})}
         try:
             with off_the_clock():
-                return await self._run(test)
+                async with self._slots, self._sandbox.run(_SUPERVISOR, [test]) as outputs:
+                    (output,) = [output async for output in outputs]
         except ScoringError as error:
             raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
+        return "error: the program was stopped: it exceeded a limit" if output is None else output
 
     async def close(self) -> None:
         self._sandbox.close()
-
-    async def _run(self, test: Mapping[str, object]) -> str:
-        async with self._slots, self._sandbox.run(_SUPERVISOR, [test]) as outputs:
-            (output,) = [output async for output in outputs]
-        return "error: the program was stopped: it exceeded a limit" if output is None else output
 
 
 _MAX_CHARS, _MAX_DEPTH, _MAX_BITS = 1000, 50, 4096
@@ -84,8 +78,6 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[float], float]] = {ast.UAdd: operat
 
 
 class Calculator(Tool):
-    """Computes one expression."""
-
     version = "calculator-1"
     schema = text_tool_schema(
         "calculator", "Computes an arithmetic expression of numbers, parentheses and + - * / // % **.", "expression",
@@ -100,11 +92,7 @@ class Calculator(Tool):
 
 
 def compute(expression: str) -> float:
-    """Returns the value of an expression.
-
-    Raises:
-        BadArgumentsError: It is no arithmetic, exceeds a limit, or has no finite real value.
-    """
+    """Raises BadArgumentsError if `expression` is no arithmetic, exceeds a limit, or has no finite real value."""
     if len(expression) > _MAX_CHARS:
         raise BadArgumentsError(f"the expression has more than {_MAX_CHARS} characters")
     try:
@@ -118,7 +106,7 @@ def compute(expression: str) -> float:
 def _value(node: ast.expr, depth: int) -> float:
     if depth == 0:
         raise BadArgumentsError(f"the expression is nested more than {_MAX_DEPTH} deep")
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return _limited(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         return _limited(_BINARY[type(node.op)](_value(node.left, depth - 1), _value(node.right, depth - 1)))
@@ -133,14 +121,9 @@ def _power(base: float, exponent: float) -> float:
     return base**exponent
 
 
-def _limited(value: object) -> float:
-    if isinstance(value, complex):
+def _limited(value: float | complex) -> float:
+    if isinstance(value, complex):  # as (-8) ** 0.5 is
         raise BadArgumentsError("the result is not a real number")
-    if (isinstance(value, int) and value.bit_length() > _MAX_BITS) or not math.isfinite(_as_float(value)):
+    if value.bit_length() > _MAX_BITS if isinstance(value, int) else not math.isfinite(value):
         raise BadArgumentsError("the result is too large")
-    assert isinstance(value, int | float), "arithmetic of numbers gives numbers"
     return value
-
-
-def _as_float(value: object) -> float:
-    return value if isinstance(value, float) else 0.0

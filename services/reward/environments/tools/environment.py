@@ -1,20 +1,12 @@
-"""Lets the policy call tools: the user's functions, those of MCP servers, and those of toolbox/."""
+"""Lets the policy call tools: the user's functions, those of MCP servers, and those of this folder."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from services.common.config.environment import ToolsEnvironmentConfig, ToolSyntax
+from services.common.config.environment import ToolsEnvironmentConfig
 from services.reward.environments.base import Environment, Message, Reply, ToolCall, Turn
-from services.reward.environments.tools.base import (
-    BadArgumentsError,
-    Schema,
-    Tool,
-    cut_middle,
-    find_fault,
-    fitted,
-    only_text_argument,
-    read_texts,
-)
+from services.reward.environments.tools import base
+from services.reward.environments.tools.base import BadArgumentsError, Schema, Tool
 from services.reward.environments.tools.compute import Calculator, Python
 from services.reward.environments.tools.functions import FunctionTools
 from services.reward.environments.tools.mcp import McpTools
@@ -22,59 +14,72 @@ from services.reward.environments.tools.search import Search
 from services.reward.environments.tools.syntax import BadCall, Call, find_calls
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
+# Longer results are cut, so that those of a turn fit into one message of the service.
 _MAX_RESULT_CHARS = 1 << 20
-"""Longer results are cut, so that those of a turn fit into one message of the service."""
+TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "search": Search, "calculator": Calculator}
+"""Maps the kinds of tools that are one tool to their classes. `function` and `mcp` are not among them."""
 
 
-class CallingEnvironment(Environment):
+class ToolsEnvironment(Environment):
     """Calls the tools of a turn at the same time and returns the results in order. A turn without calls is the last."""
 
-    def __init__(self, config: ToolSyntax):
-        self._syntax, self._result_tag = config.syntax, config.result_tag
+    def __init__(self, config: ToolsEnvironmentConfig):
+        self._config = config
         self.roles = () if config.result_tag else ("tool",)
-        self._reasoning_tags = config.reasoning_tags
         self._arguments: dict[str, str] = {}
         self._parameters: dict[str, Schema] = {}
+        self._tools = {tool.kind: TOOLS[tool.kind](tool) for tool in config.tools if tool.kind in TOOLS}
+        self._servers = [McpTools(tool) for tool in config.tools if tool.kind == "mcp"]
+        self._served: dict[str, McpTools] = {}
+        paths = [tool.path for tool in config.tools if tool.kind == "function"]
+        self._functions = FunctionTools(paths, config.num_workers, int(config.max_memory_gib * 2**30))
+        self._has_functions = bool(paths)
 
-    async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
-        """Returns the result of a call, which may use this `share` of the turn's time.
+    async def open(self) -> None:
+        for tool in self._tools.values():
+            await tool.open()
+        if self._has_functions:
+            await self._functions.open()
+        for server in self._servers:
+            await server.open()
+            self._served |= {schema["function"]["name"]: server for schema in server.schemas}
+        schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.schemas]
+        self._offer(schemas + [schema for server in self._servers for schema in server.schemas])
+        versions = [one.version for one in (*self._tools.values(), *self._servers)]
+        self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
 
-        Raises:
-            BadArgumentsError: There is no such tool, or no result for these arguments. The policy gets the text.
-            EpisodeError: The tool failed.
-        """
-        raise NotImplementedError
-
-    def offer(self, schemas: Sequence[Schema]) -> None:
-        """Sets the tools that the policy can call. With syntax tags, the prompt must describe them.
-
-        Raises:
-            EpisodeError: With syntax tags, a tool does not take one text argument, or its tag is that of reasoning; or
-                two have the same name.
-        """
+    def _offer(self, schemas: Sequence[Schema]) -> None:
+        """Sets the tools that the policy can call. With syntax tags, the prompt must describe them."""
         names = [schema["function"]["name"] for schema in schemas]
         if len(set(names)) < len(names):
             raise _cannot(f"two tools have the same name: {', '.join(names)}")
         self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
-        if self._syntax != "tags":
+        if self._config.syntax != "tags":
             self.tools = tuple(schemas)
             return
         for name, schema in zip(names, schemas, strict=True):
-            argument = only_text_argument(schema)
+            argument = base.only_text_argument(schema)
             if argument is None:
                 raise _cannot(f"tool {name} needs one argument, a text, to be called with syntax tags")
-            if f"<{name}>" in self._reasoning_tags:
+            if f"<{name}>" in self._config.reasoning_tags:
                 raise _cannot(f"tool {name}: its tag is one of environment.reasoning_tags, so it would never be called")
             self._arguments[name] = argument
 
+    def isolate(self, episode_id: str) -> None:
+        self._functions.workers.isolate(episode_id)
+
+    def fault(self, episode_id: str) -> EpisodeError | None:
+        return self._functions.workers.fault(episode_id)
+
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
+        if self._has_functions:
+            await self._functions.begin(episode_id)
         return ()
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
-        calls = find_calls(
-            self._syntax, turn.text, self._arguments, self._reasoning_tags, is_reasoning=turn.is_reasoning
-        )
-        if self._syntax == "qwen3_coder":
+        tags, syntax = self._config.reasoning_tags, self._config.syntax
+        calls = find_calls(syntax, turn.text, self._arguments, tags, is_reasoning=turn.is_reasoning)
+        if syntax == "qwen3_coder":
             calls = [self._typed(call) if isinstance(call, ToolCall) else call for call in calls]
         calling = [asyncio.create_task(self._answer(episode_id, call, 1 / len(calls))) for call in calls]
         try:
@@ -90,90 +95,50 @@ class CallingEnvironment(Environment):
     def _typed(self, call: ToolCall) -> ToolCall:
         """Returns the call with its texts read as its schema says; as it is if there is no such tool."""
         parameters = self._parameters.get(call.name)
-        return ToolCall(call.name, read_texts(call.arguments, parameters)) if parameters else call
+        return ToolCall(call.name, base.read_texts(call.arguments, parameters)) if parameters else call
 
     async def _answer(self, episode_id: str, call: Call, share: float) -> tuple[Message, str]:
         if isinstance(call, BadCall):
             return self._message(call.name, f"error: {call.detail}"), "malformed"
         try:
-            return self._message(call.name, await self.call(episode_id, call, share)), "ok"
+            return self._message(call.name, await self._call(episode_id, call, share)), "ok"
         except BadArgumentsError as error:
             return self._message(call.name, f"error: {error}"), error.outcome
 
     def _message(self, name: str, text: str) -> Message:
         # JSON of the policy, or a page that a tool has found, may hold half of a surrogate pair.
-        name, text = (part.encode(errors="replace").decode() for part in (name, cut_middle(text, _MAX_RESULT_CHARS)))
-        if self._result_tag:
-            return Message("", f"\n\n<{self._result_tag}>{text}</{self._result_tag}>\n\n")
+        text = base.cut_middle(text, _MAX_RESULT_CHARS)
+        name, text = (part.encode(errors="replace").decode() for part in (name, text))
+        if tag := self._config.result_tag:
+            return Message("", f"\n\n<{tag}>{text}</{tag}>\n\n")
         return Message("tool", text, name)
 
-
-def _cannot(detail: str) -> EpisodeError:
-    return EpisodeError(EnvironmentFailure.REFUSED, detail)
-
-
-TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "search": Search, "calculator": Calculator}
-"""Maps the kinds of tools that are one tool to their classes. `function` and `mcp` are not among them."""
-
-
-class ToolsEnvironment(CallingEnvironment):
-    """Checks each call against the tool's schema, then makes it."""
-
-    def __init__(self, config: ToolsEnvironmentConfig):
-        super().__init__(config)
-        self._tools = {tool.kind: TOOLS[tool.kind](tool) for tool in config.tools if tool.kind in TOOLS}
-        self._servers = [McpTools(tool) for tool in config.tools if tool.kind == "mcp"]
-        self._served: dict[str, McpTools] = {}
-        paths = [tool.path for tool in config.tools if tool.kind == "function"]
-        self._functions = FunctionTools(paths, config.num_workers, int(config.max_memory_gib * 2**30))
-        self._has_functions, self._turn_s = bool(paths), config.turn_s
-
-    async def open(self) -> None:
-        for tool in self._tools.values():
-            await tool.open()
-        if self._has_functions:
-            await self._functions.open()
-        for server in self._servers:
-            await server.open()
-            self._served |= {schema["function"]["name"]: server for schema in server.schemas}
-        schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.schemas]
-        schemas += [schema for server in self._servers for schema in server.schemas]
-        self.offer(schemas)
-        versions = [one.version for one in (*self._tools.values(), *self._servers)]
-        self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
-
-    def isolate(self, episode_id: str) -> None:
-        self._functions.workers.isolate(episode_id)
-
-    def fault(self, episode_id: str) -> EpisodeError | None:
-        return self._functions.workers.fault(episode_id)
-
-    async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
-        if self._has_functions:
-            await self._functions.begin(episode_id)
-        return ()
-
-    async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
+    async def _call(self, episode_id: str, call: ToolCall, share: float) -> str:
         """Calls a tool. It may take its share of `turn_s`, so that all calls of a turn fit into it."""
         parameters = self._parameters.get(call.name)
         if parameters is None:
             raise BadArgumentsError(f"there is no tool {call.name[:100]!r}: there are {', '.join(self._parameters)}")
         if server := self._served.get(call.name):
             return await server.call(call)
-        if fault := find_fault(call.arguments, parameters):
+        if fault := base.find_fault(call.arguments, parameters):
             raise BadArgumentsError(fault)
-        arguments = fitted(call.arguments, parameters)
+        arguments = base.fitted(call.arguments, parameters)
         tool = self._tools.get(call.name)
         if tool is None:
             return await self._functions.call(episode_id, ToolCall(call.name, arguments))
-        return await tool.call({name: str(value) for name, value in arguments.items()}, share * self._turn_s)
+        limit_s = share * self._config.turn_s
+        return await tool.call({name: str(value) for name, value in arguments.items()}, limit_s)
 
     async def end(self, episode_id: str) -> None:
         if self._has_functions:
-            await self._functions.end(episode_id)
+            await self._functions.workers.end(episode_id)
 
     async def close(self) -> None:
-        await self._functions.close()
+        await self._functions.workers.close()
         await asyncio.gather(*(server.close() for server in self._servers))
         for tool in self._tools.values():
             await tool.close()
+
+
+def _cannot(detail: str) -> EpisodeError:
+    return EpisodeError(EnvironmentFailure.REFUSED, detail)

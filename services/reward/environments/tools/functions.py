@@ -16,8 +16,6 @@ from services.reward.processes import child
 
 log = logging.getLogger(__name__)
 
-_ASKING = "schemas"
-
 
 class FunctionTools:
     """Offers all functions of an environment. An episode stays with one worker, but functions must keep no state."""
@@ -28,7 +26,6 @@ class FunctionTools:
             "services.reward.environments.tools.functions:Functions", {"paths": paths}, max_memory_bytes
         )
         self.workers = EpisodePool(target, num_workers)
-        """The processes."""
         self._logged: set[tuple[str, str]] = set()
 
     @property
@@ -36,62 +33,33 @@ class FunctionTools:
         return f"functions-{self.workers.version}"
 
     async def open(self) -> None:
-        """Starts the workers and asks for the schemas.
-
-        Raises:
-            EpisodeError: A function cannot be imported, or cannot be a tool.
-        """
+        """Raises EpisodeError if a function cannot be imported, or cannot be a tool."""
         await self.workers.open()
-        self.schemas = json.loads(await self._begin(_ASKING))
-        await self.workers.end(_ASKING)
+        self.schemas = json.loads(await self.begin("schemas"))
+        await self.workers.end("schemas")
 
-    async def begin(self, episode_id: str) -> None:
-        """Assigns the episode to a worker.
-
-        Raises:
-            EpisodeError: None can be started.
-        """
-        await self._begin(episode_id)
+    async def begin(self, episode_id: str) -> str:
+        """Assigns the episode to a worker, which answers with the schemas."""
+        line = await self.workers.begin(episode_id, {"call": "reset", "seed": 0, "row": {}})
+        return line["messages"][0]["content"]
 
     async def call(self, episode_id: str, call: ToolCall) -> str:
-        """Returns the result of a call, whose arguments fit the schema.
-
-        Raises:
-            BadArgumentsError: The function raised an exception. The log has the traceback of the first of each class.
-            EpisodeError: It raised this itself, ran out of memory, or its worker died.
-        """
         request = json.dumps({"name": call.name, "arguments": call.arguments})
         line = await self.workers.call(episode_id, {"call": "step", "text": request})
         answer = json.loads(line["messages"][0]["content"])
         if "error" in answer:
-            self._log_once(call.name, answer["raised"], answer["traceback"])
-            raise BadArgumentsError(answer["error"], answer["raised"])
+            name, raised, traceback = call.name, answer["raised"], answer["traceback"]
+            if (name, raised) not in self._logged:
+                self._logged.add((name, raised))
+                text = "tool %s raised %s; the policy is told, and further ones are only counted\n%s"
+                log.warning(text, name, raised, traceback)
+            raise BadArgumentsError(answer["error"], raised)
         return answer["result"]
-
-    async def end(self, episode_id: str) -> None:
-        """Frees the episode's place."""
-        await self.workers.end(episode_id)
-
-    async def close(self) -> None:
-        await self.workers.close()
-
-    def _log_once(self, name: str, raised: str, traceback: str) -> None:
-        if (name, raised) not in self._logged:
-            self._logged.add((name, raised))
-            log.warning(
-                "tool %s raised %s; the policy is told, and further ones are only counted\n%s", name, raised, traceback
-            )
-
-    async def _begin(self, episode_id: str) -> str:
-        line = await self.workers.begin(episode_id, {"call": "reset", "seed": 0, "row": {}})
-        return line["messages"][0]["content"]
 
 
 Step = tuple[str, float, bool]
-_MOST_BYTES = 14
-"""Number of bytes that a character can take in a reply, which is JSON within JSON."""
-_LINE_BYTES = 1 << 12
-"""Number of bytes that is more than the rest of a reply has."""
+_MOST_BYTES = 14  # that a character can take in a reply, which is JSON within JSON
+_LINE_BYTES = 1 << 12  # more than the rest of a reply has
 
 
 class Functions:
@@ -108,11 +76,7 @@ class Functions:
 
     @classmethod
     def prepare(cls, paths: Sequence[str]) -> None:
-        """Imports the functions. The version is the hash of their sources.
-
-        Raises:
-            TypeError: One cannot be a tool, or two have the same name. Importing may raise anything.
-        """
+        """Imports the functions, which may raise anything. The version is the hash of their sources."""
         digests = []
         for path in paths:
             function, module = child.load(path)
@@ -128,7 +92,6 @@ class Functions:
         }
 
     def reset(self, seed: int, row: Mapping[str, object]) -> str:
-        """Returns the schemas."""
         schemas = []
         for name, function in self._functions.items():
             schema = function_schema(function)
@@ -136,17 +99,10 @@ class Functions:
         return json.dumps(schemas)
 
     def step(self, text: str) -> Step | Awaitable[Step]:
-        """Calls a function. An async one is awaited by the worker.
-
-        Raises:
-            EpisodeError: The function raised it, or returned an object that has no text.
-            MemoryError: The function raised it.
-        """
+        """Calls a function. An async one is awaited by the worker. An EpisodeError or MemoryError ends the episode."""
         call = json.loads(text)
         try:
             result = self._functions[call["name"]](**call["arguments"])
-        except (EpisodeError, MemoryError):  # these end the episode
-            raise
         except Exception as error:  # noqa: BLE001 the arguments are the policy's, and can make it raise anything
             return _error(error)
         return _answer_later(result) if inspect.isawaitable(result) else _answer(result)
@@ -155,9 +111,7 @@ class Functions:
 async def _answer_later(calling: Awaitable[object]) -> Step:
     try:
         result = await calling
-    except (EpisodeError, MemoryError):  # these end the episode
-        raise
-    except Exception as error:  # noqa: BLE001 the arguments are the policy's, and can make it raise anything
+    except Exception as error:  # noqa: BLE001 as above
         return _error(error)
     return _answer(result)
 
@@ -184,7 +138,6 @@ def _text(result: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """Returns a value as JSON can hold it."""
     if hasattr(value, "tolist"):  # numpy's numbers and arrays, and torch's
         return value.tolist()
     if isinstance(value, bytes | bytearray):
@@ -199,6 +152,8 @@ def _error(error: Exception) -> Step:
     """Returns the error for the policy: the text of a ValueError, which functions raise to say something; else, with
     its class.
     """
+    if isinstance(error, EpisodeError | MemoryError):
+        raise error
     text = str(error) if isinstance(error, ValueError) else ""
     answer = {
         "error": child.explain(text or error),

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from mcp import ClientSession
 
 Answer = TypeVar("Answer")
-START_TIMEOUT_S = 60.0
-"""Time limit for a session to begin; its server may import much."""
-_CLOSE_S = 10.0
-"""How long the end of a session may take; a process is killed by then."""
+_START_TIMEOUT_S = 60.0  # for a session to begin; its server may import much
+_CLOSE_S = 10.0  # for the end of a session; a process is killed by then
 _MAX_DETAIL_CHARS = 500
+_MAX_TOOLS = 1000
 
 
 class Connection:
@@ -36,13 +35,8 @@ class Connection:
         self._holding = asyncio.create_task(self._hold())
 
     async def ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
-        """Returns the answer to a request.
-
-        Raises:
-            EpisodeError: TIMEOUT if there is none within `timeout_s`, CRASHED if the session did not begin or ended.
-            Exception: Whatever else the request raises, such as MCPError.
-        """
-        session = await self._limited(asyncio.shield(self._session), START_TIMEOUT_S)
+        """Returns the answer to a request, or raises EpisodeError or what the request raises, such as MCPError."""
+        session = await self._limited(asyncio.shield(self._session), _START_TIMEOUT_S)
         answer = asyncio.ensure_future(request(session))
         self._requests.add(answer)
         try:
@@ -87,18 +81,13 @@ class Connection:
 
 
 def failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
-    """Returns the failure of a server."""
     return EpisodeError(reason, f"mcp {detail[:_MAX_DETAIL_CHARS]}")
 
 
 def explain(error: BaseException | None) -> str:
-    """Returns what happened, which anyio wraps in groups of one."""
-    while isinstance(error, BaseExceptionGroup):
+    while isinstance(error, BaseExceptionGroup):  # anyio wraps errors in groups of one
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if error else "the session ended"
-
-
-_MAX_TOOLS = 1000
 
 
 class McpTools:
@@ -115,12 +104,11 @@ class McpTools:
         self.version = ""
 
     async def open(self) -> None:
-        """Opens a session and asks for the tools.
-
-        Raises:
-            EpisodeError: The package is missing, the server does not answer, or it lacks a wanted tool.
-        """
-        _require_package()
+        try:
+            import mcp  # noqa: F401
+        except ImportError as error:
+            detail = f"tools of kind mcp need the package mcp ({error}): pip install 'lockstep-rl[mcp]'"
+            raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
         try:
             tools, server = await self._connected().ask(_list_tools)
         except EpisodeError:
@@ -139,12 +127,7 @@ class McpTools:
         self.version = f"mcp-{server.name} {server.version}-{digest}"
 
     async def call(self, call: ToolCall) -> str:
-        """Returns the text of a tool's result.
-
-        Raises:
-            BadArgumentsError: The server says that the call was wrong, or had no result, or raised an exception.
-            EpisodeError: The server failed.
-        """
+        """Raises BadArgumentsError if the server says that the call was wrong, EpisodeError if it failed."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
 
@@ -164,7 +147,8 @@ class McpTools:
         except Exception as error:
             self._replace(connection)
             raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(error)}") from error
-        text = self._cut("\n".join(map(_text, result.content)))
+        parts = (part.text if part.type == "text" else f"[{part.type} left out]" for part in result.content)
+        text = self._cut("\n".join(parts))
         if result.is_error:
             raise BadArgumentsError(text)
         return text
@@ -192,28 +176,12 @@ class McpTools:
 
 async def _list_tools(session: Any) -> tuple[list[Any], Any]:
     """Returns the tools and the server's name and version."""
+    from mcp.types import PaginatedRequestParams
+
     tools, cursor = [], None
     while len(tools) < _MAX_TOOLS:
-        page = await session.list_tools(params=_page(cursor))
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
         tools += page.tools
         if not (cursor := page.next_cursor):
             break
     return tools, session.server_info
-
-
-def _page(cursor: str | None) -> Any:
-    from mcp.types import PaginatedRequestParams
-
-    return PaginatedRequestParams(cursor=cursor) if cursor else None
-
-
-def _text(content: Any) -> str:
-    return content.text if content.type == "text" else f"[{content.type} left out]"
-
-
-def _require_package() -> None:
-    try:
-        import mcp  # noqa: F401
-    except ImportError as error:
-        detail = f"tools of kind mcp need the package mcp ({error}): pip install 'lockstep-rl[mcp]'"
-        raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error

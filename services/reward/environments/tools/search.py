@@ -25,8 +25,7 @@ from services.reward.errors import EnvironmentFailure, EpisodeError
 
 log = logging.getLogger(__name__)
 
-WORDS_VERSION = f"words-1-{unicodedata.unidata_version}"
-"""Text that changes whenever a text could get other words."""
+_WORDS_VERSION = f"words-1-{unicodedata.unidata_version}"  # must change whenever a text could get other words
 # Without "a", which is a name as other letters are: vitamin A.
 _ENGLISH = """an and are as at be but by for if in into is it no not of on or such that the their then there these they
 this to was will with"""
@@ -70,36 +69,36 @@ class _Kinds(dict[int, str]):
 _KINDS = _Kinds()
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Returns the words of a text in their order, with repetitions. Case, width and composition do not count.
 
     Names such as C++, C# and F# are a word beside that of their letter.
     """
     if text.isascii():
-        return _named(_ASCII_WORD.findall(text.lower()))
+        return _with_letters(_ASCII_WORD.findall(text.lower()))
     text = unicodedata.normalize("NFKC", _UNSEEN.sub("", text)).casefold()
-    text = unicodedata.normalize("NFKC", text)
+    text = unicodedata.normalize("NFKC", text)  # folding case may undo the first normalization
     kinds = text.translate(_KINDS)
-    found: list[str] = []
+    result: list[str] = []
     for word in _WORD.finditer(kinds):
         begin, end = word.span()
         if word["dense"]:
             characters = [text[slice(*one.span())] for one in _CHARACTER.finditer(kinds, begin, end)]
-            found += characters
-            found += map("".join, pairwise(characters))
+            result += characters
+            result += map("".join, pairwise(characters))
         else:
-            found += _named([text[begin:end]])
-    return found
+            result += _with_letters([text[begin:end]])
+    return result
 
 
-def _named(found: list[str]) -> list[str]:
+def _with_letters(names: list[str]) -> list[str]:
     result = []
-    for word in found:
-        letters = word.rstrip("+#")
+    for name in names:
+        letters = name.rstrip("+#")
         if letters not in _STOP_WORDS:
             result.append(letters)
-        if letters != word:
-            result.append(word)
+        if letters != name:
+            result.append(name)
     return result
 
 
@@ -137,7 +136,7 @@ def _build(documents: Iterable[str]) -> Any:
 
     ids: defaultdict[str, int] = defaultdict()
     ids.default_factory = ids.__len__
-    tokens = [[ids[word] for word in words(document)] for document in documents]
+    tokens = [[ids[word] for word in split_words(document)] for document in documents]
     if not ids:
         raise ValueError("no document has a word")
     index = bm25s.BM25(**_BACKEND)
@@ -157,9 +156,6 @@ def _save(index: Any, folder: Path) -> None:
         shutil.rmtree(written, ignore_errors=True)
 
 
-_CHUNK_BYTES = 1 << 22
-
-
 class Search(Tool):
     """Returns the best documents for a query, those of equal scores in the order of the file."""
 
@@ -172,7 +168,6 @@ class Search(Tool):
         self._path, self._top_k = Path(config.corpus), config.top_k
 
     async def open(self) -> None:
-        """Reads the corpus and its index, which is made when the corpus is first opened."""
         try:
             await asyncio.to_thread(self._load)
         except (ImportError, OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
@@ -180,11 +175,10 @@ class Search(Tool):
             raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
 
     async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
-        """Returns the documents with their numbers and titles. Waiting for a thread does not count toward `turn_s`."""
         query = arguments["query"]
         if not query.strip():
             raise BadArgumentsError("the query is empty")
-        with off_the_clock():
+        with off_the_clock():  # it may wait for a thread
             return await asyncio.to_thread(self._find, query)
 
     def _load(self) -> None:
@@ -192,17 +186,18 @@ class Search(Tool):
         self._documents: pa.Table = pq.read_table(self._path, columns=sorted(names))
         if self._documents.num_rows == 0 or "text" not in names:
             raise ValueError("a corpus must have documents, with a column text")
-        version = f"bm25s-{version_of('bm25s')}-{WORDS_VERSION}-{_digest(self._path)}"
+        with self._path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+        version = f"bm25s-{version_of('bm25s')}-{_WORDS_VERSION}-{digest}"
         self._index: Any = open_index(self._path, version, map(self._document, range(self._documents.num_rows)))
         self.version = f"search-{version}"
 
     def _find(self, query: str) -> str:
-        known = [word for word in words(query) if word in self._index.vocab_dict]
-        if not known:
+        known_words = [word for word in split_words(query) if word in self._index.vocab_dict]
+        if not known_words:
             return "No document was found."
-        scores = self._index.get_scores(known)
-        found = _best(scores, self._top_k)
-        return "\n".join(f"Doc {rank}: {self._document(int(row))}" for rank, row in enumerate(found, 1))
+        rows = _best(self._index.get_scores(known_words), self._top_k)
+        return "\n".join(f"Doc {rank}: {self._document(int(row))}" for rank, row in enumerate(rows, 1))
 
     def _document(self, row: int) -> str:
         columns = self._documents.slice(row, 1).to_pylist()[0]
@@ -215,11 +210,3 @@ def _best(scores: np.ndarray, count: int) -> np.ndarray:
     least = np.partition(scores, -count)[-count] if count < len(scores) else 0
     rows = np.flatnonzero((scores >= least) & (scores > 0))
     return rows[np.argsort(-scores[rows], kind="stable")][:count]
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()[:12]

@@ -7,15 +7,13 @@ or a value is text, and so is everything between the tags of reasoning.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.reward.environments.base import ToolCall
 
-MAX_CALLS = 8
-"""Maximum number of calls in one turn. Each further one is answered with an error, up to as many again."""
+MAX_CALLS = 8  # in one turn. Each further one is answered with an error, up to as many again
 THINK = ("<think>", "</think>")
-"""Tags between which most models reason."""
 _MAX_DEPTH = 64
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"\s*")
@@ -36,9 +34,9 @@ class BadCall:
     detail: str
 
 
+_UNCLOSED = BadCall("", f"the call has no {_CLOSE}")
 Call = ToolCall | BadCall
-_Parsed = tuple[list[Call], int]
-"""Calls, and the position where the search for further ones goes on."""
+_Parsed = tuple[list[Call], int]  # calls, and the position where the search for further ones goes on
 
 
 def find_calls(
@@ -61,19 +59,19 @@ def find_calls(
     """
     begin, end = map(re.escape, tags) if tags else (_NOTHING, _NOTHING)
     turn = _Turn(f"{tags[0]}{text}" if tags and is_reasoning else text, re.compile(f"{begin}|{end}"), arguments)
-    opening, parse = _OPENINGS[syntax](end, arguments), _PARSERS[syntax]
-    marks = re.compile(f"(?P<begin>{begin})|(?P<end>{end})|{opening}")
+    opening, parse = _SYNTAXES[syntax]
+    marks = re.compile(f"(?P<begin>{begin})|(?P<end>{end})|{opening(end, arguments)}")
     calls: list[Call] = []
     position = 0
-    while found := marks.search(turn.text, position):
-        position = found.end()
-        if found["begin"]:
+    while mark := marks.search(turn.text, position):
+        position = mark.end()
+        if mark["begin"]:
             closing = turn.find(re.compile(end), position)
             position = closing.end() if closing else len(turn.text)
-        elif found["end"]:
+        elif mark["end"]:
             calls.clear()
         elif len(calls) < 2 * MAX_CALLS:
-            more, position = parse(turn, found)
+            more, position = parse(turn, mark)
             calls += more
     del calls[2 * MAX_CALLS :]
     too_many = [BadCall(call.name, f"not called: a turn may have {MAX_CALLS} calls") for call in calls[MAX_CALLS:]]
@@ -88,47 +86,47 @@ class _Turn:
         self._absent: set[re.Pattern[str]] = set()
 
     def find(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
-        found = None if pattern in self._absent else pattern.search(self.text, position)
-        if found is None:
+        match = None if pattern in self._absent else pattern.search(self.text, position)
+        if match is None:
             self._absent.add(pattern)
-        return found
+        return match
 
     def next_reasoning(self, position: int) -> int:
         """Returns where the next tag of reasoning is, or else the end."""
-        found = self.find(self.reasoning, position)
-        return found.start() if found else len(self.text)
+        match = self.find(self.reasoning, position)
+        return match.start() if match else len(self.text)
 
     def after_broken(self, position: int, *, with_open: bool) -> tuple[bool, int]:
         """Returns whether a broken call is closed, and its end: its closing tag, another call (`with_open`), or a tag
         of reasoning.
         """
         others = f"|{_OPEN}" if with_open else ""
-        found = self.find(re.compile(f"(?P<close>{_CLOSE})|{self.reasoning.pattern}{others}"), position)
-        if not found:
+        match = self.find(re.compile(f"(?P<close>{_CLOSE})|{self.reasoning.pattern}{others}"), position)
+        if not match:
             return False, len(self.text)
-        return bool(found["close"]), found.end() if found["close"] else found.start()
+        return bool(match["close"]), match.end() if match["close"] else match.start()
 
 
-def _hermes(turn: _Turn, found: re.Match[str]) -> _Parsed:
-    begin = _skip_space(turn.text, found.end())
+def _hermes(turn: _Turn, opening: re.Match[str]) -> _Parsed:
+    begin = _skip_space(turn.text, opening.end())
     try:
         _, end = _SPAN.raw_decode(turn.text, begin)
     except (ValueError, RecursionError) as error:
         at = error.pos if isinstance(error, json.JSONDecodeError) else begin
         # An object that is broken may hold tags within strings; other text mentions the tag rather than calls.
         is_closed, position = turn.after_broken(at, with_open=turn.text[begin : begin + 1] not in ("{", "["))
-        return [_not_json(error, begin) if is_closed else _unclosed()], position
+        return [_not_json(error, begin) if is_closed else _UNCLOSED], position
     if closing := _CLOSES.match(turn.text, end):
         return [_json_call(turn.text[begin:end])], closing.end()
     is_closed, position = turn.after_broken(end, with_open=True)
-    return [BadCall("", "the call is not valid JSON: there is text after it") if is_closed else _unclosed()], position
+    return [BadCall("", "the call is not valid JSON: there is text after it") if is_closed else _UNCLOSED], position
 
 
-def _qwen3_coder(turn: _Turn, found: re.Match[str]) -> _Parsed:
+def _qwen3_coder(turn: _Turn, opening: re.Match[str]) -> _Parsed:
     """Reads values as text, whatever tags they hold. Only all the tags that end a call, in their order, end it."""
     text = turn.text
-    if not (function := _FUNCTION.match(text, found.end())):
-        _, position = turn.after_broken(found.end(), with_open=True)
+    if not (function := _FUNCTION.match(text, opening.end())):
+        _, position = turn.after_broken(opening.end(), with_open=True)
         return [BadCall("", f"{_OPEN} must be followed by <function=NAME>")], position
     name, position, arguments = function[1].strip(), function.end(), dict[str, object]()
     while parameter := _PARAMETER.match(text, position):
@@ -147,9 +145,9 @@ def _qwen3_coder(turn: _Turn, found: re.Match[str]) -> _Parsed:
     return [BadCall(name, detail)], turn.after_broken(position, with_open=True)[1]
 
 
-def _llama3(turn: _Turn, found: re.Match[str]) -> _Parsed:
+def _llama3(turn: _Turn, opening: re.Match[str]) -> _Parsed:
     """Reads objects with `;` between them. Text that does not begin with such an object is an answer, not a call."""
-    text, position, calls = turn.text, found.end(), list[Call]()
+    text, position, calls = turn.text, opening.end(), list[Call]()
     while position < len(text) and len(calls) < 2 * MAX_CALLS:
         try:
             _, end = _SPAN.raw_decode(text, position)
@@ -165,40 +163,33 @@ def _llama3(turn: _Turn, found: re.Match[str]) -> _Parsed:
     return calls, position
 
 
-def _tags(turn: _Turn, found: re.Match[str]) -> _Parsed:
-    name = found["name"]
-    closing = turn.find(re.compile(re.escape(f"</{name}>")), found.end())
+def _tags(turn: _Turn, opening: re.Match[str]) -> _Parsed:
+    name = opening["name"]
+    closing = turn.find(re.compile(re.escape(f"</{name}>")), opening.end())
     if not closing:
-        return [BadCall(name, f"the call has no </{name}>")], turn.next_reasoning(found.end())
-    text = turn.text[found.end() : closing.start()].strip()
+        return [BadCall(name, f"the call has no </{name}>")], turn.next_reasoning(opening.end())
+    text = turn.text[opening.end() : closing.start()].strip()
     return [ToolCall(name, {turn.arguments[name]: text})], closing.end()
 
 
-def _json_opening(end: str, arguments: Mapping[str, str]) -> str:
+def _json_opening(end: str) -> str:
     """Returns what opens a call of llama3: an object, at the begin of the turn or after its reasoning."""
     after = "" if end == _NOTHING else f"|(?<={end})"
     return rf'(?:\A{after})\s*(?:<\|python_tag\|>\s*|(?=\{{\s*"(?:name|parameters|type)"))'
 
 
-def _tag_opening(end: str, arguments: Mapping[str, str]) -> str:
-    return f"<(?P<name>{'|'.join(map(re.escape, arguments)) or _NOTHING})>"
-
-
-def _call_opening(end: str, arguments: Mapping[str, str]) -> str:
-    return _OPEN
-
-
-_OPENINGS: Mapping[str, Callable[[str, Mapping[str, str]], str]] = {
-    "hermes": _call_opening, "qwen3_coder": _call_opening, "llama3": _json_opening, "tags": _tag_opening,
-}  # fmt: skip
-_PARSERS: Mapping[str, Callable[[_Turn, re.Match[str]], _Parsed]] = {
-    "hermes": _hermes, "qwen3_coder": _qwen3_coder, "llama3": _llama3, "tags": _tags,
-}  # fmt: skip
+# For each syntax: the pattern of what opens a call, by the end of reasoning and the tools' names, and the parser.
+_SYNTAXES: Mapping[str, tuple[Callable[[str, Iterable[str]], str], Callable[[_Turn, re.Match[str]], _Parsed]]] = {
+    "hermes": (lambda end, names: _OPEN, _hermes),
+    "qwen3_coder": (lambda end, names: _OPEN, _qwen3_coder),
+    "llama3": (lambda end, names: _json_opening(end), _llama3),
+    "tags": (lambda end, names: f"<(?P<name>{'|'.join(map(re.escape, names)) or _NOTHING})>", _tags),
+}
 
 
 def _skip_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
 
 
 def _json_call(body: str) -> Call:
@@ -209,12 +200,7 @@ def _json_call(body: str) -> Call:
 
 
 def read_json(text: str) -> object:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: It is none, sets a key twice, or holds a number that is not finite or too long.
-        RecursionError: It is nested too deeply.
-    """
+    """Raises ValueError if a key is set twice or a number is not finite, RecursionError if it is too deep."""
     return _DECODER.decode(text)
 
 
@@ -226,20 +212,16 @@ def is_deep(value: object, depth: int = _MAX_DEPTH) -> bool:
     return depth == 0 or any(is_deep(entry, depth - 1) for entry in entries)
 
 
-def _to_call(found: object) -> Call:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _to_call(value: object) -> Call:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return BadCall("", "a call must be a JSON object with the name of a tool")
-    name = found["name"].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
-    arguments = found.get("arguments", found.get("parameters", {}))
+    name = value["name"].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return BadCall(name, "the arguments must be a JSON object")
     if is_deep(arguments):
         return BadCall(name, f"the arguments are nested more than {_MAX_DEPTH} deep")
     return ToolCall(name, arguments)
-
-
-def _unclosed() -> BadCall:
-    return BadCall("", f"the call has no {_CLOSE}")
 
 
 def _not_json(error: Exception, begin: int) -> BadCall:
