@@ -7,7 +7,7 @@ code runs inside the engine's processes; calls arrive through `collective_rpc`, 
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -26,7 +26,6 @@ from services.common.weights.pairs.link import BACKEND as PAIRS
 from services.common.weights.plan import Plan
 from services.rollout.compat.vllm.recorded import record_experts, record_masks
 from services.rollout.compat.vllm.worker import (
-    KV_CACHE,
     WEIGHTS,
     WorkerExtension,
     asleep_bytes,
@@ -47,61 +46,6 @@ class Fit(TypedDict):
     device_uuid: str
     needed_bytes: int
     free_bytes: int
-
-
-class SleepingWorker(WorkerExtension):
-    """Frees and takes the memory of weights and KV cache. The engine calls vLLM's own sleep and wake_up in between.
-
-    vLLM does it on GPU. On CPU it ignores the calls; there the weights are overwritten with zeros, so that an engine
-    that served them would be noticed, and the KV cache stays.
-    """
-
-    _lockstep_asleep: frozenset[str] = frozenset()
-    _lockstep_group: ReceivingMember | None = None
-    _lockstep_plan_message = b""  # empty until a weight group was joined; the other attributes are set with it
-    _lockstep_plan: Plan
-    _lockstep_loading: Loading
-    _lockstep_base_sums: tuple[int, int]
-
-    def lockstep_memory(self) -> DeviceState:
-        """Returns the device's memory, and this worker's share of it."""
-        if self.device.type == "cuda":
-            resident = torch.cuda.memory_reserved(self.device) - asleep_bytes(self._lockstep_asleep)
-        else:
-            resident = 0 if WEIGHTS in self._lockstep_asleep else self._lockstep_weight_bytes()
-        return device_state(self.device, resident_bytes=resident)
-
-    def lockstep_fit(self, part: str) -> Fit:
-        """Returns what waking `part` needs; on CPU nothing."""
-        needed = wake_bytes(part, self._lockstep_asleep) if self.device.type == "cuda" else 0
-        state = self.lockstep_memory()
-        return {
-            "device_uuid": state["device_uuid"],
-            "needed_bytes": needed,
-            "free_bytes": state["device_free_bytes"],
-        }
-
-    def lockstep_before_sleep(self) -> None:
-        """Forgets the weights, and frees memory that vLLM does not know of."""
-        self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
-        if not self._lockstep_plan_message:
-            return
-        if self._lockstep_group is not None and self._lockstep_group.free_buffers():
-            self._lockstep_loading.forget_buffers()
-        if self.device.type == "cpu":
-            with weight_loading(self):
-                reload_weights(model_of(self), self.model_config, _zeros(self._lockstep_plan))
-
-    def lockstep_after_sleep(self) -> None:
-        self._lockstep_asleep = frozenset((WEIGHTS, KV_CACHE))
-
-    def lockstep_after_wake(self, part: str) -> None:
-        self._lockstep_asleep -= {part}
-
-    def _lockstep_weight_bytes(self) -> int:
-        if self._lockstep_plan_message:
-            return self._lockstep_plan.num_bytes
-        return sum(parameter.nbytes for parameter in model_of(self).parameters())
 
 
 def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,12 +91,50 @@ class Received(TypedDict):
     num_bytes: int
     duration_s: float
     wait_s: float
-    digest_s: float
-    extra_bytes: int
+    cost: dict[str, float]
 
 
-class WeightReceiver(SleepingWorker):
-    """Joins an epoch, and receives, loads and hashes weights."""
+class WeightReceiver(WorkerExtension):
+    """Joins an epoch; receives, loads and hashes weights; prepares for sleep, and reports memory.
+
+    vLLM's own sleep and wake_up free and take the memory on GPU. On CPU they do nothing. There the weights are
+    overwritten with zeros, so that an engine that served them would be noticed, and the KV cache stays.
+    """
+
+    _lockstep_group: ReceivingMember | None = None
+    _lockstep_plan_message = b""  # empty until a weight group was joined; the other attributes are set with it
+    _lockstep_plan: Plan
+    _lockstep_loading: Loading
+    _lockstep_base_sums: tuple[int, int]
+
+    def lockstep_memory(self, asleep: Sequence[str]) -> DeviceState:
+        """Returns the device's memory, and this worker's share of it while the parts `asleep` sleep."""
+        if self.device.type == "cuda":
+            resident = torch.cuda.memory_reserved(self.device) - asleep_bytes(asleep)
+        elif WEIGHTS in asleep:
+            resident = 0
+        elif self._lockstep_plan_message:
+            resident = self._lockstep_plan.num_bytes
+        else:
+            resident = sum(parameter.nbytes for parameter in model_of(self).parameters())
+        return device_state(self.device, resident_bytes=resident)
+
+    def lockstep_fit(self, part: str, asleep: Sequence[str]) -> Fit:
+        """Returns what waking `part` of the parts `asleep` needs; on CPU nothing."""
+        needed = wake_bytes(part, asleep) if self.device.type == "cuda" else 0
+        state = self.lockstep_memory(asleep)
+        return Fit(device_uuid=state["device_uuid"], needed_bytes=needed, free_bytes=state["device_free_bytes"])
+
+    def lockstep_before_sleep(self) -> None:
+        """Forgets the weights, and frees memory that vLLM does not know of."""
+        self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
+        if not self._lockstep_plan_message:
+            return
+        if self._lockstep_group is not None and self._lockstep_group.free_buffers():
+            self._lockstep_loading.forget_buffers()
+        if self.device.type == "cpu":
+            with weight_loading(self):
+                reload_weights(model_of(self), self.model_config, _zeros(self._lockstep_plan))
 
     def lockstep_record_experts(self) -> None:
         """Begins to record routed experts, if the engine was started to return them."""
@@ -180,11 +162,11 @@ class WeightReceiver(SleepingWorker):
         Errors are returned, not raised, because vLLM would report the first failing worker only.
         """
         loading, group, begin = self._lockstep_loading, self._lockstep_joined_group(), time.perf_counter()
-        plan, timing, cost = self._lockstep_plan, {"wait_s": 0.0}, Cost(self.device)
+        plan, cost = self._lockstep_plan, Cost(self.device)
         try:
             skips_base = self._lockstep_skips_base()
             digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
-            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing, cost)
+            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, cost)
             if not skips_base:
                 self._lockstep_base_sums = (0, 0)  # from here on the base may be partly overwritten
                 self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
@@ -200,16 +182,13 @@ class WeightReceiver(SleepingWorker):
             group.kill()
             self.lockstep_leave()
             return {"error": f"{type(error).__name__}: {error}", "absent": ""}
-        num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
-        spent = cost.measured()
-        return {
-            "digest": content,
-            "num_bytes": num_bytes,
-            "duration_s": duration_s,
-            "wait_s": timing["wait_s"],
-            "digest_s": spent["digest_s"],
-            "extra_bytes": int(spent["extra_bytes"]),
-        }
+        return Received(
+            digest=content,
+            num_bytes=plan.num_bytes_sent(skips_base=skips_base),
+            duration_s=time.perf_counter() - begin,
+            wait_s=cost.wait_s,
+            cost=cost.measured(),
+        )
 
     def lockstep_leave(self) -> None:
         """Leaves the epoch, if one was joined."""
@@ -250,13 +229,13 @@ class WeightReceiver(SleepingWorker):
         }
         load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
 
-    def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
+    def _lockstep_arrivals(self, first: int, digest: WeightDigest, cost: Cost) -> Arrivals:
         buckets = self._lockstep_plan.buckets[first:]
         arriving = self._lockstep_joined_group().receive(buckets, in_place=self._lockstep_loading.reads_in_place)
         for index in itertools.count(first):
             begin = time.perf_counter()
             arrived = next(arriving, None)
-            timing["wait_s"] += time.perf_counter() - begin
+            cost.wait_s += time.perf_counter() - begin
             if arrived is None:
                 return
             bucket, flat = arrived

@@ -5,6 +5,9 @@ listens on every interface. Here it listens on loopback only, and a gate in fron
 prove that they know the secret. Every run has its own secret, which is sent only in gRPC calls and therefore over mTLS.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch exports its stores and process groups without saying so.
+
 import asyncio
 import contextlib
 import hmac
@@ -29,14 +32,18 @@ CHUNK_BYTES = 64 << 10
 _LOOPBACK = "127.0.0.1"
 # The gate answers immediately or not at all.
 _TIMEOUT_S = 10.0
+# A client must prove the secret and send its first bytes within this time.
+_SILENCE_S = 10.0
+# Secrets that are remembered after they were replaced, to tell members of earlier runs from strangers in the log.
+_NUM_REPLACED = 16
 
 
-def proof(secret: bytes, nonce: bytes) -> bytes:
+def _proof(secret: bytes, nonce: bytes) -> bytes:
     """Returns the HMAC that proves knowledge of `secret` for this `nonce`."""
     return hmac.digest(secret, nonce, "sha256")
 
 
-def authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
+def _authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
     """Checks that the gate accepts the secret.
 
     Raises:
@@ -45,12 +52,12 @@ def authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None
     with socket.create_connection(gate, timeout_s) as connection:
         connection.sendall(HELLO)
         answers = connection.makefile("rb")
-        connection.sendall(proof(secret, answers.read(NONCE_BYTES)))
+        connection.sendall(_proof(secret, answers.read(NONCE_BYTES)))
         if answers.read(1) != ACCEPTED:
             raise ConnectionRefusedError("it does not accept the secret of this group")
 
 
-class StoreProxy:
+class _Proxy:
     """Proxies connections that this process makes to the loopback port `port`. Call `close` when done."""
 
     def __init__(self, gate: tuple[str, int], secret: bytes):
@@ -91,17 +98,17 @@ class StoreProxy:
             log.warning("refused another process on port %d, which is for this process's weight group", self.port)
             return
         async with asyncio.timeout(_TIMEOUT_S):
-            outer_reader, outer_writer = await asyncio.open_connection(*self._gate)
+            gate_reader, gate_writer = await asyncio.open_connection(*self._gate)
             with contextlib.ExitStack() as unless_accepted:
-                unless_accepted.callback(outer_writer.close)
-                outer_writer.write(HELLO)
-                outer_writer.write(proof(self._secret, await outer_reader.readexactly(NONCE_BYTES)))
-                await outer_reader.readexactly(1)
+                unless_accepted.callback(gate_writer.close)
+                gate_writer.write(HELLO)
+                gate_writer.write(_proof(self._secret, await gate_reader.readexactly(NONCE_BYTES)))
+                await gate_reader.readexactly(1)
                 unless_accepted.pop_all()
-        await asyncio.gather(forward_bytes(reader, outer_writer), forward_bytes(outer_reader, writer))
+        await asyncio.gather(_forward(reader, gate_writer), _forward(gate_reader, writer))
 
 
-async def forward_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Forwards all data from `reader` to `writer` until either end closes."""
     with contextlib.closing(writer), contextlib.suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
@@ -110,18 +117,8 @@ async def forward_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 def _is_of_this_process(port: int, listening: int) -> bool:
-    found = psutil.Process().net_connections("tcp")
-    return any(one.raddr and (one.laddr.port, one.raddr.port) == (port, listening) for one in found)
-
-
-# pyright: reportPrivateImportUsage=false
-# torch exports its stores and process groups without saying so.
-
-
-# A client must prove the secret and send its first bytes within this time.
-_SILENCE_S = 10.0
-# Secrets that are remembered after they were replaced, to tell members of earlier runs from strangers in the log.
-_NUM_REPLACED = 16
+    connections = psutil.Process().net_connections("tcp")
+    return any(one.raddr and (one.laddr.port, one.raddr.port) == (port, listening) for one in connections)
 
 
 @dataclass(frozen=True)
@@ -139,23 +136,23 @@ class ServedStore:
     def __init__(self, host: str):
         """Listens on a free port, only on the interface that has the address `host`."""
         try:
-            inside, outside = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
+            behind_gate, gate = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
         except OSError as error:
             raise InvalidInput(f"--listen {host}: {error.strerror or error}", field="listen") from error
-        self._inside_port = inside.getsockname()[1]
+        self._port_behind_gate = behind_gate.getsockname()[1]
         self.tcp_store = dist.TCPStore(
             _LOOPBACK,
-            self._inside_port,
+            self._port_behind_gate,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
-            master_listen_fd=inside.detach(),
+            master_listen_fd=behind_gate.detach(),
         )
-        self.address = StoreAddress(host, outside.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
+        self.address = StoreAddress(host, gate.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
         self._replaced: deque[bytes] = deque(maxlen=_NUM_REPLACED)
         self._admitted: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        serving = self._serve(outside)
+        serving = self._serve(gate)
         threading.Thread(
             target=self._loop.run_until_complete, args=(serving,), name="weight-store", daemon=True
         ).start()
@@ -197,24 +194,24 @@ class ServedStore:
         return b""
 
     async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> bool:
-        nonce, given = secrets.token_bytes(NONCE_BYTES), b""
+        nonce, answer = secrets.token_bytes(NONCE_BYTES), b""
         if await reader.read(1) == HELLO:
             writer.write(nonce)
-            given = await reader.readexactly(NONCE_BYTES)
-        if hmac.compare_digest(given, proof(self.address.secret, nonce)):
+            answer = await reader.readexactly(NONCE_BYTES)
+        if hmac.compare_digest(answer, _proof(self.address.secret, nonce)):
             writer.write(ACCEPTED)
             return True
-        if any(hmac.compare_digest(given, proof(secret, nonce)) for secret in list(self._replaced)):
+        if any(hmac.compare_digest(answer, _proof(secret, nonce)) for secret in list(self._replaced)):
             log.info("refused %s: it is a member of the weight group of a run that was replaced or has ended", host)
         else:
             log.warning("refused %s: it does not know the secret of this run's weight group", host)
         return False
 
     async def _let_through(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, self._inside_port)
-        with contextlib.closing(inner_writer):
-            inner_writer.write(first)
-            await asyncio.gather(forward_bytes(reader, inner_writer), forward_bytes(inner_reader, writer))
+        store_reader, store_writer = await asyncio.open_connection(_LOOPBACK, self._port_behind_gate)
+        with contextlib.closing(store_writer):
+            store_writer.write(first)
+            await asyncio.gather(_forward(reader, store_writer), _forward(store_reader, writer))
 
 
 class StoreClient(dist.TCPStore):
@@ -226,9 +223,9 @@ class StoreClient(dist.TCPStore):
     """
 
     def __init__(self, address: StoreAddress, timeout_s: float):
-        outside = (address.host, address.port)
-        authenticate(outside, address.secret, timeout_s)
-        self._proxy = StoreProxy(outside, address.secret)
+        gate = (address.host, address.port)
+        _authenticate(gate, address.secret, timeout_s)
+        self._proxy = _Proxy(gate, address.secret)
         timeout = timedelta(seconds=timeout_s)
         try:
             super().__init__(_LOOPBACK, self._proxy.port, is_master=False, wait_for_workers=False, timeout=timeout)

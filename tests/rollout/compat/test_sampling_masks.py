@@ -124,7 +124,7 @@ def test_an_engine_that_cannot_is_refused(
     made = recorded.returning_masks(given, is_gpu=is_gpu)
     assert made["additional_config"] == {"x": 1, recorded.MASKS: True}
     assert made.get("return_sampling_mask", False) is answer
-    assert recorded.returns_masks(SimpleNamespace(additional_config=made["additional_config"]))  # type: ignore[arg-type]
+    assert recorded.is_marked(SimpleNamespace(additional_config=made["additional_config"]), recorded.MASKS)  # type: ignore[arg-type]
 
 
 def test_vllm_has_what_the_hook_uses() -> None:

@@ -196,7 +196,7 @@ class PairSender(PairEnd):
         self._buckets, self._num_sent = buckets, 0
         self._unless_broken(self._open_buffers)
 
-    def buffer(self, num_bytes: int) -> torch.Tensor | None:
+    def buffer(self, num_bytes: int) -> torch.Tensor:
         """Returns the memory to pack the next bucket into, once the other end has read its content."""
         if not self._is_taken:
             self._unless_broken(self._wait_for_buffer)
@@ -210,14 +210,14 @@ class PairSender(PairEnd):
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Hands a bucket that this rank has packed to all engine workers."""
-        buffer = self._hold(flat.numel())
+        buffer = self.buffer(flat.numel())
         if buffer.data_ptr() != flat.data_ptr():
             buffer.copy_(flat)
         return self._hand_over(buffer, sender)
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
         """Hands a bucket that another rank packs to this rank's engine worker."""
-        return self._hand_over(self._hold(num_bytes), sender)
+        return self._hand_over(self.buffer(num_bytes), sender)
 
     def wait(self, transfer: Transfer) -> None:
         """Returns at once: the buffers are waited for when they are needed again."""
@@ -233,16 +233,11 @@ class PairSender(PairEnd):
         digests |= zip(others, self._acknowledged_by(others, version), strict=True)
         return [digests[rank] for rank in range(1, self.world_size)]
 
-    def _hold(self, num_bytes: int) -> torch.Tensor:
-        buffer = self.buffer(num_bytes)
-        assert buffer is not None
-        return buffer
-
     def _hand_over(self, buffer: torch.Tensor, sender: int) -> Transfer:
         self._spread(buffer, sender)
         self._unless_broken(self._tell_written)
         self._num_sent, self._is_taken = self._num_sent + 1, False
-        return Transfer([])
+        return []
 
     def _unless_broken(self, action: Callable[[], None]) -> None:
         """Runs a step that involves the other end. A failure is raised at the end only, as the other ranks go on."""

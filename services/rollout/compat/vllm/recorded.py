@@ -47,7 +47,7 @@ EngineArguments = dict[str, Any]
 
 _V1_RUNNER_ON_GPU, _SEEN = SpecifierSet(">=0.26,<0.31"), SpecifierSet(">=0.32,<0.33")
 # The keys of `additional_config` with which an engine returns something, and of masks in vLLM's answers.
-MASKS, _EXPERTS = "lockstep_masks", "lockstep_experts"
+MASKS, EXPERTS = "lockstep_masks", "lockstep_experts"
 ASKS = {MASKS: True}
 """The `extra_args` of a request whose sampling masks are returned."""
 
@@ -86,7 +86,7 @@ def returning_experts(arguments: EngineArguments, *, is_gpu: bool) -> EngineArgu
     if is_gpu:
         return {**arguments, "enable_return_routed_experts": True} if version in _V1_RUNNER_ON_GPU else None
     can_hook = version in _SEEN and arguments.get("enforce_eager")  # a compiled router would not call the hook
-    return _marked(arguments, _EXPERTS) if can_hook else None
+    return _marked(arguments, EXPERTS) if can_hook else None
 
 
 def keep_in_one_frame() -> None:
@@ -105,18 +105,9 @@ def _marked(arguments: EngineArguments, key: str) -> EngineArguments:
     return {**arguments, "additional_config": {**arguments.get("additional_config", {}), key: True}}
 
 
-def _is_marked(vllm_config: VllmConfig, key: str) -> bool:
+def is_marked(vllm_config: VllmConfig, key: str) -> bool:
+    """Returns whether the engine was started to return MASKS, or EXPERTS by hooked routers."""
     return isinstance(vllm_config.additional_config, dict) and key in vllm_config.additional_config
-
-
-def returns_masks(vllm_config: VllmConfig) -> bool:
-    """Returns whether the engine was started with the arguments of `returning_masks`."""
-    return _is_marked(vllm_config, MASKS)
-
-
-def hooks_routers(vllm_config: VllmConfig) -> bool:
-    """Returns whether the engine was started with the arguments of `returning_experts` on CPU."""
-    return _is_marked(vllm_config, _EXPERTS)
 
 
 class _MaskRecorder:
@@ -233,7 +224,7 @@ class _ExpertRecorder:
 
 def record_experts(worker: WorkerExtension) -> None:
     """Hooks the routers of a worker's model, if the engine was started for it."""
-    if not hooks_routers(worker.vllm_config) or worker.rank:
+    if not is_marked(worker.vllm_config, EXPERTS) or worker.rank:
         return
     # With vLLM 0.26 this module has another recorder and no such function.
     capturer = import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
