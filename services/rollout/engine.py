@@ -252,6 +252,7 @@ class Engine:
     async def close(self) -> None:
         self._forget_processes()
         await stop_reading(self._llm)
+        # There is nothing to wait for: the samples in progress have failed.
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 

@@ -10,7 +10,7 @@ using the reload.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -281,11 +281,11 @@ class Loading:
             abort_reload(self._model)
             self._map = None
 
-    def _reload(self, arrivals: Arrivals, recorder: Recorder | None = None) -> None:
+    def _reload(self, arrivals: Arrivals, see: Callable[[int, Bucket, torch.Tensor], None] | None = None) -> None:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for index, bucket, flat in arrivals:
-                if recorder is not None:
-                    recorder.add_bucket(index, flat)
+                if see:
+                    see(index, bucket, flat)
                 yield from unpack(bucket, flat)
 
         reload_weights(self._model, self._model_config, weights())
@@ -293,22 +293,16 @@ class Loading:
     def _reload_and_watch(self, arrivals: Arrivals) -> None:
         recorder = Recorder([*self._model.parameters(), *self._model.buffers()])
         with recorder:
-            self._reload(arrivals, recorder)
+            self._reload(arrivals, lambda index, _, flat: recorder.add_bucket(index, flat))
         if recorder.copies is None:
             self._give_up(recorder.problem)
             return
         self._map = DirectMap(recorder.copies, len(self._plan.buckets))
 
     def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
-        received = WeightDigest("", self._device)
-
-        def digested() -> Arrivals:
-            for index, bucket, flat in arrivals:
-                _add(received, direct.received(index, flat), bucket.start)
-                yield index, bucket, flat
-
-        self._reload(digested())
-        loaded = WeightDigest("", self._device)
+        received, loaded = WeightDigest("", self._device), WeightDigest("", self._device)
+        # What has arrived is hashed at once, because its memory may be gone when all is loaded.
+        self._reload(arrivals, lambda index, bucket, flat: _add(received, direct.received(index, flat), bucket.start))
         for index, bucket in enumerate(self._plan.buckets):
             _add(loaded, direct.loaded(index), bucket.start)
         self._is_checked = loaded.hexdigest() == received.hexdigest()

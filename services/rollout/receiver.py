@@ -7,7 +7,7 @@ code runs inside the engine's processes; calls arrive through `collective_rpc`, 
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -58,17 +58,6 @@ def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
 def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
     """Returns vLLM's request for the policy's only adapter. `path` matters only for loading it."""
     return LoRARequest("policy", 1, path, load_inplace=load_inplace)
-
-
-def load_adapter(
-    add_lora: Callable[[LoRARequest], bool], config_json: str, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Replaces the adapter with `tensors`, by their PEFT names, through the worker's `add_lora`, which reads adapters
-    from directories only."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
-        save_file(dict(tensors), Path(directory) / "adapter_model.safetensors")
-        (Path(directory) / "adapter_config.json").write_text(config_json)
-        add_lora(adapter_request(directory, load_inplace=True))
 
 
 class Failed(TypedDict):
@@ -161,12 +150,15 @@ class WeightReceiver(WorkerExtension):
 
         Errors are returned, not raised, because vLLM would report the first failing worker only.
         """
-        loading, group, begin = self._lockstep_loading, self._lockstep_joined_group(), time.perf_counter()
-        plan, cost = self._lockstep_plan, Cost(self.device)
+        plan, loading, group = self._lockstep_plan, self._lockstep_loading, self._lockstep_group
+        assert group is not None, "the servicer lets workers join before they receive"
+        begin, cost = time.perf_counter(), Cost(self.device)
         try:
-            skips_base = self._lockstep_skips_base()
-            digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
-            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, cost)
+            base_sums = self._lockstep_base_sums
+            # If all members have the same base, it is not sent again. The senders decide likewise.
+            skips_base = plan.has_adapter and group.agrees(base_sums) and base_sums != (0, 0)
+            digest = WeightDigest(plan.digest, self.device, base_sums if skips_base else (0, 0))
+            arrivals = self._lockstep_arrivals(group, plan.first_bucket(skips_base=skips_base), digest, cost)
             if not skips_base:
                 self._lockstep_base_sums = (0, 0)  # from here on the base may be partly overwritten
                 self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
@@ -204,17 +196,6 @@ class WeightReceiver(WorkerExtension):
             self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
-    def _lockstep_joined_group(self) -> ReceivingMember:
-        assert self._lockstep_group is not None, "the servicer lets workers join before they receive"
-        return self._lockstep_group
-
-    def _lockstep_skips_base(self) -> bool:
-        """Returns whether all members have the same base, so that it is not sent again. The senders decide likewise."""
-        if not self._lockstep_plan.has_adapter:
-            return False
-        agrees = self._lockstep_joined_group().agrees(self._lockstep_base_sums)
-        return agrees and self._lockstep_base_sums != (0, 0)
-
     def _lockstep_load_base(self, arrivals: Arrivals) -> None:
         with weight_loading(self):
             self._lockstep_loading.load(arrivals)
@@ -227,11 +208,15 @@ class WeightReceiver(WorkerExtension):
             for _, bucket, flat in arrivals
             for name, tensor in unpack(bucket, flat)
         }
-        load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
+        # vLLM reads adapters from directories only.
+        with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
+            save_file(tensors, Path(directory) / "adapter_model.safetensors")
+            (Path(directory) / "adapter_config.json").write_text(self._lockstep_plan.message.adapter_config_json)
+            self.add_lora(adapter_request(directory, load_inplace=True))
 
-    def _lockstep_arrivals(self, first: int, digest: WeightDigest, cost: Cost) -> Arrivals:
+    def _lockstep_arrivals(self, group: ReceivingMember, first: int, digest: WeightDigest, cost: Cost) -> Arrivals:
         buckets = self._lockstep_plan.buckets[first:]
-        arriving = self._lockstep_joined_group().receive(buckets, in_place=self._lockstep_loading.reads_in_place)
+        arriving = group.receive(buckets, in_place=self._lockstep_loading.reads_in_place)
         for index in itertools.count(first):
             begin = time.perf_counter()
             arrived = next(arriving, None)

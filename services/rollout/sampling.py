@@ -124,7 +124,12 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
             f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
         )
     return Sample(
-        _completion(result, seed),
+        Completion(
+            tokens=result.token_ids,
+            logprobs=_logprobs(result),
+            finish_reason=_FINISH[result.finish_reason],
+            seed=seed,
+        ),
         output.prompt_token_ids or (),
         output.num_cached_tokens or 0,
         drafts_of(output),
@@ -133,7 +138,7 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
     )
 
 
-def _completion(result: CompletionOutput, seed: int) -> Completion:
+def _logprobs(result: CompletionOutput) -> list[float]:
     assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
     logprobs = result.logprobs.logprobs
     if not math.isfinite(sum(logprobs)):
@@ -141,9 +146,7 @@ def _completion(result: CompletionOutput, seed: int) -> Completion:
             f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
             "log-probabilities that are not finite; the weights, or vLLM, are broken"
         )
-    assert result.finish_reason, "it is finished"
-    finish_reason = _FINISH[result.finish_reason]
-    return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
+    return logprobs
 
 
 def _experts(output: RequestOutput, shape: RoutedExpertsShape) -> bytes:

@@ -177,6 +177,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             raise InvalidInput(f"base_rank: must be {least} or more, after the plan's senders", field="base_rank")
         async with self._changing:
             engine = self._open_engine()  # another run may have been opened while this waited for the lock
+            # Before the attempt: an epoch in which a member has failed must not be joined again.
             self._epoch, self._joined = epoch, False
             group, plan = request.group.SerializeToString(), request.plan.SerializeToString()
             answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
@@ -194,6 +195,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
             if WEIGHTS in engine.asleep:
                 raise PreconditionFailed("the engine has no memory for weights; call Wake", reason=Reason.ASLEEP)
+            # The first bucket overwrites served weights, so nothing may be sampled from here on.
             self._stamp = self._received = None
             await engine.pause()
             answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
@@ -313,6 +315,8 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
     seen = samples[0].prompt_tokens if samples else ()
     if any(sample.prompt_tokens != seen for sample in samples):
         raise InternalError(f"the engine used several prompts for the samples of prompt {prompt_id}")
+    names = rollout_pb2.Drafts.DESCRIPTOR.fields_by_name
+    drafts = {name: sum(getattr(sample.drafts, name) for sample in samples) for name in names}
     return rollout_pb2.GenerateResponse(
         prompt_id=prompt_id,
         completions=[sample.completion for sample in samples],
@@ -320,14 +324,8 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
         prompt_num_tokens=len(seen),
         prompt_sha256=tokens_sha256(seen),
         num_cached_tokens=sum(sample.num_cached_tokens for sample in samples),
-        drafts=_drafts([sample.drafts for sample in samples]),
+        drafts=rollout_pb2.Drafts(**drafts) if any(drafts.values()) else None,
     )
-
-
-def _drafts(drafts: Sequence[rollout_pb2.Drafts]) -> rollout_pb2.Drafts | None:
-    """Returns the sums; None if nothing was drafted or looked for."""
-    sums = {name: sum(getattr(one, name) for one in drafts) for name in rollout_pb2.Drafts.DESCRIPTOR.fields_by_name}
-    return rollout_pb2.Drafts(**sums) if any(sums.values()) else None
 
 
 def _parts(

@@ -15,6 +15,7 @@ import logging
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 HELLO, ACCEPTED = b"\xfe", b"\xff"
 NONCE_BYTES = 32
-CHUNK_BYTES = 64 << 10
+_CHUNK_BYTES = 64 << 10
 _LOOPBACK = "127.0.0.1"
 # The gate answers immediately or not at all.
 _TIMEOUT_S = 10.0
@@ -57,15 +58,13 @@ def _authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> Non
             raise ConnectionRefusedError("it does not accept the secret of this group")
 
 
-class _Proxy:
-    """Proxies connections that this process makes to the loopback port `port`. Call `close` when done."""
+class _Relay(ABC):
+    """Answers the connections to a listening socket in a thread of its own, whose loop runs until `close`."""
 
-    def __init__(self, gate: tuple[str, int], secret: bytes):
-        self._gate, self._secret = gate, secret
-        listener = socket.create_server((_LOOPBACK, 0))
-        self.port = listener.getsockname()[1]
+    def __init__(self, listener: socket.socket, name: str):
+        self._connections: set[asyncio.Task[None]] = set()
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
-        threading.Thread(target=self._run, args=(listener,), name="weight-store-proxy", daemon=True).start()
+        threading.Thread(target=self._run, args=(listener,), name=name, daemon=True).start()
 
     def close(self) -> None:
         """Accepts no more connections. Open connections stay until either end closes them."""
@@ -77,19 +76,35 @@ class _Proxy:
             self._loop.run_until_complete(self._serve(listener))
 
     async def _serve(self, listener: socket.socket) -> None:
-        connections: set[asyncio.Task[None]] = set()
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task
-            connections.add(task)
-            with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, TimeoutError):
-                await self._pass(reader, writer)
-
-        server = await asyncio.start_server(answer, sock=listener)
+        server = await asyncio.start_server(self._answer, sock=listener)
         await self._closing.wait()
         server.close()
-        await asyncio.gather(*connections)
+        await asyncio.gather(*self._connections)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.current_task()
+        assert connection
+        self._connections.add(connection)
+        expected = (OSError, EOFError, TimeoutError, asyncio.CancelledError)  # asyncio logs a traceback of the last
+        try:
+            with contextlib.closing(writer), contextlib.suppress(*expected):
+                await self._pass(reader, writer)
+        finally:
+            self._connections.discard(connection)
+
+    @abstractmethod
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Checks who has connected, and forwards data between it and the store."""
+
+
+class _Proxy(_Relay):
+    """Proxies connections that this process makes to the loopback port `port`. Call `close` when done."""
+
+    def __init__(self, gate: tuple[str, int], secret: bytes):
+        self._gate, self._secret = gate, secret
+        listener = socket.create_server((_LOOPBACK, 0))
+        self.port = listener.getsockname()[1]
+        super().__init__(listener, "weight-store-proxy")
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = writer.get_extra_info("peername")[:2]
@@ -99,19 +114,18 @@ class _Proxy:
             return
         async with asyncio.timeout(_TIMEOUT_S):
             gate_reader, gate_writer = await asyncio.open_connection(*self._gate)
-            with contextlib.ExitStack() as unless_accepted:
-                unless_accepted.callback(gate_writer.close)
+        with contextlib.closing(gate_writer):
+            async with asyncio.timeout(_TIMEOUT_S):
                 gate_writer.write(HELLO)
                 gate_writer.write(_proof(self._secret, await gate_reader.readexactly(NONCE_BYTES)))
                 await gate_reader.readexactly(1)
-                unless_accepted.pop_all()
-        await asyncio.gather(_forward(reader, gate_writer), _forward(gate_reader, writer))
+            await asyncio.gather(_forward(reader, gate_writer), _forward(gate_reader, writer))
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Forwards all data from `reader` to `writer` until either end closes."""
     with contextlib.closing(writer), contextlib.suppress(OSError):
-        while data := await reader.read(CHUNK_BYTES):
+        while data := await reader.read(_CHUNK_BYTES):
             writer.write(data)
             await writer.drain()
 
@@ -130,7 +144,7 @@ class StoreAddress:
     secret: bytes = field(repr=False)
 
 
-class ServedStore:
+class ServedStore(_Relay):
     """Serves a store at `address` until the process ends."""
 
     def __init__(self, host: str):
@@ -150,12 +164,7 @@ class ServedStore:
         )
         self.address = StoreAddress(host, gate.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
         self._replaced: deque[bytes] = deque(maxlen=_NUM_REPLACED)
-        self._admitted: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        serving = self._serve(gate)
-        threading.Thread(
-            target=self._loop.run_until_complete, args=(serving,), name="weight-store", daemon=True
-        ).start()
+        super().__init__(gate, "weight-store")
 
     def renew(self) -> StoreAddress:
         """Replaces the secret and closes all connections that the old secret admitted."""
@@ -165,33 +174,22 @@ class ServedStore:
         return self.address
 
     def _end_connections(self) -> None:
-        for connection in self._admitted:
+        for connection in self._connections:
             connection.cancel()
 
-    async def _serve(self, listener: socket.socket) -> None:
-        async with await asyncio.start_server(self._answer, sock=listener) as server:
-            await server.serve_forever()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.current_task()
-        assert connection
-        self._admitted.add(connection)
-        expected = (OSError, EOFError, TimeoutError, asyncio.CancelledError)  # asyncio logs a traceback of the last
-        try:
-            with contextlib.closing(writer), contextlib.suppress(*expected):
-                if first := await self._greeting(reader, writer):
-                    await self._let_through(first, reader, writer)
-        finally:
-            self._admitted.discard(connection)
-
-    async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        """Returns the greeting for TCPStore from a client that knows the secret; nothing from any other."""
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = writer.get_extra_info("peername")[0]
         async with asyncio.timeout(_SILENCE_S):
-            if await self._admits(reader, writer, host):
-                # Read the greeting whole: TCPStore closes the connection if it arrives in pieces.
-                return await reader.read(CHUNK_BYTES)
-        return b""
+            if not await self._admits(reader, writer, host):
+                return
+            # Read the greeting whole: TCPStore closes the connection if it arrives in pieces.
+            greeting = await reader.read(_CHUNK_BYTES)
+        if not greeting:
+            return
+        store_reader, store_writer = await asyncio.open_connection(_LOOPBACK, self._port_behind_gate)
+        with contextlib.closing(store_writer):
+            store_writer.write(greeting)
+            await asyncio.gather(_forward(reader, store_writer), _forward(store_reader, writer))
 
     async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> bool:
         nonce, answer = secrets.token_bytes(NONCE_BYTES), b""
@@ -206,12 +204,6 @@ class ServedStore:
         else:
             log.warning("refused %s: it does not know the secret of this run's weight group", host)
         return False
-
-    async def _let_through(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        store_reader, store_writer = await asyncio.open_connection(_LOOPBACK, self._port_behind_gate)
-        with contextlib.closing(store_writer):
-            store_writer.write(first)
-            await asyncio.gather(_forward(reader, store_writer), _forward(store_reader, writer))
 
 
 class StoreClient(dist.TCPStore):

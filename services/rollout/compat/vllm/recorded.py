@@ -35,7 +35,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from services.common.batches.batch import decode_sampling_masks, encode_sampling_masks, keeps_sampled
+from services.common.batches.batch import allows_sampled, decode_sampling_masks, encode_sampling_masks
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
@@ -127,12 +127,12 @@ class _MaskRecorder:
         if asking:
             assert logprobs_BV is not None, "requests ask for log-probabilities, and returning_masks requires the mode"
             if len(asking) < len(requests):
-                is_kept = logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)] > -torch.inf
+                is_allowed = logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)] > -torch.inf
             else:  # all ask, so there is nothing to copy
-                is_kept = logprobs_BV[: len(asking)] > -torch.inf
-            kept, ends = is_kept.nonzero()[:, 1].cpu().numpy(), is_kept.sum(1).cumsum(0).tolist()
+                is_allowed = logprobs_BV[: len(asking)] > -torch.inf
+            allowed, ends = is_allowed.nonzero()[:, 1].cpu().numpy(), is_allowed.sum(1).cumsum(0).tolist()
             spans = zip(asking, [0, *ends[:-1]], ends, strict=True)
-            self._masks = {requests[row]: kept[begin:end] for row, begin, end in spans}
+            self._masks = {requests[row]: allowed[begin:end] for row, begin, end in spans}
         return sampled_B, logprobs_BV
 
     def sample_tokens(self, *args: object, **kwargs: object) -> object:
@@ -198,10 +198,10 @@ def masks_of(output: RequestOutput) -> bytes:
     tokens = np.array(output.outputs[0].token_ids)
     data = attached(output, MASKS, b"")
     try:
-        counts, kept = decode_sampling_masks(data, len(tokens))
+        counts, allowed = decode_sampling_masks(data, len(tokens))
     except ValueError as error:
         raise InternalError(f"vLLM returned no sampling masks of a sample: {error}") from error
-    if num_missing := np.count_nonzero(~keeps_sampled(tokens, counts, kept)):
+    if num_missing := np.count_nonzero(~allows_sampled(tokens, counts, allowed)):
         raise InternalError(f"vLLM returned sampling masks without {num_missing} of {len(tokens)} sampled tokens")
     return data
 

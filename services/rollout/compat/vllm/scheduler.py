@@ -7,7 +7,7 @@ Schedulers can be set (`scheduler_cls`), but vLLM says that their interface is n
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -108,21 +108,16 @@ class InChunks(SchedulerMixin):
         answers = super().update_from_output(scheduler_output, model_runner_output)
         for answer in answers.values():
             answer.outputs = [output for output in answer.outputs if self._is_due(output, step)]
-            self._report_fewest(answer.outputs)
+        if ended := list(last_outputs(answers)):
+            # The service knows only of tokens that were sent, so it is told how many the shortest sample has by now.
+            fewest = min((request.num_output_tokens for request in self.requests.values()), default=0)
+            for output in ended:
+                attach(output, _FEWEST, fewest)
         return {
             client: answer
             for client, answer in answers.items()
             if answer.outputs or answer.scheduler_stats or answer.finished_requests
         }
-
-    def _report_fewest(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Adds to each last output how many tokens the sample with the fewest has by now. The service knows only of
-        tokens that were sent."""
-        ended = [output for output in outputs if output.finish_reason is not None]
-        if ended:
-            fewest = min((request.num_output_tokens for request in self.requests.values()), default=0)
-            for output in ended:
-                attach(output, _FEWEST, fewest)
 
     def _is_due(self, output: EngineCoreOutput, step: _StepLogprobs | None) -> bool:
         """Returns whether `output` is to be sent now; if so, adds the unsent tokens to it."""
