@@ -31,13 +31,7 @@ from services.common.files.model_card import write_model_card
 from services.common.memory import DeviceState, changed, gib
 from services.common.process import own_log, socket_directory
 from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
-from services.rollout.compat.vllm.client import (
-    abort_samples,
-    lengths_so_far,
-    set_tokenizer,
-    stop_reading,
-    suitable_model_runner,
-)
+from services.rollout.compat.vllm import client
 from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
 from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
@@ -115,7 +109,7 @@ class Engine:
             arguments = AsyncEngineArgs(**(returning or made))
             if needs.adapter_rank:
                 check_adapters_run(arguments)
-            with suitable_model_runner(made, is_gpu=torch.cuda.is_available()):
+            with client.suitable_model_runner(made, is_gpu=torch.cuda.is_available()):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except InvalidInput:
             raise
@@ -142,7 +136,7 @@ class Engine:
     def unfinished(self) -> dict[str, int]:
         """Returns, by id of each prompt with unfinished samples, tokens that the longest of them will have at least."""
         lengths: dict[str, int] = {}
-        for request_id, num_tokens in lengths_so_far(self._llm):
+        for request_id, num_tokens in client.lengths_so_far(self._llm):
             prompt_id, least = request_id.rpartition("/")[0], self._fewest_tokens if num_tokens else 0
             lengths[prompt_id] = max(num_tokens + 1, least + 1, lengths.get(prompt_id, 0))  # none ends without another
         return lengths
@@ -237,7 +231,7 @@ class Engine:
         return await self._changed_memory(before, begin)
 
     async def pause(self) -> None:
-        await abort_samples(self._llm)
+        await client.abort_samples(self._llm)
 
     async def resume(self) -> None:
         """Resumes sampling. Later requests use no entry that is in the prefix cache now.
@@ -251,7 +245,7 @@ class Engine:
 
     async def close(self) -> None:
         self._forget_processes()
-        await stop_reading(self._llm)
+        await client.stop_reading(self._llm)
         # There is nothing to wait for: the samples in progress have failed.
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
@@ -261,7 +255,7 @@ class Engine:
             if self._has_tokenizer:
                 return
             try:
-                await asyncio.to_thread(set_tokenizer, self._llm, Path(self._directory.name))
+                await asyncio.to_thread(client.set_tokenizer, self._llm, Path(self._directory.name))
             except (OSError, ValueError) as error:
                 message = f"sampling: stop strings need the model's tokenizer: {' '.join(str(error).split())}"
                 raise InvalidInput(message, field="sampling.stop") from error

@@ -88,7 +88,7 @@ class Recorder(OperatorWatch):
         return None if self.problem else self._copies
 
     def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Takes note of what an operator copied or computed."""
+        """Records what an operator copied, or that it computed with a weight."""
         if outputs and all(output.is_meta for output in outputs):  # vLLM counts elements on meta tensors
             return
         inputs = [tensor for tensor in inputs if not tensor.is_meta]

@@ -24,17 +24,8 @@ from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.pairs.link import BACKEND as PAIRS
 from services.common.weights.plan import Plan
+from services.rollout.compat.vllm import worker
 from services.rollout.compat.vllm.recorded import record_experts, record_masks
-from services.rollout.compat.vllm.worker import (
-    WEIGHTS,
-    WorkerExtension,
-    asleep_bytes,
-    model_of,
-    rank_of,
-    reload_weights,
-    wake_bytes,
-    weight_loading,
-)
 from services.rollout.loading import Arrivals, Loading
 
 ReceivingMember = WeightGroup | PairReceiver
@@ -83,7 +74,7 @@ class Received(TypedDict):
     cost: dict[str, float]
 
 
-class WeightReceiver(WorkerExtension):
+class WeightReceiver(worker.WorkerExtension):
     """Joins an epoch; receives, loads and hashes weights; prepares for sleep, and reports memory.
 
     vLLM's own sleep and wake_up free and take the memory on GPU. On CPU they do nothing. There the weights are
@@ -99,18 +90,18 @@ class WeightReceiver(WorkerExtension):
     def lockstep_memory(self, asleep: Sequence[str]) -> DeviceState:
         """Returns the device's memory, and this worker's share of it while the parts `asleep` sleep."""
         if self.device.type == "cuda":
-            resident = torch.cuda.memory_reserved(self.device) - asleep_bytes(asleep)
-        elif WEIGHTS in asleep:
+            resident = torch.cuda.memory_reserved(self.device) - worker.asleep_bytes(asleep)
+        elif worker.WEIGHTS in asleep:
             resident = 0
         elif self._lockstep_plan_message:
             resident = self._lockstep_plan.num_bytes
         else:
-            resident = sum(parameter.nbytes for parameter in model_of(self).parameters())
+            resident = sum(parameter.nbytes for parameter in worker.model_of(self).parameters())
         return device_state(self.device, resident_bytes=resident)
 
     def lockstep_fit(self, part: str, asleep: Sequence[str]) -> Fit:
         """Returns what waking `part` of the parts `asleep` needs; on CPU nothing."""
-        needed = wake_bytes(part, asleep) if self.device.type == "cuda" else 0
+        needed = worker.wake_bytes(part, asleep) if self.device.type == "cuda" else 0
         state = self.lockstep_memory(asleep)
         return Fit(device_uuid=state["device_uuid"], needed_bytes=needed, free_bytes=state["device_free_bytes"])
 
@@ -122,8 +113,8 @@ class WeightReceiver(WorkerExtension):
         if self._lockstep_group is not None and self._lockstep_group.free_buffers():
             self._lockstep_loading.forget_buffers()
         if self.device.type == "cpu":
-            with weight_loading(self):
-                reload_weights(model_of(self), self.model_config, _zeros(self._lockstep_plan))
+            with worker.weight_loading(self):
+                worker.reload_weights(worker.model_of(self), self.model_config, _zeros(self._lockstep_plan))
 
     def lockstep_record_experts(self) -> None:
         """Begins to record routed experts, if the engine was started to return them."""
@@ -140,7 +131,7 @@ class WeightReceiver(WorkerExtension):
             self._lockstep_set_plan(plan)
             message = types_pb2.WeightGroup.FromString(group)
             member = PairReceiver if message.backend == PAIRS else WeightGroup
-            self._lockstep_group = member(message, rank=base_rank + rank_of(self), device=self.device)
+            self._lockstep_group = member(message, rank=base_rank + worker.rank_of(self), device=self.device)
         except LockstepError as error:
             return {"error": error.message, "absent": error.metadata.get("absent", "")}
         return {"plan_digest": self._lockstep_plan.digest}
@@ -193,11 +184,11 @@ class WeightReceiver(WorkerExtension):
         """Sets the plan. What was learned about the engine's memory is kept as long as the plan is the same."""
         if self._lockstep_plan_message != message:
             self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
-            self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
+            self._lockstep_loading = Loading(worker.model_of(self), self.model_config, self._lockstep_plan, self.device)
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
     def _lockstep_load_base(self, arrivals: Arrivals) -> None:
-        with weight_loading(self):
+        with worker.weight_loading(self):
             self._lockstep_loading.load(arrivals)
         if next(arrivals, None) is not None:
             raise InternalError("vLLM did not read all weights that were sent")

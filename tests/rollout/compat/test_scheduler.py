@@ -22,8 +22,11 @@ LENGTH = {"finish_reason": FinishReason.LENGTH}
 
 
 class PlayedScheduler:
-    """Says what it is given to say; requests that cannot go on are finished on the way, as vLLM does. Each output takes
-    its log-probabilities from those of the step, as in vLLM."""
+    """Returns the outputs that a test gives it.
+
+    Requests that cannot go on are finished on the way, as vLLM does. Each output takes its log-probabilities from those
+    of the step, as in vLLM.
+    """
 
     def __init__(self) -> None:
         self.failing: set[str] = set()

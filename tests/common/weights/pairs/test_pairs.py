@@ -72,7 +72,7 @@ def spreads(store: ServedStore, pool: ThreadPoolExecutor, num_ranks: int, sender
 
 
 class Members:
-    """Holds the trainer ranks and engine workers of one epoch, each of which works in a thread."""
+    """The trainer ranks and engine workers of one epoch, each of which works in a thread."""
 
     def __init__(
         self, store: ServedStore, pool: ThreadPoolExecutor, group: GroupMessage, senders: Sequence[int] = (0,)
