@@ -31,13 +31,7 @@ from services.common.files.model_card import write_model_card
 from services.common.memory import DeviceState, changed, gib
 from services.common.process import own_log, socket_directory
 from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
-from services.rollout.compat.vllm.client import (
-    abort_samples,
-    lengths_so_far,
-    set_tokenizer,
-    stop_reading,
-    suitable_model_runner,
-)
+from services.rollout.compat.vllm import client
 from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
 from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
@@ -115,7 +109,7 @@ class Engine:
             arguments = AsyncEngineArgs(**(returning or made))
             if needs.adapter_rank:
                 check_adapters_run(arguments)
-            with suitable_model_runner(made, is_gpu=torch.cuda.is_available()):
+            with client.suitable_model_runner(made, is_gpu=torch.cuda.is_available()):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except InvalidInput:
             raise
@@ -142,7 +136,7 @@ class Engine:
     def unfinished(self) -> dict[str, int]:
         """Returns, by id of each prompt with unfinished samples, tokens that the longest of them will have at least."""
         lengths: dict[str, int] = {}
-        for request_id, num_tokens in lengths_so_far(self._llm):
+        for request_id, num_tokens in client.lengths_so_far(self._llm):
             prompt_id, least = request_id.rpartition("/")[0], self._fewest_tokens if num_tokens else 0
             lengths[prompt_id] = max(num_tokens + 1, least + 1, lengths.get(prompt_id, 0))  # none ends without another
         return lengths
@@ -213,12 +207,11 @@ class Engine:
         begin = time.perf_counter()
         if self.asleep == {KV_CACHE}:
             await self.wake(KV_CACHE)
-        before = await self.call_workers(WeightReceiver.lockstep_memory)
+        before = await self._memory()
         if not self.asleep:
             await self._until_idle()
             await self.call_workers(WeightReceiver.lockstep_before_sleep)
             await self._until_death(self._llm.sleep(level=2), "sleep")
-            await self.call_workers(WeightReceiver.lockstep_after_sleep)
             self.asleep = frozenset((WEIGHTS, KV_CACHE))
         return await self._changed_memory(before, begin)
 
@@ -230,16 +223,15 @@ class Engine:
             Unavailable: The engine died.
         """
         begin = time.perf_counter()
-        before = await self.call_workers(WeightReceiver.lockstep_memory)
+        before = await self._memory()
         if part in self.asleep:
-            _require_fit(part, await self.call_workers(WeightReceiver.lockstep_fit, part))
+            _require_fit(part, await self.call_workers(WeightReceiver.lockstep_fit, part, list(self.asleep)))
             await self._until_death(self._llm.wake_up(tags=[part]), f"wake_up of {part}")
-            await self.call_workers(WeightReceiver.lockstep_after_wake, part)
             self.asleep -= {part}
         return await self._changed_memory(before, begin)
 
     async def pause(self) -> None:
-        await abort_samples(self._llm)
+        await client.abort_samples(self._llm)
 
     async def resume(self) -> None:
         """Resumes sampling. Later requests use no entry that is in the prefix cache now.
@@ -253,7 +245,8 @@ class Engine:
 
     async def close(self) -> None:
         self._forget_processes()
-        await stop_reading(self._llm)
+        await client.stop_reading(self._llm)
+        # There is nothing to wait for: the samples in progress have failed.
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 
@@ -262,7 +255,7 @@ class Engine:
             if self._has_tokenizer:
                 return
             try:
-                await asyncio.to_thread(set_tokenizer, self._llm, Path(self._directory.name))
+                await asyncio.to_thread(client.set_tokenizer, self._llm, Path(self._directory.name))
             except (OSError, ValueError) as error:
                 message = f"sampling: stop strings need the model's tokenizer: {' '.join(str(error).split())}"
                 raise InvalidInput(message, field="sampling.stop") from error
@@ -290,8 +283,11 @@ class Engine:
             message = f"{self.samples_in_flight} canceled samples have not ended within {_ABORT_S:g} s"
             raise PreconditionFailed(message) from error
 
+    async def _memory(self) -> list[DeviceState]:
+        return await self.call_workers(WeightReceiver.lockstep_memory, list(self.asleep))
+
     async def _changed_memory(self, before: Sequence[DeviceState], begin: float) -> list[DeviceMemory]:
-        after = await self.call_workers(WeightReceiver.lockstep_memory)
+        after = await self._memory()
         duration_s = time.perf_counter() - begin
         return [changed(*states, duration_s) for states in zip(before, after, strict=True)]
 
@@ -324,39 +320,24 @@ def log_size() -> int:
     return os.path.getsize(path) if (path := own_log()) else 0
 
 
-def see_log() -> str:
-    """Returns words that name this process's log, if it has one."""
-    return f"; its log is {path}" if (path := own_log()) else ""
-
-
 def start_failure(error: BaseException, begin: int) -> InternalError:
     """Returns the error to raise if vLLM did not start; `begin` is what `log_size` returned before."""
-    cause = _cause(begin) or " ".join(str(error).split())
-    return InternalError(f"rollout: the engine did not start{_told(cause)}{see_log()}", reason=Reason.ENGINE_DEAD)
+    cause = cause_of_death(begin, otherwise=" ".join(str(error).split()))
+    return InternalError(f"rollout: the engine did not start{cause}", reason=Reason.ENGINE_DEAD)
 
 
-def cause_of_death(begin: int) -> str:
-    """Returns words for why a running engine died, and that name the log; "" if there is no log.
+def cause_of_death(begin: int, otherwise: str = "") -> str:
+    """Returns a clause with the last error in the log from byte `begin` on that names a cause, and the log's path.
 
-    `begin` is what `log_size` returned when the engine had started.
+    It has `otherwise` if there is no such error, and no path if there is no log.
     """
-    cause = _cause(begin)
-    return (_told(cause) if cause else "") + see_log()
-
-
-def _told(cause: str) -> str:
-    advice = ""
-    if _MEMORY.search(cause):
-        advice = "; lower rollout.engine.gpu_memory_utilization, rollout.max_samples or rollout.max_model_len"
-    return f": {cause[:_MAX_SHOWN]}{advice}"
-
-
-def _cause(begin: int) -> str:
-    """Returns the last error that the log has from byte `begin` on and that names a cause; "" if there is none."""
-    if not (path := own_log()):
-        return ""
-    with Path(path).open("rb") as log:
-        log.seek(max(begin, os.path.getsize(path) - _MAX_READ_BYTES))
-        lines = log.read().decode(errors="replace").splitlines()
-    found = [match[1] for line in lines if not _CONSEQUENCE.search(line) and (match := _ERROR.search(line))]
-    return found[-1] if found else ""
+    errors, path = [otherwise], own_log()
+    if path:
+        with Path(path).open("rb") as log:
+            log.seek(max(begin, os.path.getsize(path) - _MAX_READ_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        errors += [match[1] for line in lines if not _CONSEQUENCE.search(line) and (match := _ERROR.search(line))]
+    cause = f": {errors[-1][:_MAX_SHOWN]}" if errors[-1] else ""
+    if _MEMORY.search(errors[-1]):
+        cause += "; lower rollout.engine.gpu_memory_utilization, rollout.max_samples or rollout.max_model_len"
+    return f"{cause}; its log is {path}" if path else cause

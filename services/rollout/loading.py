@@ -10,7 +10,7 @@ using the reload.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ class Recorder(OperatorWatch):
         return None if self.problem else self._copies
 
     def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Takes note of what an operator copied or computed."""
+        """Records what an operator copied, or that it computed with a weight."""
         if outputs and all(output.is_meta for output in outputs):  # vLLM counts elements on meta tensors
             return
         inputs = [tensor for tensor in inputs if not tensor.is_meta]
@@ -176,29 +176,27 @@ class DirectMap:
         """Copies bucket `index` from its bytes (uint8 [num_bytes]) into the engine."""
         if not self._targets[index]:
             return
-        held = self._copies.get(index)
-        if held is None or held[0] != flat.data_ptr():
-            held = self._copies[index] = flat.data_ptr(), Copies(self._targets[index], self._views(index, flat))
-        held[1].run(non_blocking=True)
+        address, copies = self._copies.get(index, (0, None))
+        if copies is None or address != flat.data_ptr():
+            copies = Copies(self._targets[index], self.received(index, flat))
+            self._copies[index] = flat.data_ptr(), copies
+        copies.run(non_blocking=True)
 
     def forget_buffers(self) -> None:
         """Drops the views of the memory that buckets arrived in."""
         self._copies.clear()
 
-    def digest_received(self, digest: WeightDigest, index: int, flat: torch.Tensor, start: int) -> None:
-        """Adds the parts of a received bucket that the map would copy."""
-        _add(digest, self._views(index, flat), start)
-
-    def _views(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
+    def received(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the parts of a received bucket that the map copies, as views."""
         begin, views = int(flat.storage_offset()), []
         for piece in self._pieces[index]:
             offset = begin // piece.dtype.itemsize + piece.place.offset
             views.append(flat.view(piece.dtype).as_strided(piece.place.size, piece.place.stride, offset))
         return views
 
-    def digest_loaded(self, digest: WeightDigest, index: int, start: int) -> None:
-        """Adds the contents of the engine's memory that the map would copy a bucket to."""
-        _add(digest, self._targets[index], start)
+    def loaded(self, index: int) -> list[torch.Tensor]:
+        """Returns the engine's tensors that the map copies a bucket to, in the order of `received`."""
+        return self._targets[index]
 
 
 def _joined(copies: Sequence[Copy]) -> list[Copy]:
@@ -283,11 +281,11 @@ class Loading:
             abort_reload(self._model)
             self._map = None
 
-    def _reload(self, arrivals: Arrivals, recorder: Recorder | None = None) -> None:
+    def _reload(self, arrivals: Arrivals, see: Callable[[int, Bucket, torch.Tensor], None] | None = None) -> None:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for index, bucket, flat in arrivals:
-                if recorder is not None:
-                    recorder.add_bucket(index, flat)
+                if see:
+                    see(index, bucket, flat)
                 yield from unpack(bucket, flat)
 
         reload_weights(self._model, self._model_config, weights())
@@ -295,24 +293,18 @@ class Loading:
     def _reload_and_watch(self, arrivals: Arrivals) -> None:
         recorder = Recorder([*self._model.parameters(), *self._model.buffers()])
         with recorder:
-            self._reload(arrivals, recorder)
+            self._reload(arrivals, lambda index, _, flat: recorder.add_bucket(index, flat))
         if recorder.copies is None:
             self._give_up(recorder.problem)
             return
         self._map = DirectMap(recorder.copies, len(self._plan.buckets))
 
     def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
-        received = WeightDigest("", self._device)
-
-        def digested() -> Arrivals:
-            for index, bucket, flat in arrivals:
-                direct.digest_received(received, index, flat, bucket.start)
-                yield index, bucket, flat
-
-        self._reload(digested())
-        loaded = WeightDigest("", self._device)
+        received, loaded = WeightDigest("", self._device), WeightDigest("", self._device)
+        # What has arrived is hashed at once, because its memory may be gone when all is loaded.
+        self._reload(arrivals, lambda index, bucket, flat: _add(received, direct.received(index, flat), bucket.start))
         for index, bucket in enumerate(self._plan.buckets):
-            direct.digest_loaded(loaded, index, bucket.start)
+            _add(loaded, direct.loaded(index), bucket.start)
         self._is_checked = loaded.hexdigest() == received.hexdigest()
         if not self._is_checked:
             self._give_up("the reload wrote other bytes than the recorded copies would")

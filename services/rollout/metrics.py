@@ -48,16 +48,16 @@ class RolloutMetrics:
     def collect(self) -> Iterator[Metric]:
         """Yields the gauges of the replica, and vLLM's own metrics if they are on."""
         state = self._state()
-        in_flight = (
+        yield GaugeMetricFamily(
             "lockstep_rollout_in_flight_samples",
             "Samples that were given to the engine and are not finished.",
+            state.samples_in_flight,
         )
-        yield GaugeMetricFamily(*in_flight, state.samples_in_flight)
-        queue = (
+        yield GaugeMetricFamily(
             "lockstep_rollout_queue_samples",
             "Samples in flight beyond the number that the engine runs concurrently.",
+            max(0, state.samples_in_flight - state.max_samples),
         )
-        yield GaugeMetricFamily(*queue, max(0, state.samples_in_flight - state.max_samples))
         version = GaugeMetricFamily(
             "lockstep_rollout_served_version", "Policy version that is served; absent if there is none."
         )

@@ -7,7 +7,7 @@ code runs inside the engine's processes; calls arrive through `collective_rpc`, 
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -24,18 +24,8 @@ from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.pairs.link import BACKEND as PAIRS
 from services.common.weights.plan import Plan
+from services.rollout.compat.vllm import worker
 from services.rollout.compat.vllm.recorded import record_experts, record_masks
-from services.rollout.compat.vllm.worker import (
-    KV_CACHE,
-    WEIGHTS,
-    WorkerExtension,
-    asleep_bytes,
-    model_of,
-    rank_of,
-    reload_weights,
-    wake_bytes,
-    weight_loading,
-)
 from services.rollout.loading import Arrivals, Loading
 
 ReceivingMember = WeightGroup | PairReceiver
@@ -49,61 +39,6 @@ class Fit(TypedDict):
     free_bytes: int
 
 
-class SleepingWorker(WorkerExtension):
-    """Frees and takes the memory of weights and KV cache. The engine calls vLLM's own sleep and wake_up in between.
-
-    vLLM does it on GPU. On CPU it ignores the calls; there the weights are overwritten with zeros, so that an engine
-    that served them would be noticed, and the KV cache stays.
-    """
-
-    _lockstep_asleep: frozenset[str] = frozenset()
-    _lockstep_group: ReceivingMember | None = None
-    _lockstep_plan_message = b""  # empty until a weight group was joined; the other attributes are set with it
-    _lockstep_plan: Plan
-    _lockstep_loading: Loading
-    _lockstep_base_sums: tuple[int, int]
-
-    def lockstep_memory(self) -> DeviceState:
-        """Returns the device's memory, and this worker's share of it."""
-        if self.device.type == "cuda":
-            resident = torch.cuda.memory_reserved(self.device) - asleep_bytes(self._lockstep_asleep)
-        else:
-            resident = 0 if WEIGHTS in self._lockstep_asleep else self._lockstep_weight_bytes()
-        return device_state(self.device, resident_bytes=resident)
-
-    def lockstep_fit(self, part: str) -> Fit:
-        """Returns what waking `part` needs; on CPU nothing."""
-        needed = wake_bytes(part, self._lockstep_asleep) if self.device.type == "cuda" else 0
-        state = self.lockstep_memory()
-        return {
-            "device_uuid": state["device_uuid"],
-            "needed_bytes": needed,
-            "free_bytes": state["device_free_bytes"],
-        }
-
-    def lockstep_before_sleep(self) -> None:
-        """Forgets the weights, and frees memory that vLLM does not know of."""
-        self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
-        if not self._lockstep_plan_message:
-            return
-        if self._lockstep_group is not None and self._lockstep_group.free_buffers():
-            self._lockstep_loading.forget_buffers()
-        if self.device.type == "cpu":
-            with weight_loading(self):
-                reload_weights(model_of(self), self.model_config, _zeros(self._lockstep_plan))
-
-    def lockstep_after_sleep(self) -> None:
-        self._lockstep_asleep = frozenset((WEIGHTS, KV_CACHE))
-
-    def lockstep_after_wake(self, part: str) -> None:
-        self._lockstep_asleep -= {part}
-
-    def _lockstep_weight_bytes(self) -> int:
-        if self._lockstep_plan_message:
-            return self._lockstep_plan.num_bytes
-        return sum(parameter.nbytes for parameter in model_of(self).parameters())
-
-
 def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields zeros instead of all weights of the plan but adapters."""
     specs = plan.message.tensors[: plan.message.num_base_tensors if plan.has_adapter else None]
@@ -114,17 +49,6 @@ def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
 def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
     """Returns vLLM's request for the policy's only adapter. `path` matters only for loading it."""
     return LoRARequest("policy", 1, path, load_inplace=load_inplace)
-
-
-def load_adapter(
-    add_lora: Callable[[LoRARequest], bool], config_json: str, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Replaces the adapter with `tensors`, by their PEFT names, through the worker's `add_lora`, which reads adapters
-    from directories only."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
-        save_file(dict(tensors), Path(directory) / "adapter_model.safetensors")
-        (Path(directory) / "adapter_config.json").write_text(config_json)
-        add_lora(adapter_request(directory, load_inplace=True))
 
 
 class Failed(TypedDict):
@@ -147,12 +71,50 @@ class Received(TypedDict):
     num_bytes: int
     duration_s: float
     wait_s: float
-    digest_s: float
-    extra_bytes: int
+    cost: dict[str, float]
 
 
-class WeightReceiver(SleepingWorker):
-    """Joins an epoch, and receives, loads and hashes weights."""
+class WeightReceiver(worker.WorkerExtension):
+    """Joins an epoch; receives, loads and hashes weights; prepares for sleep, and reports memory.
+
+    vLLM's own sleep and wake_up free and take the memory on GPU. On CPU they do nothing. There the weights are
+    overwritten with zeros, so that an engine that served them would be noticed, and the KV cache stays.
+    """
+
+    _lockstep_group: ReceivingMember | None = None
+    _lockstep_plan_message = b""  # empty until a weight group was joined; the other attributes are set with it
+    _lockstep_plan: Plan
+    _lockstep_loading: Loading
+    _lockstep_base_sums: tuple[int, int]
+
+    def lockstep_memory(self, asleep: Sequence[str]) -> DeviceState:
+        """Returns the device's memory, and this worker's share of it while the parts `asleep` sleep."""
+        if self.device.type == "cuda":
+            resident = torch.cuda.memory_reserved(self.device) - worker.asleep_bytes(asleep)
+        elif worker.WEIGHTS in asleep:
+            resident = 0
+        elif self._lockstep_plan_message:
+            resident = self._lockstep_plan.num_bytes
+        else:
+            resident = sum(parameter.nbytes for parameter in worker.model_of(self).parameters())
+        return device_state(self.device, resident_bytes=resident)
+
+    def lockstep_fit(self, part: str, asleep: Sequence[str]) -> Fit:
+        """Returns what waking `part` of the parts `asleep` needs; on CPU nothing."""
+        needed = worker.wake_bytes(part, asleep) if self.device.type == "cuda" else 0
+        state = self.lockstep_memory(asleep)
+        return Fit(device_uuid=state["device_uuid"], needed_bytes=needed, free_bytes=state["device_free_bytes"])
+
+    def lockstep_before_sleep(self) -> None:
+        """Forgets the weights, and frees memory that vLLM does not know of."""
+        self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
+        if not self._lockstep_plan_message:
+            return
+        if self._lockstep_group is not None and self._lockstep_group.free_buffers():
+            self._lockstep_loading.forget_buffers()
+        if self.device.type == "cpu":
+            with worker.weight_loading(self):
+                worker.reload_weights(worker.model_of(self), self.model_config, _zeros(self._lockstep_plan))
 
     def lockstep_record_experts(self) -> None:
         """Begins to record routed experts, if the engine was started to return them."""
@@ -169,7 +131,7 @@ class WeightReceiver(SleepingWorker):
             self._lockstep_set_plan(plan)
             message = types_pb2.WeightGroup.FromString(group)
             member = PairReceiver if message.backend == PAIRS else WeightGroup
-            self._lockstep_group = member(message, rank=base_rank + rank_of(self), device=self.device)
+            self._lockstep_group = member(message, rank=base_rank + worker.rank_of(self), device=self.device)
         except LockstepError as error:
             return {"error": error.message, "absent": error.metadata.get("absent", "")}
         return {"plan_digest": self._lockstep_plan.digest}
@@ -179,12 +141,15 @@ class WeightReceiver(SleepingWorker):
 
         Errors are returned, not raised, because vLLM would report the first failing worker only.
         """
-        loading, group, begin = self._lockstep_loading, self._lockstep_joined_group(), time.perf_counter()
-        plan, timing, cost = self._lockstep_plan, {"wait_s": 0.0}, Cost(self.device)
+        plan, loading, group = self._lockstep_plan, self._lockstep_loading, self._lockstep_group
+        assert group is not None, "the servicer lets workers join before they receive"
+        begin, cost = time.perf_counter(), Cost(self.device)
         try:
-            skips_base = self._lockstep_skips_base()
-            digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
-            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing, cost)
+            base_sums = self._lockstep_base_sums
+            # If all members have the same base, it is not sent again. The senders decide likewise.
+            skips_base = plan.has_adapter and group.agrees(base_sums) and base_sums != (0, 0)
+            digest = WeightDigest(plan.digest, self.device, base_sums if skips_base else (0, 0))
+            arrivals = self._lockstep_arrivals(group, plan.first_bucket(skips_base=skips_base), digest, cost)
             if not skips_base:
                 self._lockstep_base_sums = (0, 0)  # from here on the base may be partly overwritten
                 self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
@@ -200,16 +165,13 @@ class WeightReceiver(SleepingWorker):
             group.kill()
             self.lockstep_leave()
             return {"error": f"{type(error).__name__}: {error}", "absent": ""}
-        num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
-        spent = cost.measured()
-        return {
-            "digest": content,
-            "num_bytes": num_bytes,
-            "duration_s": duration_s,
-            "wait_s": timing["wait_s"],
-            "digest_s": spent["digest_s"],
-            "extra_bytes": int(spent["extra_bytes"]),
-        }
+        return Received(
+            digest=content,
+            num_bytes=plan.num_bytes_sent(skips_base=skips_base),
+            duration_s=time.perf_counter() - begin,
+            wait_s=cost.wait_s,
+            cost=cost.measured(),
+        )
 
     def lockstep_leave(self) -> None:
         """Leaves the epoch, if one was joined."""
@@ -222,22 +184,11 @@ class WeightReceiver(SleepingWorker):
         """Sets the plan. What was learned about the engine's memory is kept as long as the plan is the same."""
         if self._lockstep_plan_message != message:
             self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
-            self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
+            self._lockstep_loading = Loading(worker.model_of(self), self.model_config, self._lockstep_plan, self.device)
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
-    def _lockstep_joined_group(self) -> ReceivingMember:
-        assert self._lockstep_group is not None, "the servicer lets workers join before they receive"
-        return self._lockstep_group
-
-    def _lockstep_skips_base(self) -> bool:
-        """Returns whether all members have the same base, so that it is not sent again. The senders decide likewise."""
-        if not self._lockstep_plan.has_adapter:
-            return False
-        agrees = self._lockstep_joined_group().agrees(self._lockstep_base_sums)
-        return agrees and self._lockstep_base_sums != (0, 0)
-
     def _lockstep_load_base(self, arrivals: Arrivals) -> None:
-        with weight_loading(self):
+        with worker.weight_loading(self):
             self._lockstep_loading.load(arrivals)
         if next(arrivals, None) is not None:
             raise InternalError("vLLM did not read all weights that were sent")
@@ -248,15 +199,19 @@ class WeightReceiver(SleepingWorker):
             for _, bucket, flat in arrivals
             for name, tensor in unpack(bucket, flat)
         }
-        load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
+        # vLLM reads adapters from directories only.
+        with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
+            save_file(tensors, Path(directory) / "adapter_model.safetensors")
+            (Path(directory) / "adapter_config.json").write_text(self._lockstep_plan.message.adapter_config_json)
+            self.add_lora(adapter_request(directory, load_inplace=True))
 
-    def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
+    def _lockstep_arrivals(self, group: ReceivingMember, first: int, digest: WeightDigest, cost: Cost) -> Arrivals:
         buckets = self._lockstep_plan.buckets[first:]
-        arriving = self._lockstep_joined_group().receive(buckets, in_place=self._lockstep_loading.reads_in_place)
+        arriving = group.receive(buckets, in_place=self._lockstep_loading.reads_in_place)
         for index in itertools.count(first):
             begin = time.perf_counter()
             arrived = next(arriving, None)
-            timing["wait_s"] += time.perf_counter() - begin
+            cost.wait_s += time.perf_counter() - begin
             if arrived is None:
                 return
             bucket, flat = arrived

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, SamplingParams
 from vllm import SamplingParams as EngineSampling
 from vllm.config import ModelConfig
@@ -17,7 +18,7 @@ from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, M
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.rollout.compat.vllm.client import forbid
 from services.rollout.compat.vllm.recorded import ASKS, masks_of
-from services.rollout.compat.vllm.scheduler import Drafts, drafts_of
+from services.rollout.compat.vllm.scheduler import drafts_of
 
 if TYPE_CHECKING:
     from vllm.inputs import TokensInput
@@ -33,7 +34,7 @@ class Sample:
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
     """Number of prompt tokens that were taken from the prefix cache."""
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: Drafts
     """Counts of drafted tokens; empty without speculative decoding."""
     routed_experts: bytes = b""
     """The experts of all tokens but the last (services.common.batches.routed_experts); empty if there are none."""
@@ -123,7 +124,12 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
             f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
         )
     return Sample(
-        _completion(result, seed),
+        Completion(
+            tokens=result.token_ids,
+            logprobs=_logprobs(result),
+            finish_reason=_FINISH[result.finish_reason],
+            seed=seed,
+        ),
         output.prompt_token_ids or (),
         output.num_cached_tokens or 0,
         drafts_of(output),
@@ -132,7 +138,7 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
     )
 
 
-def _completion(result: CompletionOutput, seed: int) -> Completion:
+def _logprobs(result: CompletionOutput) -> list[float]:
     assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
     logprobs = result.logprobs.logprobs
     if not math.isfinite(sum(logprobs)):
@@ -140,18 +146,16 @@ def _completion(result: CompletionOutput, seed: int) -> Completion:
             f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
             "log-probabilities that are not finite; the weights, or vLLM, are broken"
         )
-    assert result.finish_reason, "it is finished"
-    finish_reason = _FINISH[result.finish_reason]
-    return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
+    return logprobs
 
 
 def _experts(output: RequestOutput, shape: RoutedExpertsShape) -> bytes:
     experts_TLK = output.outputs[0].routed_experts
     num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
     if experts_TLK is None or len(experts_TLK) != num_tokens:
-        found = "no routed experts" if experts_TLK is None else f"routed experts of {len(experts_TLK)} tokens"
+        returned = "no routed experts" if experts_TLK is None else f"routed experts of {len(experts_TLK)} tokens"
         raise InternalError(
-            f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; to train without them, set "
+            f"vLLM returned {returned} for a sample that it read {num_tokens} tokens of; to train without them, set "
             "trainer.moe.router_replay to off"
         )
     try:

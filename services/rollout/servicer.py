@@ -6,10 +6,10 @@ import hashlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
+from lockstep.types.v1.types_pb2 import PolicyStamp
 from prometheus_client import CollectorRegistry
 
 from services.common.batches.batch import tokens_sha256
@@ -22,15 +22,13 @@ from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
+from services.common.weights.buckets import highest_cost
 from services.common.weights.trial import take_part
 from services.rollout.arguments import Needs
 from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
 from services.rollout.engine import Engine, Sample
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
 from services.rollout.receiver import WeightReceiver
-
-if TYPE_CHECKING:
-    from services.rollout.compat.vllm.scheduler import Drafts
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +177,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             raise InvalidInput(f"base_rank: must be {least} or more, after the plan's senders", field="base_rank")
         async with self._changing:
             engine = self._open_engine()  # another run may have been opened while this waited for the lock
+            # Before the attempt: an epoch in which a member has failed must not be joined again.
             self._epoch, self._joined = epoch, False
             group, plan = request.group.SerializeToString(), request.plan.SerializeToString()
             answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
@@ -196,6 +195,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
             if WEIGHTS in engine.asleep:
                 raise PreconditionFailed("the engine has no memory for weights; call Wake", reason=Reason.ASLEEP)
+            # The first bucket overwrites served weights, so nothing may be sampled from here on.
             self._stamp = self._received = None
             await engine.pause()
             answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
@@ -211,10 +211,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             num_bytes=ends[0]["num_bytes"],
             duration_s=max(end["duration_s"] for end in ends),
             wait_s=max(end["wait_s"] for end in ends),
-            cost=PublicationCost(
-                digest_s=max(end["digest_s"] for end in ends),
-                extra_bytes=max(end["extra_bytes"] for end in ends),
-            ),
+            cost=highest_cost([end["cost"] for end in ends]),
         )
         self._metrics.published_bytes.inc(received.num_bytes)
         self._metrics.publication_seconds.observe(received.duration_s)
@@ -228,10 +225,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             if self._stamp is not None and self._stamp == request.stamp:
                 return rollout_pb2.CommitWeightsResponse()
             if self._received is None or self._received != request.stamp:
-                held = show(self._received) if self._received else "nothing"
+                received = show(self._received) if self._received else "nothing"
                 raise PreconditionFailed(
-                    f"asked to serve {show(request.stamp)} but received {held}",
-                    reason=Reason.DIGEST_MISMATCH,
+                    f"asked to serve {show(request.stamp)} but received {received}", reason=Reason.DIGEST_MISMATCH
                 )
             if engine.asleep:
                 raise PreconditionFailed("the engine has no KV cache; call Wake", reason=Reason.ASLEEP)
@@ -319,6 +315,8 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
     seen = samples[0].prompt_tokens if samples else ()
     if any(sample.prompt_tokens != seen for sample in samples):
         raise InternalError(f"the engine used several prompts for the samples of prompt {prompt_id}")
+    names = rollout_pb2.Drafts.DESCRIPTOR.fields_by_name
+    drafts = {name: sum(getattr(sample.drafts, name) for sample in samples) for name in names}
     return rollout_pb2.GenerateResponse(
         prompt_id=prompt_id,
         completions=[sample.completion for sample in samples],
@@ -326,14 +324,8 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
         prompt_num_tokens=len(seen),
         prompt_sha256=tokens_sha256(seen),
         num_cached_tokens=sum(sample.num_cached_tokens for sample in samples),
-        drafts=_drafts([sample.drafts for sample in samples]),
+        drafts=rollout_pb2.Drafts(**drafts) if any(drafts.values()) else None,
     )
-
-
-def _drafts(drafts: "Sequence[Drafts]") -> rollout_pb2.Drafts | None:
-    """Returns the sums; None if nothing was drafted or looked for."""
-    sums = {name: sum(getattr(one, name) for one in drafts) for name in rollout_pb2.Drafts.DESCRIPTOR.fields_by_name}
-    return rollout_pb2.Drafts(**sums) if any(sums.values()) else None
 
 
 def _parts(

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
-from services.common.batches.batch import SAMPLE_SCHEMA, decode_sampling_masks, keeps_sampled
+from services.common.batches.batch import SAMPLE_SCHEMA, allows_sampled, decode_sampling_masks
 from services.common.batches.blocks import packed_lengths
 from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.layout import microbatches_multiple
@@ -111,7 +111,7 @@ def check_sampling_masks(samples: pa.Table, *, vocab_size: int) -> None:
             raise _refusal("sampling_mask", f"row {index} names token {kept_tokens.max()} of {vocab_size}")
         mask = samples["loss_mask"][index]
         must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
-        if (without := ~keeps_sampled(tokens, counts, kept_tokens) & (must_have | (counts > 0))).any():
+        if (without := ~allows_sampled(tokens, counts, kept_tokens) & (must_have | (counts > 0))).any():
             where = int(without.argmax())
             problem = f"row {index} has a set without the sampled token {tokens[where]} at {where}"
             raise _refusal("sampling_mask", problem)

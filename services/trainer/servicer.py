@@ -25,6 +25,7 @@ from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import is_loopback
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
+from services.common.weights.buckets import highest_cost
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
 from services.trainer import contract
@@ -34,7 +35,6 @@ from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.offload import Part
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
-from services.trainer.ranks.publish import highest_cost
 from services.trainer.ranks.sockets import published_host
 from services.trainer.ranks.worker import CONFIGS, Worker
 from services.trainer.samples import forward_parts

@@ -185,7 +185,7 @@ class BatchTraining:
                 mini-batch that the config does not have.
         """
         groups = block["group"].to_numpy()[blocks.begins_of_groups(block)].tolist()
-        follows_short, least_tokens = self._cutter.is_inside, self._cutter.least_tokens
+        follows_short, least_tokens = self._cutter.continues, self._cutter.least_tokens
         ends = [self._cutter.ends_with(num_tokens) for num_tokens in blocks.tokens_of_groups(block)]
         if follows_short or any(ends[:-1]) or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(

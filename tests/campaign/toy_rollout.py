@@ -140,8 +140,8 @@ class ToyEngine:
         weights = await asyncio.to_thread(fetch)
         received = await self._ask(weights=weights.hex())
         await asyncio.to_thread(store.set, f"{name} received {version} {self._rank}", b"yes")
-        costs = dict.fromkeys(("duration_s", "wait_s", "digest_s"), 0.0)
-        return {"digest": received["digest"], "num_bytes": 32, "extra_bytes": 0, **costs}
+        times = {"duration_s": 0.0, "wait_s": 0.0, "cost": {"digest_s": 0.0, "extra_bytes": 0}}
+        return {"digest": received["digest"], "num_bytes": 32, **times}
 
     async def sleep(self) -> list[DeviceMemory]:
         if self._waiting:

@@ -328,8 +328,8 @@ def test_this_vllm_returns_routes_on_cpu_through_the_hook_only() -> None:
     hooked = recorded.returning_experts(eager, is_gpu=False)
     assert hooked is not None and hooked["additional_config"] == {"mine": 1, "lockstep_experts": True}
     assert eager["additional_config"] == {"mine": 1}
-    assert recorded.hooks_routers(SimpleNamespace(additional_config=hooked["additional_config"]))
-    assert not recorded.hooks_routers(SimpleNamespace(additional_config={}))
+    assert recorded.is_marked(SimpleNamespace(additional_config=hooked["additional_config"]), recorded.EXPERTS)
+    assert not recorded.is_marked(SimpleNamespace(additional_config={}), recorded.EXPERTS)
     for refused in (
         {},
         {"enforce_eager": True, "pipeline_parallel_size": 2},

@@ -47,13 +47,13 @@ def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., con
 @pytest_asyncio.fixture(scope="session")
 async def replicas(lent_services: Lent) -> AsyncIterator[list[Replica]]:
     """Yields the replicas of `lent_services`, which serve metrics."""
-    found = []
+    replicas_found = []
     for name in ("rollout-0", "rollout-1"):
         client = Client(lent_services.addresses[name], rollout_pb2_grpc.RolloutServiceStub)
         log = lent_services.directory / f"{name}.log"
-        found.append(Replica(client, lent_services.processes[name].pid, log, lent_services.page(name)))
-    yield found
-    for replica in found:
+        replicas_found.append(Replica(client, lent_services.processes[name].pid, log, lent_services.page(name)))
+    yield replicas_found
+    for replica in replicas_found:
         await replica.close()
         await replica.client.close()
 

@@ -119,15 +119,15 @@ class Replica:
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
             sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
         )
-        answers, routed_experts, kept = [], defaultdict(list), defaultdict(list)
+        answers, routed_experts, masks = [], defaultdict(list), defaultdict(list)
         async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=1200):
             routed_experts[answer.prompt_id].extend(answer.routed_experts)
-            kept[answer.prompt_id].extend(answer.sampling_mask)
+            masks[answer.prompt_id].extend(answer.sampling_mask)
             if answer.completions:
                 answers.append(answer)
         for answer in answers:
             answer.routed_experts.extend(routed_experts[answer.prompt_id])
-            answer.sampling_mask.extend(kept[answer.prompt_id])
+            answer.sampling_mask.extend(masks[answer.prompt_id])
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 

@@ -108,7 +108,7 @@ async def test_an_engine_that_hangs_is_missed_by_name_and_replaced_in_another_ru
     played.epoch += 1  # an epoch in which a member gave up has ended for good
     message = played.describe_group(played.epoch, timeout_s=3.0)
     joining = asyncio.create_task(replica.join(message, played.plan.message))
-    with pytest.raises(Aborted, match="all members to join; missing: 1") as raised:
+    with raises(Aborted) as raised:
         await asyncio.to_thread(WeightGroup, message, rank=0, device=torch.device("cpu"))
     assert raised.value.metadata["absent"] == "1"
     assert (await replica.info()).num_workers == 1  # the service cannot know that its engine hangs

@@ -11,7 +11,7 @@ from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1 import types_pb2
 
-from services.common.errors import Aborted, InvalidInput, PermissionDenied, PreconditionFailed
+from services.common.errors import Aborted, InvalidInput, PermissionDenied, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
@@ -38,7 +38,7 @@ class Idle:
 
 
 @pytest_asyncio.fixture(scope="module")
-async def given() -> AsyncIterator[Addresses]:
+async def addresses() -> AsyncIterator[Addresses]:
     """Yields the addresses of a trainer and two replicas."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -62,21 +62,21 @@ async def given() -> AsyncIterator[Addresses]:
         yield Addresses(tuple(replicas), trainer=at)
 
 
-def idle(given: Addresses) -> dict[str, types_pb2.ServiceInfo]:
-    names = [f"trainer {given.trainer}", *(f"rollout {address}" for address in given.rollout)]
+def idle(addresses: Addresses) -> dict[str, types_pb2.ServiceInfo]:
+    names = [f"trainer {addresses.trainer}", *(f"rollout {address}" for address in addresses.rollout)]
     return {name: types_pb2.ServiceInfo() for name in names}
 
 
-async def test_every_replica_receives_what_the_trainer_sends(given: Addresses, monkeypatch: pytest.MonkeyPatch):
+async def test_every_replica_receives_what_the_trainer_sends(addresses: Addresses, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(running, "_TIMEOUT_S", PATIENCE_S)  # this machine may be busy
-    found = {finding.check: finding for finding in await examine_services(given)}
-    for address in given.rollout:
-        finding = found[f"broadcast to {address}"]
+    findings = {finding.check: finding for finding in await examine_services(addresses)}
+    for address in addresses.rollout:
+        finding = findings[f"broadcast to {address}"]
         assert finding.verdict is OK, finding
         assert "64 MiB in" in finding.found and "GB/s, by gloo from lo 127.0.0.1 to lo 127.0.0.1" in finding.found
 
 
-async def test_a_store_that_cannot_be_reached_is_named_with_its_port(given: Addresses, monkeypatch):
+async def test_a_store_that_cannot_be_reached_is_named_with_its_port(addresses: Addresses, monkeypatch):
     real, closed = trainer.trial_group, free_port()
 
     def elsewhere(*args: object, **settings: object) -> types_pb2.WeightGroup:
@@ -85,7 +85,7 @@ async def test_a_store_that_cannot_be_reached_is_named_with_its_port(given: Addr
         return group
 
     monkeypatch.setattr(trainer, "trial_group", elsewhere)
-    one = Addresses(given.rollout[:1], trainer=given.trainer)
+    one = Addresses(addresses.rollout[:1], trainer=addresses.trainer)
     (finding,) = await check_publication(one, idle(one), timeout_s=2)
     assert (finding.verdict, finding.check) == (FAIL, f"broadcast to {one.rollout[0]}")
     assert f"the trainer's store at 127.0.0.1:{closed} cannot be reached" in finding.found
@@ -93,11 +93,11 @@ async def test_a_store_that_cannot_be_reached_is_named_with_its_port(given: Addr
     assert f"rollout {one.rollout[0]}, which uses interface lo 127.0.0.1" in finding.fix
 
 
-async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addresses):
-    client = Client(given.trainer, trainer_pb2_grpc.TrainerServiceStub)
+async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(addresses: Addresses):
+    client = Client(addresses.trainer, trainer_pb2_grpc.TrainerServiceStub)
     request = trainer_pb2.SendTestBroadcastRequest(num_receivers=1, host="127.0.0.1", timeout_s=2.0)
     groups = []
-    with pytest.raises(Aborted, match=r"waited 2 s for all members to join") as caught:
+    with raises(Aborted) as caught:
         async for answer in client.stream(TrainerService.SendTestBroadcast, request, timeout_s=PATIENCE_S):
             groups.append(answer.group)
     assert caught.value.metadata["route"] == "lo 127.0.0.1"
@@ -118,16 +118,16 @@ async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addre
 async def test_a_replica_with_a_run_refuses(played: PlayedTrainer):
     group = types_pb2.WeightGroup(store_host="127.0.0.1", store_port=1, world_size=2, timeout_s=1.0)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=1)
-    with pytest.raises(PreconditionFailed, match="run played is open on this replica"):
+    with raises(PreconditionFailed, reason=Reason.WRONG_STATE):
         await played.replica.client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=PATIENCE_S)
 
 
 async def test_services_of_a_run_or_without_an_answer_are_left_alone():
-    given = Addresses(("b:1",), trainer="a:1")
+    addresses = Addresses(("b:1",), trainer="a:1")
     run = types_pb2.ServiceInfo(run_id="r")
-    (finding,) = await check_publication(given, idle(given) | {"rollout b:1": run})
+    (finding,) = await check_publication(addresses, idle(addresses) | {"rollout b:1": run})
     assert (finding.verdict, "rollout b:1 has run r open" in finding.found) == (WARN, True)
-    (finding,) = await check_publication(given, {"rollout b:1": run})
+    (finding,) = await check_publication(addresses, {"rollout b:1": run})
     assert (finding.verdict, "not tried: no answer from trainer a:1" in finding.found) == (WARN, True)
 
 
@@ -139,17 +139,17 @@ async def judged(monkeypatch: pytest.MonkeyPatch, *tries: dict[str, object]) -> 
     """Returns the findings about replicas b:1 and c:1, if each of `tries` is the result of one broadcast."""
     left = list(tries)
 
-    async def next_try(given: Addresses, rollouts: list[str], timeout_s: float) -> publication._BroadcastResult:
+    async def next_try(addresses: Addresses, rollouts: list[str], timeout_s: float) -> publication._BroadcastResult:
         ends = left.pop(0)
         assert sorted(ends.keys() - {"sent"}) == sorted(rollouts)
         group = types_pb2.WeightGroup(store_host="a", store_port=7, backend="nccl")
         return publication._BroadcastResult(group, ends.get("sent", sent()), {name: ends[name] for name in rollouts})
 
     monkeypatch.setattr(publication, "_broadcast_to", next_try)
-    given = Addresses(("b:1", "c:1"), trainer="a:1")
-    found = await check_publication(given, idle(given))
+    addresses = Addresses(("b:1", "c:1"), trainer="a:1")
+    findings = await check_publication(addresses, idle(addresses))
     assert not left
-    return found
+    return findings
 
 
 async def test_which_replica_it_is(monkeypatch: pytest.MonkeyPatch):

@@ -29,9 +29,9 @@ async def publish(played: PlayedTrainer, version: int) -> PolicyStamp:
 @pytest.mark.parametrize("length", [0, MAX_MODEL_LEN, MAX_MODEL_LEN + 1])
 async def test_a_prompt_that_does_not_fit_is_named(played: PlayedTrainer, length: int):
     stamp = await publish(played, 101)
-    with pytest.raises(InvalidInput, match=f"prompt of {length} tokens.*{MAX_MODEL_LEN}") as raised:
+    with raises(InvalidInput, field="prompts") as raised:
         await played.replica.generate(stamp, [PROMPTS[0], [3] * length])
-    assert raised.value.metadata["field"] == "prompts"
+    assert f"prompt of {length} tokens" in raised.value.message
     assert "\n" not in raised.value.message
     # The good prompt of the same call is aborted with it, and the engine goes on.
     await played.assert_exact(stamp)
@@ -158,13 +158,13 @@ async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(
     num_stopped = 0
     for text, was, now in zip(texts, whole.completions, stopped.completions, strict=True):
         ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
-        kept = len(was.tokens)
+        num_before_stop = len(was.tokens)
         if ends:
             num_stopped += 1
             with_text = [place for place, token in enumerate(was.tokens) if token not in NO_TOKENS]
-            kept = with_text[min(ends) - 1] + 1
-        assert list(now.tokens) == list(was.tokens)[:kept]
-        assert list(now.logprobs) == pytest.approx(list(was.logprobs)[:kept], abs=1e-5)
+            num_before_stop = with_text[min(ends) - 1] + 1
+        assert list(now.tokens) == list(was.tokens)[:num_before_stop]
+        assert list(now.logprobs) == pytest.approx(list(was.logprobs)[:num_before_stop], abs=1e-5)
         assert now.finish_reason == (FINISH_REASON_STOP if ends else FINISH_REASON_LENGTH)
     assert num_stopped >= 2
     await played.assert_exact(stamp)

@@ -178,10 +178,7 @@ class FullDevice:
 async def test_a_part_that_does_not_fit_is_refused_with_the_numbers():
     engine = Engine(FullDevice(), SimpleNamespace(cleanup=lambda: None), lambda: None)  # type: ignore[arg-type]
     engine.asleep = frozenset(("weights", "kv_cache"))
-    with pytest.raises(
-        Overloaded, match=r"worker 1 needs 3.00 GiB for its weights, but GPU-1 has only 2.00 GiB free"
-    ) as e:
+    with raises(Overloaded, reason=Reason.OUT_OF_MEMORY) as caught:
         await engine.wake("weights")
-    assert e.value.reason is Reason.OUT_OF_MEMORY
-    assert e.value.metadata == {"device_uuid": "GPU-1", "needed_bytes": str(3 << 30), "free_bytes": str(2 << 30)}
+    assert caught.value.metadata == {"device_uuid": "GPU-1", "needed_bytes": str(3 << 30), "free_bytes": str(2 << 30)}
     assert engine.asleep == {"weights", "kv_cache"}

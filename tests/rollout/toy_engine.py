@@ -48,7 +48,7 @@ def method(name: str, process: Callable[[nn.Module], None] = lambda layer: None)
 
 
 class Layer(nn.Module):
-    """Holds parameters, each with its loader, and what is done with them after loading."""
+    """Parameters, each with its loader, and what is done with them after loading."""
 
     def __init__(self, quant_method: Method | None = None, **parameters: tuple[torch.Tensor, Loader | None]):
         super().__init__()
@@ -108,7 +108,7 @@ def onto_themselves(layer: nn.Module) -> None:
 
 
 class Toy(nn.Module):
-    """Holds one rank's part of the model; `odd` is a layer that may do more than copy when it is loaded."""
+    """One rank's part of the model; `odd` is a layer that may do more than copy when it is loaded."""
 
     def __init__(self, odd: Layer | None = None):
         super().__init__()

@@ -41,7 +41,7 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("environment", pa.string()),
         # The experts that the engine chose for each token but the last (routed_experts.py); null if it returned none.
         pa.field("routed_experts", pa.large_binary()),
-        # The tokens that truncated sampling drew each token from (kept.py); null if nothing was truncated.
+        # The tokens that each token was drawn from (encode_sampling_masks); null if sampling was not truncated.
         pa.field("sampling_mask", pa.large_binary()),
     ]
 )
@@ -139,8 +139,8 @@ _TYPE = np.dtype("<u4")
 
 def encode_sampling_masks(sets: Sequence[np.ndarray | Sequence[int]]) -> bytes:
     """Returns the bytes of the sampling mask of each token."""
-    counts = np.array([len(kept) for kept in sets], _TYPE)
-    return b"".join((counts.tobytes(), *(np.asarray(kept).astype(_TYPE).tobytes() for kept in sets)))
+    counts = np.array(list(map(len, sets)), _TYPE)
+    return b"".join((counts.tobytes(), *(np.asarray(allowed).astype(_TYPE).tobytes() for allowed in sets)))
 
 
 def decode_sampling_masks(data: bytes | memoryview, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,30 +152,29 @@ def decode_sampling_masks(data: bytes | memoryview, num_tokens: int) -> tuple[np
     if len(data) % _TYPE.itemsize:
         raise ValueError(f"{len(data)} bytes are not whole numbers")
     numbers = np.frombuffer(data, _TYPE)
-    counts, kept = numbers[:num_tokens].astype(np.int64), numbers[num_tokens:]
-    if len(counts) != num_tokens or counts.sum() != len(kept):
+    counts, allowed = numbers[:num_tokens].astype(np.int64), numbers[num_tokens:]
+    if len(counts) != num_tokens or counts.sum() != len(allowed):
         raise ValueError(f"{len(numbers)} numbers are not the sampling masks of {num_tokens} tokens")
-    return counts, kept
+    return counts, allowed
 
 
-def keeps_sampled(tokens: np.ndarray, counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def allows_sampled(tokens: np.ndarray, counts: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     """Returns whether each of `tokens` is in its own set, bool [tokens]; for the results of `decode_sampling_masks`."""
-    own = np.repeat(np.arange(len(tokens)), counts)
-    is_kept = np.zeros(len(tokens), bool)
-    is_kept[own[kept == tokens[own]]] = True
-    return is_kept
+    own = np.repeat(np.arange(len(tokens)), counts)  # of each allowed token, the index of the token it is a choice for
+    is_allowed = np.zeros(len(tokens), bool)
+    is_allowed[own[allowed == tokens[own]]] = True
+    return is_allowed
 
 
 def join_sampling_masks(parts: Iterable[tuple[bytes, int]]) -> bytes:
-    """Returns the sampling masks of a completion that consists of `parts`: the sampling masks and number of tokens of
-    each.
+    """Returns the sampling masks of a completion from those of its parts, each with its number of tokens.
 
     The tokens of a part without sampling masks, which is empty bytes, have the count 0.
     """
     counts: list[bytes] = []
-    kept: list[bytes] = []
+    allowed: list[bytes] = []
     for data, num_tokens in parts:
         size = num_tokens * _TYPE.itemsize
         counts.append(data[:size] or bytes(size))
-        kept.append(data[size:])
-    return b"".join((*counts, *kept))
+        allowed.append(data[size:])
+    return b"".join((*counts, *allowed))

@@ -33,7 +33,7 @@ def tokens_of_groups(samples: pa.Table) -> list[int]:
 
 
 class BlockCutter:
-    """Says where a batch is cut into blocks. It is told of the groups one after another, in the order of the batch.
+    """Cuts a batch into blocks, group by group, in the order of the batch.
 
     A block ends with the first group with which it has at least `least_tokens` tokens, or with its mini-batch. With
     `growth`, the first blocks are smaller, so that the first is complete early: each needs `growth` tokens more than
@@ -48,8 +48,8 @@ class BlockCutter:
         """Tokens with which the block that the next group is in will end."""
 
     @property
-    def is_inside(self) -> bool:
-        """Returns whether the next group continues a block."""
+    def continues(self) -> bool:
+        """Whether the next group continues a block."""
         return self._num_tokens > 0
 
     def ends_with(self, num_tokens: int) -> bool:
@@ -67,7 +67,7 @@ def blocks_of(samples: pa.Table, cutter: BlockCutter) -> list[pa.Table]:
     """Cuts `samples`, in which the samples of a group are neighbors, where `cutter` says."""
     begins: list[int] = []
     for begin, num_tokens in zip(begins_of_groups(samples), tokens_of_groups(samples), strict=True):
-        if not cutter.is_inside:
+        if not cutter.continues:
             begins.append(begin)
         cutter.ends_with(num_tokens)
     return [

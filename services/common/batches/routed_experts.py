@@ -84,18 +84,18 @@ def to_parts(routed_experts: Sequence[bytes], *, part_bytes: int = PART_BYTES) -
 
 def from_parts(parts: Iterable[CompletionPart], num_completions: int) -> list[bytes]:
     """Returns the routed experts of each completion; an empty list if there are no parts."""
-    found: list[bytearray] = []
+    joined: list[bytearray] = []
     for part in parts:
-        if part.completion == len(found):
-            found.append(bytearray(found[0][: part.num_shared_bytes] if found else b""))
-        elif part.completion != len(found) - 1:
+        if part.completion == len(joined):
+            joined.append(bytearray(joined[0][: part.num_shared_bytes] if joined else b""))
+        elif part.completion != len(joined) - 1:
             raise InternalError(
-                f"routed_experts of completion {part.completion} came after those of {len(found)} completions"
+                f"routed_experts of completion {part.completion} came after those of {len(joined)} completions"
             )
-        found[-1] += part.data
-    if found and len(found) != num_completions:
-        raise InternalError(f"{len(found)} of {num_completions} completions came with routed experts")
-    return [bytes(data) for data in found]
+        joined[-1] += part.data
+    if joined and len(joined) != num_completions:
+        raise InternalError(f"{len(joined)} of {num_completions} completions came with routed experts")
+    return list(map(bytes, joined))
 
 
 def _num_shared(first: bytes, other: bytes) -> int:

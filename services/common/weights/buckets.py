@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from lockstep.types.v1.types_pb2 import PublicationCost
 
 from services.common.compat.torch import Copies
 from services.common.errors import InternalError
@@ -101,22 +102,18 @@ def _require_filled(places: Sequence[Place], span: Span) -> None:
 # the gathered tensors are kept in memory until the call.
 _COPY_BYTES = 64 << 20
 
-# Returns memory for a bucket of so many bytes, or None if any will do.
-Buffer = Callable[[int], torch.Tensor | None]
-
-
-def _any_memory(num_bytes: int) -> None:
-    return None
+# Returns memory for a bucket of so many bytes.
+Buffer = Callable[[int], torch.Tensor]
 
 
 def pack(
-    plan: Plan, tensors: Items, device: torch.device, *, skips_base: bool = False, buffer: Buffer = _any_memory
+    plan: Plan, tensors: Items, device: torch.device, *, skips_base: bool = False, buffer: Buffer | None = None
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """Yields each bucket with its bytes (uint8 [num_bytes]), filled from `tensors`, which must be in plan order.
 
-    They are packed into what `buffer` returns for their number, or into new memory if it returns None. A tensor that is
-    alone in its bucket is not copied if its bytes can be sent as they are. With `skips_base`, `tensors` and the buckets
-    are those of the adapter only.
+    They are packed into what `buffer` returns for their number, by default new memory. A tensor that is alone in its
+    bucket is not copied if its bytes can be sent as they are. With `skips_base`, `tensors` and the buckets are those of
+    the adapter only.
     """
     source = Source(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
@@ -161,32 +158,31 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield place.name, _view(typed, place, place.shape, place.stride)
 
 
-def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer = _any_memory) -> torch.Tensor:
+def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer | None = None) -> torch.Tensor:
     places = bucket.places
     num, value = source.take(places, 0)
     if len(places) == 1 and isinstance(value, torch.Tensor) and value.device == device and _is_flat(value):
         return value.detach().view(-1).view(torch.uint8)
-    flat = buffer(bucket.num_bytes)
-    if flat is None:
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+    num_bytes = bucket.num_bytes
+    flat = buffer(num_bytes) if buffer else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _clear_gaps(bucket, flat)
     typed = _typed(bucket, flat)
     targets: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
-    done = num_bytes = 0
+    done = waiting_bytes = 0
     while True:
         if isinstance(value, Computed):
             value.write(_target(typed, places[done], value.like))
         else:
             targets.append(_target(typed, places[done], value))
             tensors.append(value)
-            num_bytes += value.nbytes
+            waiting_bytes += value.nbytes
         done += num
         del value  # taking the next one may gather it, which needs memory
-        if num_bytes > _COPY_BYTES or done == len(places):
+        if waiting_bytes > _COPY_BYTES or done == len(places):
             with torch.no_grad():
                 Copies(targets, tensors).run()
-            targets, tensors, num_bytes = [], [], 0
+            targets, tensors, waiting_bytes = [], [], 0
         if done == len(places):
             return flat
         num, value = source.take(places, done)
@@ -228,13 +224,16 @@ def _is_flat(tensor: torch.Tensor) -> bool:
 class Cost:
     """The cost of one publication. Create it at the start; call `measured` once the device has finished."""
 
+    wait_s = 0.0
+    """Time that a receiver has waited for buckets, which it adds itself."""
+
     def __init__(self, device: torch.device):
         self._cuda = device if device.type == "cuda" else None
         self._digest_s = 0.0
         self._kernels: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._cuda)
-            self._held_bytes = torch.cuda.memory_allocated(self._cuda)
+            self._allocated_bytes = torch.cuda.memory_allocated(self._cuda)
 
     @contextmanager
     def hashing(self) -> Generator[None]:
@@ -252,6 +251,12 @@ class Cost:
 
     def measured(self) -> dict[str, float]:
         """Returns the fields of types.v1.PublicationCost."""
-        digest_s = self._digest_s + sum(begin.elapsed_time(end) for begin, end in self._kernels) / 1e3
-        extra = torch.cuda.max_memory_allocated(self._cuda) - self._held_bytes if self._cuda else 0
+        digest_s = self._digest_s + sum(begin.elapsed_time(end) for begin, end in self._kernels) / 1e3  # from ms
+        extra = torch.cuda.max_memory_allocated(self._cuda) - self._allocated_bytes if self._cuda else 0
         return {"digest_s": digest_s, "extra_bytes": extra}
+
+
+def highest_cost(costs: Sequence[dict[str, float]]) -> PublicationCost:
+    """Returns the largest of each cost over members, which work at the same time."""
+    digest_s, extra_bytes = (max(cost[name] for cost in costs) for name in ("digest_s", "extra_bytes"))
+    return PublicationCost(digest_s=digest_s, extra_bytes=int(extra_bytes))

@@ -39,10 +39,10 @@ def _sums(words_ptr, sums_ptr, num_words, first, num_rounds, POSITION: tl.conste
         sum_1 += added_1
         index += stride
         position += step
-    held = index < num_words
-    added_0, added_1 = _mixed(tl.load(words_ptr + index, mask=held, other=0), position, MIX_1, MIX_2)
-    sum_0 += tl.where(held, added_0, 0)
-    sum_1 += tl.where(held, added_1, 0)
+    is_word = index < num_words
+    added_0, added_1 = _mixed(tl.load(words_ptr + index, mask=is_word, other=0), position, MIX_1, MIX_2)
+    sum_0 += tl.where(is_word, added_0, 0)
+    sum_1 += tl.where(is_word, added_1, 0)
     tl.store(sums_ptr + program * 2, tl.sum(sum_0, 0))
     tl.store(sums_ptr + program * 2 + 1, tl.sum(sum_1, 0))
 

@@ -12,7 +12,6 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -27,17 +26,6 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
 _KILL_CHECK_S = 0.2
 # Its value lists the members that were waited for in vain, if the one that gave up knows them.
 _KILL_KEY = "killed"
-
-
-@dataclass
-class _Pace:
-    """Polls at intervals of a tenth of the time already waited, within the limits above."""
-
-    begin: float = field(default_factory=time.monotonic)
-
-    def wait(self, pause: Callable[[float], object]) -> None:
-        waited_s = time.monotonic() - self.begin
-        pause(min(max(waited_s / 10, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
 
 class Epoch(ABC):
@@ -133,18 +121,20 @@ class Epoch(ABC):
         The error can name the members that did not come in time if `keys` has a key of each, or if `partner` is the
         only one.
         """
-        deadline, next_check, pace = time.monotonic() + self._timeout_s, time.monotonic() + _KILL_CHECK_S, _Pace()
+        begin = time.monotonic()
+        next_check = begin + _KILL_CHECK_S
         with self._store_at_hand():
             while not done():
                 now = time.monotonic()
-                if now > deadline:
+                if now > begin + self._timeout_s:
                     missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
                     absent = ",".join(missing) if partner is None else str(partner)
                     self._give_up(f"waited {self._timeout_s:g} s for {what}", absent)
                 if now > next_check:
                     next_check = now + _KILL_CHECK_S
                     self._give_up_with_another(what)
-                pace.wait(pause)
+                # A tenth of the time already waited: short waits end without delay, and long ones cost little CPU time.
+                pause(min(max((now - begin) / 10, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
     def _give_up_with_another(self, what: str) -> None:
         if self._store.check([_KILL_KEY]):

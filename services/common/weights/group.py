@@ -10,7 +10,6 @@ torch.distributed, so it can exist next to Megatron in a trainer rank and inside
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -35,11 +34,8 @@ _GLOO_MARGIN_S = 10.0
 _graveyard: list[tuple[float, dist.ProcessGroup]] = []
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """The parts of a broadcast in progress, and with them their memory."""
-
-    parts: list[tuple[torch.Tensor, dist.Work]]
+# A broadcast in progress, by its parts. Each keeps its memory, which nothing else may hold.
+Transfer = list[tuple[torch.Tensor, dist.Work]]
 
 
 class WeightGroup(Epoch):
@@ -57,9 +53,9 @@ class WeightGroup(Epoch):
 
     def begin(self, buckets: Sequence[Bucket]) -> None: ...
 
-    def buffer(self, num_bytes: int) -> torch.Tensor | None:
-        """Returns the memory to pack the next bucket into, or None if any will do."""
-        return None
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Returns the memory to pack the next bucket into."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Starts the broadcast of `flat` from member `sender`; `wait` finishes it.
@@ -73,8 +69,7 @@ class WeightGroup(Epoch):
         return self._begin([self._unused(size) for size in _part_sizes(num_bytes)], sender)
 
     def wait(self, transfer: Transfer) -> None:
-        """Waits until a broadcast has finished."""
-        for _, work in transfer.parts:
+        for _, work in transfer:
             self._wait(work)
 
     def agrees(self, values: Sequence[int]) -> bool:
@@ -94,15 +89,11 @@ class WeightGroup(Epoch):
         """
         most = max(bucket.num_bytes for bucket in buckets)
         if in_place and not (self._buffers and self._buffers[0].numel() >= most):
-            self._buffers = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(_NUM_BUFFERS)]
+            self._buffers = [self.buffer(most) for _ in range(_NUM_BUFFERS)]
 
         def post(index: int) -> tuple[torch.Tensor, Transfer]:
             size, sender = buckets[index].num_bytes, buckets[index].sender
-            flat = (
-                self._buffers[index % _NUM_BUFFERS][:size]
-                if in_place
-                else torch.empty(size, dtype=torch.uint8, device=self.device)
-            )
+            flat = self._buffers[index % _NUM_BUFFERS][:size] if in_place else self.buffer(size)
             return flat, self.broadcast(flat, sender)
 
         posted = [post(index) for index in range(len(buckets))[:_DEPTH]]
@@ -152,14 +143,14 @@ class WeightGroup(Epoch):
     def _begin(self, parts: Sequence[torch.Tensor], sender: int) -> Transfer:
         if self._pg is None:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
-        return Transfer([(part, broadcast(self._pg, part, sender)) for part in parts])
+        return [(part, broadcast(self._pg, part, sender)) for part in parts]
 
     def _unused(self, num_bytes: int) -> torch.Tensor:
         """Returns a buffer for relaying. NCCL's broadcasts share it, as they run one by one; gloo's run in parallel."""
         if self._backend == "gloo":
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return self.buffer(num_bytes)
         if self._scratch is None or self._scratch.numel() < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._scratch = self.buffer(num_bytes)
         return self._scratch[:num_bytes]
 
     def _make_backend(self, host: str, timeout: timedelta) -> dist.ProcessGroup:

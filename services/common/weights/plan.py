@@ -119,12 +119,12 @@ def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
     """Groups slots into rounds: consecutive slots of different senders, which can gather at the same time."""
     senders: set[int] = set()
     together: list[T] = []
-    for sender, held in slots:
+    for sender, part in slots:
         if sender in senders:
             yield together
             senders, together = set(), []
         senders.add(sender)
-        together.append(held)
+        together.append(part)
     if together:
         yield together
 

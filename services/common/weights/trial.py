@@ -82,7 +82,8 @@ def _broadcast(group: types_pb2.WeightGroup, rank: int) -> types_pb2.TestBroadca
     device = torch.device("cuda", 0) if group.backend == "nccl" else torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInput("the trainer broadcasts from a GPU, but torch finds no GPU here", field="backend")
-    flat, again = (_payload(rank, device) for _ in range(2))
+    # Receivers begin with zeros: random numbers below 1.
+    flat, again = (torch.randint(1 if rank else 256, (NUM_BYTES,), dtype=torch.uint8, device=device) for _ in range(2))
     member = WeightGroup(group, rank=rank, device=device)
     try:
         member.wait(member.broadcast(flat))  # warms up: establishes all connections
@@ -96,12 +97,6 @@ def _broadcast(group: types_pb2.WeightGroup, rank: int) -> types_pb2.TestBroadca
     finally:
         member.abort()
     return types_pb2.TestBroadcast(digest=digest.hexdigest(), num_bytes=NUM_BYTES, duration_s=duration_s)
-
-
-def _payload(rank: int, device: torch.device) -> torch.Tensor:
-    if rank:
-        return torch.zeros(NUM_BYTES, dtype=torch.uint8, device=device)
-    return torch.randint(256, (NUM_BYTES,), dtype=torch.uint8, device=device)
 
 
 def main() -> None:

@@ -8,12 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
-from lockstep.types.v1.types_pb2 import PublicationCost
 
 from services.common.errors import Aborted, LockstepError, PreconditionFailed, Reason
 from services.common.weights.buckets import Cost, Items, follow, pack, pack_rounds
@@ -87,11 +86,6 @@ def send(
     content = _conclude(group, plan, digest, version)
     num_bytes = plan.num_bytes_sent(skips_base=skips_base)
     return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
-
-
-def highest_cost(costs: Sequence[dict[str, Any]]) -> PublicationCost:
-    """Returns the largest of each cost, since the senders work at the same time."""
-    return PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 
 
 def _packed(

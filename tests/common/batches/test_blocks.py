@@ -55,10 +55,10 @@ def test_a_block_ends_once_it_has_enough_tokens_or_with_its_minibatch(
     whole = whole.set_column(prompt, whole.schema.field(prompt), pa.array([[3]] * len(rows), pa.list_(pa.uint32())))
     tokens = whole.schema.get_field_index("tokens")
     whole = whole.set_column(tokens, whole.schema.field(tokens), pa.array(rows, pa.list_(pa.uint32())))
-    found = blocks_of(whole, BlockCutter(full, groups_per_minibatch, growth))
-    assert pa.concat_tables(found) == whole
+    blocks = blocks_of(whole, BlockCutter(full, groups_per_minibatch, growth))
+    assert pa.concat_tables(blocks) == whole
     enough = (full % growth or growth) if growth else full
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
         groups = block["group"].unique().to_pylist()
         counts = [num_samples * (sizes[group] + 1) for group in groups]
         assert tokens_of_groups(block) == counts

@@ -9,9 +9,9 @@ SETS = [[3, 9], [], [70000]]
 
 
 def test_what_is_encoded_is_decoded() -> None:
-    counts, kept = decode_sampling_masks(encode_sampling_masks(SETS), 3)
+    counts, allowed = decode_sampling_masks(encode_sampling_masks(SETS), 3)
     assert counts.tolist() == [2, 0, 1]
-    assert kept.tolist() == [3, 9, 70000]
+    assert allowed.tolist() == [3, 9, 70000]
     assert encode_sampling_masks([np.array(one) for one in SETS]) == encode_sampling_masks(SETS)
 
 

@@ -24,7 +24,7 @@ from services.common.weights.plan import Plan
 from services.common.weights.store import StoreAddress
 
 CPU = torch.device("cpu")
-_kept: list[PairReceiver] = []
+_members: list[PairReceiver] = []
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -90,13 +90,13 @@ def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in commands:
         order = json.loads(line)
         store = StoreAddress("127.0.0.1", order["port"], bytes.fromhex(order["secret"]))
-        asked = message(store, epoch=order["epoch"], world_size=order["world_size"], timeout_s=order["timeout_s"])
+        described = message(store, epoch=order["epoch"], world_size=order["world_size"], timeout_s=order["timeout_s"])
         try:
             if num_trainer_ranks := order.get("pairs"):
-                asked.backend, asked.num_trainer_ranks = "pairs", num_trainer_ranks
-                yield from _obey_pair(asked, order)
+                described.backend, described.num_trainer_ranks = "pairs", num_trainer_ranks
+                yield from _obey_pair(described, order)
                 continue
-            group = WeightGroup(asked, rank=order["rank"], device=CPU)
+            group = WeightGroup(described, rank=order["rank"], device=CPU)
             yield {"joined": order["epoch"]}
             if not order["receive"]:
                 continue
@@ -106,9 +106,9 @@ def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield {"error": error.reason.value, "message": error.message}
 
 
-def _obey_pair(asked: GroupMessage, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    group = PairReceiver(asked, rank=order["rank"], device=CPU)
-    _kept.append(group)  # its end of the pair would close if the object were freed
+def _obey_pair(described: GroupMessage, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    group = PairReceiver(described, rank=order["rank"], device=CPU)
+    _members.append(group)  # its end of the pair would close if the object were freed
     yield {"joined": order["epoch"]}
     if order["receive"]:
         plan = Plan.of(some_weights(**order["receive"]), bucket_bytes=1 << 20)

@@ -18,6 +18,7 @@ from services.common.weights.buckets import Span, pack, pack_rounds, unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, Plan
 from tests.common.weights.group_harness import CPU, NamedTensor, digest_of, some_weights
+from tests.support import raises
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float8_e4m3fn]
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -291,19 +292,17 @@ def test_a_round_is_taken_before_any_of_it_is_given_out() -> None:
     assert [(next(packed)[0].sender, list(taken)) for _ in range(3)] == [(0, [0]), (1, [0]), (0, [0, 1])]
 
 
-@pytest.mark.parametrize(
-    ("slots", "problem"), [([(2, 1)], "2 senders"), ([(1, 2)], "1 tensors"), ([(1, 0)], "1 tensors")]
-)
-def test_plan_with_other_turns_than_tensors_or_senders_is_refused(slots: list[tuple[int, int]], problem: str) -> None:
+@pytest.mark.parametrize("slots", [[(2, 1)], [(1, 2)], [(1, 0)]])
+def test_plan_with_other_turns_than_tensors_or_senders_is_refused(slots: list[tuple[int, int]]) -> None:
     spec = TensorSpec(name="w", dtype="float32", shape=[1])
     message = WeightPlan(tensors=[spec], bucket_bytes=64, num_senders=2)
     for sender, num_tensors in slots:
         message.slots.add(sender=sender, num_tensors=num_tensors)
-    with pytest.raises(InvalidInput, match=problem):
+    with raises(InvalidInput, field="plan"):
         Plan(message)
 
 
 def test_plan_with_an_unknown_dtype_is_refused() -> None:
     for dtype in ("float33", "Tensor", "os"):
-        with pytest.raises(InvalidInput, match=dtype):
+        with raises(InvalidInput, field="plan"):
             Plan(WeightPlan(tensors=[TensorSpec(name="w", dtype=dtype, shape=[1])], bucket_bytes=64, num_senders=1))

@@ -34,12 +34,12 @@ class Counting(scheduler.CountsDrafts, PlayedScheduler):
 
 
 def test_a_samples_last_output_has_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_drafting", scheduler._Stopwatch())
+    monkeypatch.setattr(scheduler, "_searches_s", [])
     played = Counting()
     played.draft("a", 4, 4)
     played.draft("b", 2, 0)
     played.draft("a", 4, 1, {"a": 1})
-    scheduler._drafting.timed(sorted)([2, 1])
+    scheduler._timed(sorted)([2, 1])
     ended = played.end("a")
     assert (ended.num_drafts, ended.num_drafted, ended.num_accepted) == (2, 7, 5) and ended.seconds > 0
     played.finish_requests(["b"], None)

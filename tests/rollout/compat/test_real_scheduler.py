@@ -70,9 +70,9 @@ def play(played: Scheduler, at_once: int, *, is_delayed: bool) -> list[EngineCor
         if step == 40:
             played.finish_requests([ABORTED], RequestStatus.FINISHED_ABORTED)
         while len(pending) > is_delayed:
-            given, said = pending.pop(0)
+            scheduled, said = pending.pop(0)
             lists = said.logprobs
-            for answer in played.update_from_output(given, said).values():
+            for answer in played.update_from_output(scheduled, said).values():
                 outputs += answer.outputs
             assert said.logprobs is lists  # the runner's object is as it was
     assert not played.requests

@@ -87,8 +87,8 @@ def test_the_hook_reads_the_sets_of_those_that_ask(asking: list[bool]) -> None:
     )
     recorded._MaskRecorder(runner)
     output = runner.sample_tokens()
-    found = {name: one.tolist() for name, one in getattr(output, recorded.MASKS).items()}
-    assert found == {name: sets[name] for name, is_one in zip(sets, asking, strict=True) if is_one}
+    masks = {name: one.tolist() for name, one in getattr(output, recorded.MASKS).items()}
+    assert masks == {name: sets[name] for name, is_one in zip(sets, asking, strict=True) if is_one}
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([4, 4], "no sampling masks"), ([5], "without 1 of 1 sampled tokens")])
@@ -116,15 +116,15 @@ def test_an_engine_that_cannot_is_refused(
 ) -> None:
     """Tests who returns sampling masks: `answer` is True if vLLM does, False if our hook does, None if nobody does."""
     monkeypatch.setattr(recorded, "require_version", lambda _: Version(version))
-    given = {"logprobs_mode": "processed_logprobs", "additional_config": {"x": 1}} | arguments
+    engine_arguments = {"logprobs_mode": "processed_logprobs", "additional_config": {"x": 1}} | arguments
     if answer is None:
         with raises(InvalidInput, field="rollout.sampling.top_k"):
-            recorded.returning_masks(given, is_gpu=is_gpu)
+            recorded.returning_masks(engine_arguments, is_gpu=is_gpu)
         return
-    made = recorded.returning_masks(given, is_gpu=is_gpu)
+    made = recorded.returning_masks(engine_arguments, is_gpu=is_gpu)
     assert made["additional_config"] == {"x": 1, recorded.MASKS: True}
     assert made.get("return_sampling_mask", False) is answer
-    assert recorded.returns_masks(SimpleNamespace(additional_config=made["additional_config"]))  # type: ignore[arg-type]
+    assert recorded.is_marked(SimpleNamespace(additional_config=made["additional_config"]), recorded.MASKS)  # type: ignore[arg-type]
 
 
 def test_vllm_has_what_the_hook_uses() -> None:

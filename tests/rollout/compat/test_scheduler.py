@@ -22,8 +22,11 @@ LENGTH = {"finish_reason": FinishReason.LENGTH}
 
 
 class PlayedScheduler:
-    """Says what it is given to say; requests that cannot go on are finished on the way, as vLLM does. Each output takes
-    its log-probabilities from those of the step, as in vLLM."""
+    """Returns the outputs that a test gives it.
+
+    Requests that cannot go on are finished on the way, as vLLM does. Each output takes its log-probabilities from those
+    of the step, as in vLLM.
+    """
 
     def __init__(self) -> None:
         self.failing: set[str] = set()
@@ -194,11 +197,11 @@ def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(
     monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **arguments: None)
     named = engine_arguments(RolloutConfig(max_model_len=8), "model", seed=0)["scheduler_cls"]
     arguments = returning_experts({"enforce_eager": True}, is_gpu=False) if returns_routed_experts else {}
-    given = (arguments or {}).get("additional_config", {})
+    additional_config = (arguments or {}).get("additional_config", {})
     made = resolve_obj_by_qualname(named)(
         vllm_config=SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=is_async),
-            additional_config=given,
+            additional_config=additional_config,
             speculative_config=None,
         )
     )

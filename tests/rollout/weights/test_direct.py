@@ -236,8 +236,8 @@ def test_a_map_with_the_same_bytes_in_two_places_is_checked_in_both():
 
     def digests() -> tuple[str, str]:
         received, loaded = (WeightDigest("", CPU) for _ in range(2))
-        direct.digest_received(received, 0, flat, 0)
-        direct.digest_loaded(loaded, 0, 0)
+        loading._add(received, direct.received(0, flat), 0)
+        loading._add(loaded, direct.loaded(0), 0)
         return received.hexdigest(), loaded.hexdigest()
 
     assert len(set(digests())) == 1

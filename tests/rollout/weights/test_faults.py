@@ -194,7 +194,7 @@ async def test_a_sender_that_is_killed_takes_its_store_with_it(played: PlayedTra
 async def test_a_member_that_never_comes_costs_the_timeout_and_no_weights(played: PlayedTrainer):
     stamp = await assert_next_is_exact(played, 50)
     played.epoch += 1
-    with pytest.raises(Aborted, match="all members to join"):
+    with raises(Aborted):
         await played.replica.join(played.describe_group(played.epoch, 3.0), played.plan.message)
     await played.assert_exact(stamp)  # nothing was received, so the old weights are whole
     with raises(PreconditionFailed, reason=Reason.NOT_JOINED):

@@ -18,7 +18,7 @@ from services.common.errors import Aborted
 from services.common.files.transfer import from_messages, to_messages
 from services.coordinator.clients.trainer import whole_batch
 from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, raises
 
 # Both ends compute in float32. The difference was measured as 3e-5 for a model of 9.5M parameters; a wrong weight,
 # temperature or position shows above 1e-2.
@@ -158,7 +158,7 @@ async def test_a_member_that_does_not_come_ends_the_epoch_for_every_sender(opene
     stamp = await opened.publish(version)
     opened.epoch += 1
     group = opened.group(world_size=opened.opened.plan.num_senders + 1, timeout_s=3.0)
-    with pytest.raises(Aborted, match="join"):
+    with raises(Aborted):
         await opened.trainer.call(
             TrainerService.JoinWeightGroup, trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=PATIENCE_S
         )

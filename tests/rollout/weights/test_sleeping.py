@@ -15,12 +15,9 @@ def contents(worker: Worker) -> dict[str, torch.Tensor]:
 
 def sleep_and_wake(worker: Worker) -> None:
     worker.lockstep_before_sleep()
-    worker.lockstep_after_sleep()
-    assert worker.lockstep_memory()["resident_bytes"] == 0
+    assert worker.lockstep_memory([WEIGHTS, KV_CACHE])["resident_bytes"] == 0
     assert all(not tensor.any() for tensor in contents(worker).values())
-    worker.lockstep_after_wake(WEIGHTS)
-    assert worker.lockstep_memory()["resident_bytes"] > 0
-    worker.lockstep_after_wake(KV_CACHE)
+    assert worker.lockstep_memory([KV_CACHE])["resident_bytes"] > 0
 
 
 # After none it loads and records, after one it checks, after two and more it copies directly into its buffers.

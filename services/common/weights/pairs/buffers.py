@@ -86,7 +86,7 @@ class _OwnedCudaBuffers:
 
     def mapped(self, answer: pb.PairMapped) -> None:
         """Takes the other end's answer to `message`."""
-        _require_handles(answer.read_handles, cuda.HANDLE_BYTES)
+        _require_handles(answer.read_handles)
         self._read = [cuda.SharedEvent.of(handle, self._device) for handle in answer.read_handles]
 
     def wait_until_read(self, buffer: int) -> None:
@@ -94,7 +94,7 @@ class _OwnedCudaBuffers:
         self._read[buffer].wait()
 
     def written(self, buffer: int) -> None:
-        """Notes that the buffer holds a bucket, as soon as the device has finished the work that was queued before."""
+        """Marks the buffer as written, as soon as the device has finished the work that was queued before."""
         self._written[buffer].record()
 
     def free(self) -> None:
@@ -126,7 +126,7 @@ class _MappedCudaBuffers:
         self._written[buffer].wait()
 
     def read(self, buffer: int) -> None:
-        """Notes that the buffer was read, as soon as the device has finished the work that was queued before."""
+        """Marks the buffer as read, as soon as the device has finished the work that was queued before."""
         self._read[buffer].record()
 
     def unmap(self) -> None:
@@ -151,8 +151,8 @@ def map_buffers(
         if message.buffer_bytes < least_bytes:
             raise InvalidInput(f"buffers of {message.buffer_bytes} bytes are too small for buckets of {least_bytes}")
         if device.type == "cuda":
-            _require_handles(message.memory_handles, cuda.HANDLE_BYTES)
-            _require_handles(message.written_handles, cuda.HANDLE_BYTES)
+            _require_handles(message.memory_handles)
+            _require_handles(message.written_handles)
             return _MappedCudaBuffers(message, device)
         if len(fds) != NUM_BUFFERS:
             raise InvalidInput(f"{len(fds)} file descriptors came for {NUM_BUFFERS} buffers")
@@ -167,9 +167,10 @@ def _events() -> tuple[list[cuda.SharedEvent], list[bytes]]:
     return events, [event.handle for event in events]
 
 
-def _require_handles(handles: Sequence[bytes], num_bytes: int) -> None:
-    if [len(handle) for handle in handles] != [num_bytes] * NUM_BUFFERS:
-        raise InvalidInput(f"not {NUM_BUFFERS} handles of {num_bytes} bytes: {[len(handle) for handle in handles]}")
+def _require_handles(handles: Sequence[bytes]) -> None:
+    sizes = [len(handle) for handle in handles]
+    if sizes != [cuda.HANDLE_BYTES] * NUM_BUFFERS:
+        raise InvalidInput(f"not {NUM_BUFFERS} handles of {cuda.HANDLE_BYTES} bytes: {sizes}")
 
 
 def _shared_memory(num_bytes: int) -> int:

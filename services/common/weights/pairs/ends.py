@@ -32,22 +32,26 @@ class PairEnd(Epoch):
 
     def agrees(self, values: Sequence[int]) -> bool:
         """Returns whether the first trainer rank and all engine workers, the only callers, pass the same integers."""
+        # A key of its own for each comparison, because the store still has the values of the one before.
         name, self._num_agreed = f"agree/{self._num_agreed}", self._num_agreed + 1
-        keys = [f"{name}/{rank}" for rank in (0, *range(self.num_trainer_ranks, self.world_size))]
-        with self._store_at_hand():
-            self._store.set(f"{name}/{self.rank}", " ".join(map(str, values)))
-        self._wait_until(lambda: self._store.check(keys), "all members to compare what they hold", keys)
-        with self._store_at_hand():
-            return len(set(self._store.multi_get(keys))) == 1
+        ranks = (0, *range(self.num_trainer_ranks, self.world_size))
+        own = " ".join(map(str, values))
+        return len(set(self._exchange(name, own, ranks, "all members to compare what they hold"))) == 1
 
     def _meet(self, own: pb.PairMember) -> list[pb.PairMember]:
         """Tells all members about this one. Returns all of them, in the order of their ranks."""
-        keys = [f"pair/{rank}" for rank in range(self.world_size)]
+        encoded, ranks = own.SerializeToString().hex(), range(self.world_size)
+        members = self._exchange("pair", encoded, ranks, "all members to name their devices")
+        return [pb.PairMember.FromString(bytes.fromhex(member.decode())) for member in members]
+
+    def _exchange(self, name: str, own: str, ranks: Sequence[int], what: str) -> list[bytes]:
+        """Puts a value into the store. Waits for those of the members `ranks`, and returns them in this order."""
+        keys = [f"{name}/{rank}" for rank in ranks]
         with self._store_at_hand():
-            self._store.set(f"pair/{self.rank}", own.SerializeToString().hex())
-        self._wait_until(lambda: self._store.check(keys), "all members to name their devices", keys)
+            self._store.set(f"{name}/{self.rank}", own)
+        self._wait_until(lambda: self._store.check(keys), what, keys)
         with self._store_at_hand():
-            return [pb.PairMember.FromString(bytes.fromhex(member.decode())) for member in self._store.multi_get(keys)]
+            return self._store.multi_get(keys)
 
     def _send(self, message: pb.PairMessage, fds: Sequence[int] = ()) -> None:
         try:
@@ -187,7 +191,6 @@ class PairSender(PairEnd):
         self._buckets: Sequence[Bucket] = ()
         self._num_sent = 0
         self._unread: deque[int] = deque()  # buffers that the other end has not read yet
-        self._is_taken = False  # the next buffer is being filled
         self._broken: Aborted | None = None
         self._received = ""  # digest of what the other end has received
         super().__init__(group, rank=rank, device=device)
@@ -196,11 +199,9 @@ class PairSender(PairEnd):
         self._buckets, self._num_sent = buckets, 0
         self._unless_broken(self._open_buffers)
 
-    def buffer(self, num_bytes: int) -> torch.Tensor | None:
+    def buffer(self, num_bytes: int) -> torch.Tensor:
         """Returns the memory to pack the next bucket into, once the other end has read its content."""
-        if not self._is_taken:
-            self._unless_broken(self._wait_for_buffer)
-            self._is_taken = True
+        self._unless_broken(self._wait_for_buffer)
         if self._buffers is not None:
             return self._buffers.tensors[self._num_sent % NUM_BUFFERS][:num_bytes]
         if self._scratch is None or self._scratch.numel() < num_bytes:
@@ -210,14 +211,14 @@ class PairSender(PairEnd):
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Hands a bucket that this rank has packed to all engine workers."""
-        buffer = self._hold(flat.numel())
+        buffer = self.buffer(flat.numel())
         if buffer.data_ptr() != flat.data_ptr():
             buffer.copy_(flat)
         return self._hand_over(buffer, sender)
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
         """Hands a bucket that another rank packs to this rank's engine worker."""
-        return self._hand_over(self._hold(num_bytes), sender)
+        return self._hand_over(self.buffer(num_bytes), sender)
 
     def wait(self, transfer: Transfer) -> None:
         """Returns at once: the buffers are waited for when they are needed again."""
@@ -233,16 +234,11 @@ class PairSender(PairEnd):
         digests |= zip(others, self._acknowledged_by(others, version), strict=True)
         return [digests[rank] for rank in range(1, self.world_size)]
 
-    def _hold(self, num_bytes: int) -> torch.Tensor:
-        buffer = self.buffer(num_bytes)
-        assert buffer is not None
-        return buffer
-
     def _hand_over(self, buffer: torch.Tensor, sender: int) -> Transfer:
         self._spread(buffer, sender)
         self._unless_broken(self._tell_written)
-        self._num_sent, self._is_taken = self._num_sent + 1, False
-        return Transfer([])
+        self._num_sent += 1
+        return []
 
     def _unless_broken(self, action: Callable[[], None]) -> None:
         """Runs a step that involves the other end. A failure is raised at the end only, as the other ranks go on."""
@@ -268,6 +264,7 @@ class PairSender(PairEnd):
         self._send(pb.PairMessage(buffers=self._buffers.message), self._buffers.fds)
 
     def _wait_for_buffer(self) -> None:
+        # A second call for the same bucket does not wait again.
         if len(self._unread) == NUM_BUFFERS:
             self._take_read()
         if self._buffers is not None and self._num_sent >= NUM_BUFFERS:

@@ -124,7 +124,10 @@ def partners(members: Sequence[pb.PairMember], num_trainer_ranks: int) -> Mappin
     for what, these in (("trainer ranks", ranks), ("engine workers", workers)):
         most = Counter(member.device for member in these).most_common(1)
         if most and most[0][1] > 1:
-            raise InvalidInput(f"placement colocated: {most[0][1]} {what} are on device {most[0][0]}, only one may be")
+            raise InvalidInput(
+                f"placement colocated: {most[0][1]} {what} are on device {most[0][0]}, only one may be",
+                field="placement",
+            )
     rank_on = {member.device: rank for rank, member in enumerate(ranks)}
     for index, worker in enumerate(workers):
         if worker.device not in rank_on:

@@ -35,7 +35,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from services.common.batches.batch import decode_sampling_masks, encode_sampling_masks, keeps_sampled
+from services.common.batches.batch import allows_sampled, decode_sampling_masks, encode_sampling_masks
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
@@ -47,7 +47,7 @@ EngineArguments = dict[str, Any]
 
 _V1_RUNNER_ON_GPU, _SEEN = SpecifierSet(">=0.26,<0.31"), SpecifierSet(">=0.32,<0.33")
 # The keys of `additional_config` with which an engine returns something, and of masks in vLLM's answers.
-MASKS, _EXPERTS = "lockstep_masks", "lockstep_experts"
+MASKS, EXPERTS = "lockstep_masks", "lockstep_experts"
 ASKS = {MASKS: True}
 """The `extra_args` of a request whose sampling masks are returned."""
 
@@ -86,7 +86,7 @@ def returning_experts(arguments: EngineArguments, *, is_gpu: bool) -> EngineArgu
     if is_gpu:
         return {**arguments, "enable_return_routed_experts": True} if version in _V1_RUNNER_ON_GPU else None
     can_hook = version in _SEEN and arguments.get("enforce_eager")  # a compiled router would not call the hook
-    return _marked(arguments, _EXPERTS) if can_hook else None
+    return _marked(arguments, EXPERTS) if can_hook else None
 
 
 def keep_in_one_frame() -> None:
@@ -105,18 +105,9 @@ def _marked(arguments: EngineArguments, key: str) -> EngineArguments:
     return {**arguments, "additional_config": {**arguments.get("additional_config", {}), key: True}}
 
 
-def _is_marked(vllm_config: VllmConfig, key: str) -> bool:
+def is_marked(vllm_config: VllmConfig, key: str) -> bool:
+    """Returns whether the engine was started to return MASKS, or EXPERTS by hooked routers."""
     return isinstance(vllm_config.additional_config, dict) and key in vllm_config.additional_config
-
-
-def returns_masks(vllm_config: VllmConfig) -> bool:
-    """Returns whether the engine was started with the arguments of `returning_masks`."""
-    return _is_marked(vllm_config, MASKS)
-
-
-def hooks_routers(vllm_config: VllmConfig) -> bool:
-    """Returns whether the engine was started with the arguments of `returning_experts` on CPU."""
-    return _is_marked(vllm_config, _EXPERTS)
 
 
 class _MaskRecorder:
@@ -136,12 +127,12 @@ class _MaskRecorder:
         if asking:
             assert logprobs_BV is not None, "requests ask for log-probabilities, and returning_masks requires the mode"
             if len(asking) < len(requests):
-                is_kept = logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)] > -torch.inf
+                is_allowed = logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)] > -torch.inf
             else:  # all ask, so there is nothing to copy
-                is_kept = logprobs_BV[: len(asking)] > -torch.inf
-            kept, ends = is_kept.nonzero()[:, 1].cpu().numpy(), is_kept.sum(1).cumsum(0).tolist()
+                is_allowed = logprobs_BV[: len(asking)] > -torch.inf
+            allowed, ends = is_allowed.nonzero()[:, 1].cpu().numpy(), is_allowed.sum(1).cumsum(0).tolist()
             spans = zip(asking, [0, *ends[:-1]], ends, strict=True)
-            self._masks = {requests[row]: kept[begin:end] for row, begin, end in spans}
+            self._masks = {requests[row]: allowed[begin:end] for row, begin, end in spans}
         return sampled_B, logprobs_BV
 
     def sample_tokens(self, *args: object, **kwargs: object) -> object:
@@ -207,10 +198,10 @@ def masks_of(output: RequestOutput) -> bytes:
     tokens = np.array(output.outputs[0].token_ids)
     data = attached(output, MASKS, b"")
     try:
-        counts, kept = decode_sampling_masks(data, len(tokens))
+        counts, allowed = decode_sampling_masks(data, len(tokens))
     except ValueError as error:
         raise InternalError(f"vLLM returned no sampling masks of a sample: {error}") from error
-    if num_missing := np.count_nonzero(~keeps_sampled(tokens, counts, kept)):
+    if num_missing := np.count_nonzero(~allows_sampled(tokens, counts, allowed)):
         raise InternalError(f"vLLM returned sampling masks without {num_missing} of {len(tokens)} sampled tokens")
     return data
 
@@ -233,7 +224,7 @@ class _ExpertRecorder:
 
 def record_experts(worker: WorkerExtension) -> None:
     """Hooks the routers of a worker's model, if the engine was started for it."""
-    if not hooks_routers(worker.vllm_config) or worker.rank:
+    if not is_marked(worker.vllm_config, EXPERTS) or worker.rank:
         return
     # With vLLM 0.26 this module has another recorder and no such function.
     capturer = import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")

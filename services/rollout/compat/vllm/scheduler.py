@@ -7,11 +7,11 @@ Schedulers can be set (`scheduler_cls`), but vLLM says that their interface is n
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
+from lockstep.rollout.v1.rollout_pb2 import Drafts
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached, last_outputs
-from services.rollout.compat.vllm.recorded import ReturnsExperts, ReturnsMasks, hooks_routers, returns_masks
+from services.rollout.compat.vllm.recorded import EXPERTS, MASKS, ReturnsExperts, ReturnsMasks, is_marked
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
@@ -108,33 +108,28 @@ class InChunks(SchedulerMixin):
         answers = super().update_from_output(scheduler_output, model_runner_output)
         for answer in answers.values():
             answer.outputs = [output for output in answer.outputs if self._is_due(output, step)]
-            self._report_fewest(answer.outputs)
+        if ended := list(last_outputs(answers)):
+            # The service knows only of tokens that were sent, so it is told how many the shortest sample has by now.
+            fewest = min((request.num_output_tokens for request in self.requests.values()), default=0)
+            for output in ended:
+                attach(output, _FEWEST, fewest)
         return {
             client: answer
             for client, answer in answers.items()
             if answer.outputs or answer.scheduler_stats or answer.finished_requests
         }
 
-    def _report_fewest(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Adds to each last output how many tokens the sample with the fewest has by now. The service knows only of
-        tokens that were sent."""
-        ended = [output for output in outputs if output.finish_reason is not None]
-        if ended:
-            fewest = min((request.num_output_tokens for request in self.requests.values()), default=0)
-            for output in ended:
-                attach(output, _FEWEST, fewest)
-
     def _is_due(self, output: EngineCoreOutput, step: _StepLogprobs | None) -> bool:
         """Returns whether `output` is to be sent now; if so, adds the unsent tokens to it."""
-        is_finished, held = output.finish_reason is not None, self._unsent.get(output.request_id)
-        if held is None:
+        is_finished, unsent = output.finish_reason is not None, self._unsent.get(output.request_id)
+        if unsent is None:  # the sample's first output is sent at once
             if step and output.new_logprobs is not None:
                 step.restore(output)
         else:
-            held.add(output, step)
-            if not (is_finished or output.events or len(held.tokens) >= _CHUNK_TOKENS):
+            unsent.add(output, step)
+            if not (is_finished or output.events or len(unsent.tokens) >= _CHUNK_TOKENS):
                 return False
-            held.move_into(output)
+            unsent.move_into(output)
         if is_finished:
             self._unsent.pop(output.request_id, None)
         else:
@@ -148,47 +143,20 @@ def fewest_of(output: RequestOutput) -> int:
     return attached(output, _FEWEST, 0)
 
 
-@dataclass(slots=True)
-class Drafts:
-    """Counts of the tokens that were drafted for one sample."""
-
-    num_drafts: int = 0
-    """Number of times that tokens were drafted and verified."""
-    num_drafted: int = 0
-    """Number of drafted tokens."""
-    num_accepted: int = 0
-    """Number of drafted tokens that became tokens of the sample, or would have if it had not ended before them."""
-    seconds: float = 0.0
-    """Time that the engine spent looking for drafts since another sample had ended. Only ngram and suffix are measured,
-    and only in engines with one worker."""
+# Seconds that this process has looked for drafts, one number for each search, since a sample ended.
+_searches_s: list[float] = []
 
 
-class _Stopwatch:
-    """Measures calls in this process."""
+def _timed(propose: Callable[Parameters, Answer]) -> Callable[Parameters, Answer]:
+    @functools.wraps(propose)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Answer:
+        begin = time.perf_counter()
+        try:
+            return propose(*args, **kwargs)
+        finally:
+            _searches_s.append(time.perf_counter() - begin)
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    def timed(self, function: Callable[Parameters, Answer]) -> Callable[Parameters, Answer]:
-        """Returns `function`, measured."""
-
-        @functools.wraps(function)
-        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Answer:
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._seconds += time.perf_counter() - begin
-
-        return call
-
-    def take(self) -> float:
-        """Returns the seconds since the last call of this method."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-_drafting = _Stopwatch()
+    return call
 
 
 def time_drafts() -> None:
@@ -200,7 +168,7 @@ def time_drafts() -> None:
     proposers: tuple[Any, ...] = (NgramProposer, SuffixDecodingProposer)
     for proposer in proposers:
         if not hasattr(proposer.propose, "__wrapped__"):
-            proposer.propose = _drafting.timed(proposer.propose)
+            proposer.propose = _timed(proposer.propose)
 
 
 class CountsDrafts(SchedulerMixin):
@@ -222,6 +190,7 @@ class CountsDrafts(SchedulerMixin):
             drafts = self._drafts.setdefault(counts["request_id"], Drafts())
             drafts.num_drafts += 1
             drafts.num_drafted += num_drafted - invalid
+            # With those that would have become tokens of the sample if it had not ended before them.
             drafts.num_accepted += counts["num_accepted_tokens"]
         return super().make_spec_decoding_stats(*args, **counts)
 
@@ -231,14 +200,15 @@ class CountsDrafts(SchedulerMixin):
         answers = super().update_from_output(scheduler_output, model_runner_output)
         for output in last_outputs(answers):
             drafts = self._drafts.pop(output.request_id, None) or Drafts()
-            drafts.seconds = _drafting.take()
-            attach(output, _DRAFTS, asdict(drafts))
+            drafts.seconds = sum(_searches_s)
+            _searches_s.clear()
+            attach(output, _DRAFTS, drafts.SerializeToString())
         return answers
 
 
 def drafts_of(output: RequestOutput) -> Drafts:
     """Returns the counts of the sample that `output` has finished; zeros without speculative decoding."""
-    return Drafts(**attached(output, _DRAFTS, {}))
+    return Drafts.FromString(attached(output, _DRAFTS, b""))
 
 
 def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
@@ -249,12 +219,12 @@ def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Returns vLLM's scheduler with our mixins; this is the engine argument `scheduler_cls`."""
     mixins: list[type] = [InChunks]
-    if hooks_routers(vllm_config):
+    if is_marked(vllm_config, EXPERTS):
         mixins.insert(0, ReturnsExperts)
     if vllm_config.speculative_config:
         mixins.insert(0, CountsDrafts)
         time_drafts()
-    if returns_masks(vllm_config):
+    if is_marked(vllm_config, MASKS):
         mixins.append(ReturnsMasks)
     made: Scheduler = type("Scheduler", (*mixins, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

@@ -25,7 +25,7 @@ _PLAIN_ATTENTION = ("Attention",)
 
 
 class ModelRunner(Protocol):
-    """What holds the model inside a worker."""
+    """The object that runs the model in a worker."""
 
     def get_model(self) -> nn.Module: ...
 

@@ -35,10 +35,10 @@ def main() -> None:
         digest = received.hexdigest()
         torch.cuda.synchronize()
         member.acknowledge(int(line), digest)
-        seconds, held = time.perf_counter() - begin, WeightDigest(plan.digest, GPU)
+        seconds, own_digest = time.perf_counter() - begin, WeightDigest(plan.digest, GPU)
         for copy, bucket in zip(copies, plan.buckets, strict=True):
-            held.update(copy, start=bucket.start)
-        answer = {"digest": digest, "seconds": seconds, "is_held": held.hexdigest() == digest}
+            own_digest.update(copy, start=bucket.start)
+        answer = {"digest": digest, "seconds": seconds, "is_held": own_digest.hexdigest() == digest}
         torch.cuda.empty_cache()
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

@@ -28,7 +28,7 @@ from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore, StoreClient
 from services.trainer.ranks.publish import Publication, send
 from tests.common.weights.group_harness import CPU, digest_of, message, receive_pair, some_weights
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, raises
 
 WEIGHTS = some_weights()
 PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 18)
@@ -48,7 +48,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def asked(store: ServedStore, *, ranks: int = 1, workers: int = 1, timeout_s: float = TIMEOUT_S) -> GroupMessage:
+def pair_group(store: ServedStore, *, ranks: int = 1, workers: int = 1, timeout_s: float = TIMEOUT_S) -> GroupMessage:
     group = message(store.address, epoch=next(_EPOCHS), world_size=ranks + workers, timeout_s=timeout_s)
     group.backend, group.num_trainer_ranks = "pairs", ranks
     return group
@@ -72,7 +72,7 @@ def spreads(store: ServedStore, pool: ThreadPoolExecutor, num_ranks: int, sender
 
 
 class Members:
-    """Holds the trainer ranks and engine workers of one epoch, each of which works in a thread."""
+    """The trainer ranks and engine workers of one epoch, each of which works in a thread."""
 
     def __init__(
         self, store: ServedStore, pool: ThreadPoolExecutor, group: GroupMessage, senders: Sequence[int] = (0,)
@@ -121,7 +121,7 @@ def aborted(why: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_worker_gets_what_was_sent(store, pool, in_place) -> None:
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, pair_group(store))
     for version in (1, 2, 2):
         received = members.receive(PLAN, version, in_place=in_place)
         (publication,) = (one.result(PATIENCE_S) for one in members.send(PLAN, [WEIGHTS], version))
@@ -136,7 +136,7 @@ def test_buffers_are_gone_with_the_epoch(store, pool) -> None:
             return sum("memfd:lockstep-pair" in line for line in maps)
 
     before = buffers()
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, pair_group(store))
     received = members.receive(PLAN, 1, in_place=True)
     members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)
     received[0].result(PATIENCE_S)
@@ -155,7 +155,7 @@ def test_a_rank_packs_buckets_while_its_worker_maps_the_buffers(store, pool) -> 
             if number == in_buffers:
                 has_packed.set()
 
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, pair_group(store))
     (sending,) = members.send(PLAN, [gathered()], 1)
     assert has_packed.wait(PATIENCE_S)  # nobody receives yet
     require_equal(members.receive(PLAN, 1)[0], sending.result(PATIENCE_S))
@@ -165,7 +165,7 @@ def test_a_rank_packs_buckets_while_its_worker_maps_the_buffers(store, pool) -> 
 def test_larger_buckets_get_other_buffers(store, pool) -> None:
     """An epoch may have a publication of adapters alone, in small buckets, before one with the base."""
     small = Plan.of(WEIGHTS[:2], bucket_bytes=1 << 18)
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, pair_group(store))
     for plan, weights in ((small, WEIGHTS[:2]), (PLAN, WEIGHTS), (small, WEIGHTS[:2])):
         received = members.receive(plan, 1, in_place=True)
         (publication,) = (one.result(PATIENCE_S) for one in members.send(plan, [weights], 1))
@@ -179,7 +179,7 @@ def test_every_worker_gets_all_that_several_ranks_send(store, pool) -> None:
     plan = Plan.of(WEIGHTS, bucket_bytes=1 << 20, slots=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
     nothing: list[list] = [[], [], []]
     parts = [[[a, b], [e], [g]], nothing, nothing, [[c, d], [f], []]]
-    members = Members(store, pool, asked(store, ranks=4, workers=4), senders=(0, 3))
+    members = Members(store, pool, pair_group(store, ranks=4, workers=4), senders=(0, 3))
     for version in (1, 2):
         received = members.receive(plan, version)
         first, *others = [one.result(PATIENCE_S) for one in members.send(plan, parts, version)]
@@ -199,7 +199,7 @@ def test_every_worker_gets_all_that_one_rank_sends(store, pool) -> None:
             taken.append(name)
             yield name, torch.empty(0)
 
-    members = Members(store, pool, asked(store, ranks=2, workers=2))
+    members = Members(store, pool, pair_group(store, ranks=2, workers=2))
     received = members.receive(PLAN, 1)
     first, _ = [one.result(PATIENCE_S) for one in members.send(PLAN, [WEIGHTS, gathered()], 1)]
     for one in received:
@@ -210,7 +210,7 @@ def test_every_worker_gets_all_that_one_rank_sends(store, pool) -> None:
 
 def test_a_rank_without_a_worker_takes_part(store, pool) -> None:
     """Tests that after the loss of a replica the other workers get everything."""
-    members = Members(store, pool, asked(store, ranks=2, workers=1))
+    members = Members(store, pool, pair_group(store, ranks=2, workers=1))
     received = members.receive(PLAN, 1)
     first, _ = [one.result(PATIENCE_S) for one in members.send(PLAN, [WEIGHTS, WEIGHTS], 1)]
     require_equal(received[0], first)
@@ -219,7 +219,7 @@ def test_a_rank_without_a_worker_takes_part(store, pool) -> None:
 
 def test_ranks_whose_pairs_broke_take_part_to_the_end(store, pool) -> None:
     """If they did not, the other ranks would wait for them in a collective, which cannot be ended early."""
-    members = Members(store, pool, asked(store, ranks=2, workers=2))
+    members = Members(store, pool, pair_group(store, ranks=2, workers=2))
     members.workers[1].abort()
     received = members.receive(PLAN, 1)
     for one in (*members.send(PLAN, [WEIGHTS, WEIGHTS], 1), received[1]):
@@ -230,7 +230,7 @@ def test_ranks_whose_pairs_broke_take_part_to_the_end(store, pool) -> None:
 
 
 def test_members_agree_if_the_first_rank_and_all_workers_bring_the_same(store, pool) -> None:
-    members = Members(store, pool, asked(store, ranks=2, workers=2))
+    members = Members(store, pool, pair_group(store, ranks=2, workers=2))
     those = [members.ranks[0], *members.workers]
     for values, agree in (([(5, -7)] * 3, True), ([(5, -7), (5, -7), (5, -8)], False), ([(0, 0)] * 3, True)):
         assert set(pool.map(lambda member, value: member.agrees(value), those, values)) == {agree}
@@ -247,7 +247,7 @@ def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch, pair
         written(self)
 
     monkeypatch.setattr(PairSender, "_tell_written", flipped)
-    members = Members(store, pool, asked(store, ranks=2, workers=2))
+    members = Members(store, pool, pair_group(store, ranks=2, workers=2))
     received = members.receive(PLAN, 1)
     with pytest.raises(PreconditionFailed) as caught:
         members.send(PLAN, [WEIGHTS, WEIGHTS], 1)[0].result(PATIENCE_S)
@@ -259,8 +259,8 @@ def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch, pair
 
 @pytest.mark.parametrize("who", ["worker", "rank"])
 def test_a_member_that_never_comes_aborts_the_others_within_the_timeout(store, pool, who) -> None:
-    members = Members(store, pool, asked(store, timeout_s=1.0))
-    with pytest.raises(Aborted, match=r"waited 1 s for member . to .*missing") as caught:
+    members = Members(store, pool, pair_group(store, timeout_s=1.0))
+    with raises(Aborted) as caught:
         if who == "worker":
             members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)
         else:
@@ -276,14 +276,12 @@ def test_a_worker_on_another_device_is_refused(store, pool, monkeypatch) -> None
         return meet(self, PairMember(device="GPU-of-another-host", socket=own.socket))
 
     monkeypatch.setattr(PairSender, "_meet", elsewhere)
-    with pytest.raises(
-        InvalidInput, match=r"engine worker 0 is on device .*/0, but the trainer ranks are on GPU-of-ano"
-    ):
-        Members(store, pool, asked(store))
+    with raises(InvalidInput, field="placement"):
+        Members(store, pool, pair_group(store))
 
 
 def test_a_plan_that_the_other_end_does_not_have_is_refused(store, pool) -> None:
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, pair_group(store))
     received = members.receive(Plan.of(WEIGHTS[::-1], bucket_bytes=1 << 18), 1)
     sending = members.send(PLAN, [WEIGHTS], 1)
     with aborted("in place of bucket"):
@@ -293,7 +291,7 @@ def test_a_plan_that_the_other_end_does_not_have_is_refused(store, pool) -> None
 
 
 def test_an_error_of_the_sender_is_raised(store, pool) -> None:
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, pair_group(store))
     received = members.receive(PLAN, 1)
     with pytest.raises(InternalError, match="export order changed"):
         members.send(PLAN, [WEIGHTS[::-1]], 1)[0].result(PATIENCE_S)
@@ -315,7 +313,7 @@ def test_visitors_without_the_secret_are_not_let_in(store, pool, monkeypatch) ->
 
     visitors: list[socket.socket] = []
     monkeypatch.setattr(sender_module.Listener, "__init__", visited)
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, pair_group(store))
     received = members.receive(PLAN, 1)
     publication = members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)
     require_equal(received[0], publication)
@@ -372,13 +370,13 @@ def test_a_rank_outlives_a_worker_that_is_killed_in_a_publication(store) -> None
     def joined(group: GroupMessage) -> PairSender:
         return PairSender(group, rank=0, device=CPU, senders=[0], spread=lambda flat, sender: None)
 
-    worker, group = Worker(store), asked(store)
+    worker, group = Worker(store), pair_group(store)
     worker.order(group, receive=size)
     whole = joined(group)
     assert send(whole, plan, weights, version=group.epoch).digest == digest_of(plan, weights)
     assert [worker.answer(), worker.answer()] == [{"joined": group.epoch}, {"digest": digest_of(plan, weights)}]
 
-    group = asked(store)
+    group = pair_group(store)
     worker.order(group, receive=None)  # joins, and never receives
     broken = joined(group)
     assert worker.answer() == {"joined": group.epoch}
@@ -390,7 +388,7 @@ def test_a_rank_outlives_a_worker_that_is_killed_in_a_publication(store) -> None
         with aborted("the other end of the pair, is gone"):
             sending.result(PATIENCE_S)
 
-    another, group = Worker(store), asked(store)
+    another, group = Worker(store), pair_group(store)
     another.order(group, receive=size)
     assert send(joined(group), plan, weights, version=group.epoch).digest == digest_of(plan, weights)
     assert [another.answer(), another.answer()] == [{"joined": group.epoch}, {"digest": digest_of(plan, weights)}]

@@ -48,8 +48,8 @@ def test_experts_take_one_byte_up_to_256_of_them(num_experts: int, row_bytes: in
 
 
 @pytest.mark.parametrize("routed_experts", [np.zeros((5, 3, 2)), np.full((5, 2, 3), 4), np.full((5, 2, 3), -1)])
-def test_routes_of_another_model_are_refused(routed_experts: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="routed_experts"):
+def test_routed_experts_of_another_model_are_refused(routed_experts: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"routed.experts"):
         RoutedExpertsShape(2, 4, 3).encode(routed_experts)
 
 
@@ -69,11 +69,11 @@ def test_what_the_samples_share_is_sent_once() -> None:
     assert [part.num_shared_bytes for part in sent] == [0, 7, 28, 3, 0]
 
 
-def test_a_group_without_routes_has_no_parts() -> None:
+def test_a_group_without_routed_experts_has_no_parts() -> None:
     assert from_parts([], 4) == []
 
 
 @pytest.mark.parametrize("completions", [[0, 2], [1], [0, 1, 0], [0]])
 def test_missing_parts_and_parts_out_of_order_are_refused(completions: list[int]) -> None:
-    with pytest.raises(InternalError, match="routed_experts"):
+    with pytest.raises(InternalError, match=r"routed.experts"):
         from_parts([CompletionPart(completion=number, data=b"x") for number in completions], 2)
