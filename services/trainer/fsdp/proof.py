@@ -38,6 +38,7 @@ _SMALLER: Mapping[str, int] = {
     "n_routed_experts": 16,
     "moe_num_experts": 16,
 }
+_Content = dict[str, Any]
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "video_token_id")
 
 
@@ -105,7 +106,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     return type(config).from_dict(content)
 
 
-def _changes(config: PretrainedConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _changes(config: PretrainedConfig) -> Iterator[Callable[[_Content], None]]:
     num_layers = _first_layers(config)
     whole = config.get_text_config().num_hidden_layers
     yield lambda content: _cut_layers(_text(content), whole, num_layers)
@@ -115,23 +116,23 @@ def _changes(config: PretrainedConfig) -> Iterator[Callable[[dict[str, Any]], No
         yield functools.partial(_lower, key=key, value=value)
 
 
-def _text(content: dict[str, Any]) -> dict[str, Any]:
+def _text(content: _Content) -> _Content:
     nested = content.get("text_config")
     return nested if isinstance(nested, dict) else content
 
 
-def _lower(content: dict[str, Any], *, key: str, value: int) -> None:
+def _lower(content: _Content, *, key: str, value: int) -> None:
     text = _text(content)
     if isinstance(text.get(key), int) and text[key] > value:
         text[key] = value
 
 
-def _set_tokens(content: dict[str, Any]) -> None:
+def _set_tokens(content: _Content) -> None:
     for part in (content, _text(content)):
         part.update({key: 0 for key in _TOKENS if part.get(key) is not None})
 
 
-def _cut_layers(text: dict[str, Any], whole: int, num_layers: int) -> None:
+def _cut_layers(text: _Content, whole: int, num_layers: int) -> None:
     for key, value in text.items():
         if isinstance(value, list) and len(value) == whole:
             text[key] = value[:num_layers]
@@ -141,14 +142,12 @@ def _cut_layers(text: dict[str, Any], whole: int, num_layers: int) -> None:
         text["num_hidden_layers"] = num_layers
 
 
-def _cut_vision(content: dict[str, Any]) -> None:
+def _cut_vision(content: _Content) -> None:
     vision = content["vision_config"]
     vision.update({key: 1 for key in ("num_hidden_layers", "depth", "num_layers") if key in vision})
 
 
-def _is_possible(
-    kind: type[PretrainedConfig], content: dict[str, Any], change: Callable[[dict[str, Any]], None]
-) -> bool:
+def _is_possible(kind: type[PretrainedConfig], content: _Content, change: Callable[[_Content], None]) -> bool:
     """Changes `content`; returns whether there is a model of that config."""
     try:
         change(content)

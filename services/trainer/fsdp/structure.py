@@ -1,7 +1,7 @@
 """Finds the parts of a causal language model, whatever transformers calls them, and what it does to its logits."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -46,14 +46,14 @@ def structure_of(causal_lm: PreTrainedModel) -> Structure:
     return found._replace(**_logits_of(causal_lm, found))
 
 
-class _Output(dict[str, Any]):
+class _Output(dict[str, object]):
     """What a base model returns; transformers' models read it by name, or the first of it by index."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return self.get(name)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self["last_hidden_state"] if key == 0 else super().get(key)
+    def __getitem__(self, key: object) -> object:
+        return self.get("last_hidden_state" if key == 0 else str(key))
 
 
 class _Trunk(nn.Module):
@@ -61,7 +61,7 @@ class _Trunk(nn.Module):
         super().__init__()
         self.__dict__.update(real=real, hidden=hidden)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         return getattr(self.__dict__["real"], name)
 
     def forward(self, *args: object, **kwargs: object) -> _Output:
@@ -84,7 +84,8 @@ def _logits_of(causal_lm: PreTrainedModel, parts: Structure) -> dict[str, float]
     What it does between them is seen in what the output layer gets and in what the model returns. So no list of config
     keys is needed, of which each new family has others.
     """
-    head: Any = causal_lm.get_submodule(parts.head)
+    head = causal_lm.get_submodule(parts.head)
+    assert isinstance(head, nn.Linear), "structure_of has checked it"
     trunk_name = parts.decoder.split(".")[0]
     trunk = causal_lm.get_submodule(trunk_name)
     generator = torch.Generator().manual_seed(0)

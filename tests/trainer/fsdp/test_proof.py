@@ -10,8 +10,7 @@ from services.common.errors import InvalidInput
 from services.trainer.fsdp import attention, proof
 from services.trainer.fsdp import model as models
 from services.trainer.fsdp.attention import packed_attention
-from services.trainer.fsdp.model import Layout, LogprobModel
-from services.trainer.fsdp.rows import Rows
+from services.trainer.fsdp.model import Layout, LogprobModel, Rows
 from services.trainer.fsdp.structure import Structure, structure_of
 from tests.support import raises
 from tests.trainer.zoo_harness import zoo_config
