@@ -234,7 +234,8 @@ class Model:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
         async with self._gpus.held_by(Side.TRAINER):
-            return (await self._repeatable(TrainerService.SaveCheckpoint, request)).manifest_digest
+            timeout_s = self._timeouts.checkpoint_s
+            return (await self._repeatable(TrainerService.SaveCheckpoint, request, timeout_s)).manifest_digest
 
     async def release_memory(
         self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = (), least_free_bytes: int = 0
@@ -255,9 +256,8 @@ class Model:
         request = pb.AcquireMemoryRequest(parts=parts, roles=roles)
         return (await self._repeatable(TrainerService.AcquireMemory, request, self._timeouts.memory_s)).ranks
 
-    async def _repeatable(self, method: Method[Request, Answer], request: Request, timeout_s: float = 0.0) -> Answer:
-        """Makes a call again if it is lost, which is harmless. Without `timeout_s` it may take `checkpoint_s`."""
-        timeout_s = timeout_s or self._timeouts.checkpoint_s
+    async def _repeatable(self, method: Method[Request, Answer], request: Request, timeout_s: float) -> Answer:
+        # Saving, exporting and moving memory twice does no harm, so a call that is lost is made again.
         return await self._client.call(method, request, timeout_s=timeout_s, max_retry_s=MAX_RETRY_S)
 
     async def close(self) -> None:
@@ -342,4 +342,4 @@ class Trainer(Model):
         """Writes the policy as a Hugging Face model directory that serves what was trained."""
         request = pb.ExportHuggingFaceRequest(path=path, model_card=self._served)
         async with self._gpus.held_by(Side.TRAINER):
-            await self._repeatable(TrainerService.ExportHuggingFace, request)
+            await self._repeatable(TrainerService.ExportHuggingFace, request, self._timeouts.checkpoint_s)
