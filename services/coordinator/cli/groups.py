@@ -35,16 +35,16 @@ _Addresses = Annotated[list[str], typer.Argument(metavar="HOST:PORT...", help="A
 
 def groups() -> dict[str, typer.Typer]:
     """Returns the groups by name. Their commands raise LockstepError."""
-    certs = typer.Typer(help="Create the certificates for mTLS (see docs/security.md).", no_args_is_help=True)
+    certificates = typer.Typer(help="Create the certificates for mTLS (see docs/security.md).", no_args_is_help=True)
     for command in (init, issue, renew):
-        certs.command()(command)
+        certificates.command()(command)
     environment = typer.Typer(no_args_is_help=True, help="Play a run's environment without a model.")
     environment.callback()(lambda: None)  # typer would make the only command the group itself
     environment.command("try")(try_environment)
     replicas = typer.Typer(no_args_is_help=True, help="List and change the rollout replicas of a run in progress.")
     for name, command in (("list", list_replicas), ("add", add), ("remove", remove)):
         replicas.command(name)(takes_addresses()(command))
-    return {"certs": certs, "env": environment, "replicas": replicas}
+    return {"certs": certificates, "env": environment, "replicas": replicas}
 
 
 def init(directory: Annotated[Path, typer.Argument(help="Directory to create.")] = _AUTHORITY) -> None:
