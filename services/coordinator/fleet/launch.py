@@ -279,11 +279,8 @@ async def launch(
 
         # If each rank used all cores, a step took ten times as long on two cores.
         num_ranks = sum(started_ranks(sharing or config, addresses).values())
-        threads = str(max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks)))
-        trainers = {
-            name: add(name, "trainer", "--nproc-per-node", str(count), "--threads-per-rank", threads)
-            for name, count in ranks.items()
-        }
+        threads = ("--threads-per-rank", str(max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))))
+        trainers = {name: add(name, "trainer", "--nproc-per-node", str(n), *threads) for name, n in ranks.items()}
         reward = addresses.reward or ((add("reward", "reward"),) if "reward" in services else ())
         replicas = tuple(add(f"rollout-{index}", "rollout") for index in range(num_replicas))
         rollout = addresses.rollout or replicas
