@@ -21,8 +21,6 @@ LEAF_VALIDITY = datetime.timedelta(days=90)
 # A certificate's validity begins slightly before its creation, because the clocks of hosts differ.
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 _DNS_NAME = re.compile(r"(\*\.)?([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
-_SERVES = ExtendedKeyUsageOID.SERVER_AUTH
-_CALLS = ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 def init(directory: Path, validity: datetime.timedelta = CA_VALIDITY) -> None:
@@ -59,8 +57,7 @@ def issue(
     Raises:
         InvalidInput: An argument is wrong; the message names the option and says what to change.
     """
-    own = ["127.0.0.1"] if role is Role.COORDINATOR else []
-    names = dict.fromkeys([*hosts, *own])
+    names = list(dict.fromkeys([*hosts, *["127.0.0.1"] * (role is Role.COORDINATOR)]))
     if not names and role is not Role.OPERATOR:
         raise InvalidInput(
             f"--host: give the names or addresses that clients use to reach the {role} service", field="host"
@@ -79,16 +76,16 @@ def renew(ca: Path, directory: Path, *, validity: datetime.timedelta = LEAF_VALI
     Raises:
         InvalidInput: `directory` was not made by `issue`, or does not trust this authority.
     """
-    held = read_identity(directory)
-    trusted = x509.load_pem_x509_certificates(held.ca)
+    old = read_identity(directory)
+    trusted = x509.load_pem_x509_certificates(old.ca)
     if _read_authority(ca)[0] not in trusted:
         raise InvalidInput(
             f"{directory / CA_FILE} does not belong to the authority in {ca}; give another with --ca", field="ca"
         )
-    if len(held.roles) != 1:
-        raise InvalidInput(f"{directory} has {len(held.roles)} roles: renew it where it was issued", field="directory")
-    (role,) = held.roles
-    key, certificate = _sign(ca, role, [_general_name(host) for host in sorted(held.hosts)], validity)
+    if len(old.roles) != 1:
+        raise InvalidInput(f"{directory} has {len(old.roles)} roles: renew it where it was issued", field="directory")
+    (role,) = old.roles
+    key, certificate = _sign(ca, role, [_general_name(host) for host in sorted(old.hosts)], validity)
     # Between the two renames key and certificate do not match. Readers keep their old ones then and try again.
     new = {name: directory / f"{name}.new" for name in (KEY_FILE, CERTIFICATE_FILE)}
     for path in new.values():
@@ -109,7 +106,9 @@ def _sign(
     left = authority.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     if left <= datetime.timedelta(0):
         raise InvalidInput(f"the authority in {ca} has expired; create another with `lockstep certs init`", field="ca")
-    uses = [_CALLS] if role is Role.OPERATOR else [_SERVES, _CALLS]
+    uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    if role is Role.OPERATOR:  # it only calls
+        uses = uses[1:]
     issuer_key = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     builder = (
         _builder(subject, authority.subject, key, min(validity, left))
@@ -139,18 +138,11 @@ def _builder(
 
 
 def _key_usage(*, is_ca: bool) -> x509.KeyUsage:
-    unused = dict.fromkeys(
-        (
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
-    return x509.KeyUsage(digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, **unused)
+    # The class demands all nine. TLS 1.3 with elliptic curves encrypts nothing with a certificate's key.
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused += ("encipher_only", "decipher_only")
+    used = {"digital_signature": not is_ca, "key_cert_sign": is_ca, "crl_sign": is_ca}
+    return x509.KeyUsage(**used, **dict.fromkeys(unused, False))
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -13,35 +13,30 @@ from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput
 
 
-def keys_with_prefix(prefix: str, found: Sequence[Key]) -> list[Key]:
-    """Returns the keys of `found` whose path starts with `prefix`.
+def keys_with_prefix(prefix: str, all_keys: Sequence[Key]) -> list[Key]:
+    """Returns the keys of `all_keys` whose path starts with `prefix`.
 
     Raises:
         InvalidInput: No key does; the message names the nearest section or key.
     """
-    if chosen := [key for key in found if key.path.startswith(prefix)]:
+    if chosen := [key for key in all_keys if key.path.startswith(prefix)]:
         return chosen
-    paths = _paths(found)
+    parts = [key.path.split(".") for key in all_keys]  # of keys, and below of the sections that contain them
+    paths = [".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)]
     names = {path.rpartition(".")[2]: path for path in reversed(paths)} | {path: path for path in paths}
     close = difflib.get_close_matches(prefix, names, n=1)
-    advice = f"did you mean {names[close[0]]}?" if close else "`lockstep config` lists every key"
-    raise InvalidInput(f"no key begins with {prefix}; {advice}", field="prefix")
+    hint = f"did you mean {names[close[0]]}?" if close else "`lockstep config` lists every key"
+    raise InvalidInput(f"no key begins with {prefix}; {hint}", field="prefix")
 
 
-def show_keys(found: Sequence[Key], console: Console) -> None:
+def show_keys(shown: Sequence[Key], console: Console) -> None:
     """Prints a paragraph per key; if `console` is not a terminal, a line with tabs of key, type, default and help."""
-    for key in found:
+    for key in shown:
         if console.is_terminal:
             console.print(Text.assemble((key.path, "bold"), f" = {key.default}"))
             console.print(Padding(Text.assemble((key.type, "dim"), f"\n{key.help}"), (0, 0, 0, 4), expand=False))
         else:
             console.file.write("\t".join((key.path, key.type, key.default, key.help)) + "\n")
-
-
-def _paths(found: Sequence[Key]) -> list[str]:
-    """Returns the paths of all keys and of the sections that contain them."""
-    parts = [key.path.split(".") for key in found]
-    return [".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)]
 
 
 _HEAD = """# Configuration
@@ -70,10 +65,10 @@ def config_page() -> str:
     return "\n".join([_HEAD, "## Runs", *_sections(run), "", "## Supervised runs", *_sections(supervised), ""])
 
 
-def _sections(found: list[Key]) -> Iterator[str]:
+def _sections(page_keys: list[Key]) -> Iterator[str]:
     """Yields the lines of one table per top-level section; keys outside of any section come first."""
     sections: dict[str, list[Key]] = {"": []}
-    for key in found:
+    for key in page_keys:
         sections.setdefault(key.path.rpartition(".")[0].partition(".")[0].partition("[")[0], []).append(key)
     for section, members in sections.items():
         yield from ("", f"### {section or 'Top level'}", "", "| key | type | default | meaning |", "|---|---|---|---|")

@@ -57,10 +57,8 @@ async def export(checkpoint: Path, config: AnyConfig, out: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as directory:
         here = config.model_copy(update={"runs_dir": Path(directory), "name": "export", "resume": "never"})
-        async with (
-            launch(here, Addresses(), services=["trainer"], on_cpu=True) as fleet,
-            unless_one_dies(fleet),
-        ):
+        launched = launch(here, Addresses(), services=["trainer"], on_cpu=True)
+        async with launched as fleet, unless_one_dies(fleet):
             trainer = Trainer(fleet.addresses.trainer, here)
             try:
                 await trainer.open("export", str(checkpoint.absolute()))
@@ -123,9 +121,9 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
         hub.create_repo(repository, private=not is_public, exist_ok=True)
         commit = hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="A model of Lockstep")
     except HfHubHTTPError as error:
-        message = f"you cannot write {repository} on the Hugging Face Hub ({_first_line(error)})"
-        advice = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
-        raise InvalidInput(f"{message}: {advice}", field="repository") from error
+        message = f"you cannot write {repository} on the Hugging Face Hub ({_first_line(error)}): log in with "
+        message += "`hf auth login`, or set HF_TOKEN to a token that may write there"
+        raise InvalidInput(message, field="repository") from error
     except Exception as error:  # of the HTTP library, which differs between versions of the Hub's client
         raise Unavailable(f"the Hugging Face Hub is unreachable ({_first_line(error)})", field="repository") from error
     return commit.commit_url

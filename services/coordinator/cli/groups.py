@@ -11,7 +11,7 @@ from rich.table import Table
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
@@ -35,28 +35,28 @@ _Addresses = Annotated[list[str], typer.Argument(metavar="HOST:PORT...", help="A
 
 def groups() -> dict[str, typer.Typer]:
     """Returns the groups by name. Their commands raise LockstepError."""
-    certs = typer.Typer(help="Create the certificates for mTLS (see docs/security.md).", no_args_is_help=True)
-    for name, command in (("init", _init), ("issue", _issue), ("renew", _renew)):
-        certs.command(name)(command)
+    certificates = typer.Typer(help="Create the certificates for mTLS (see docs/security.md).", no_args_is_help=True)
+    for command in (init, issue, renew):
+        certificates.command()(command)
     environment = typer.Typer(no_args_is_help=True, help="Play a run's environment without a model.")
     environment.callback()(lambda: None)  # typer would make the only command the group itself
-    environment.command("try")(_try)
+    environment.command("try")(try_environment)
     replicas = typer.Typer(no_args_is_help=True, help="List and change the rollout replicas of a run in progress.")
-    for name, command in (("list", _list), ("add", _add), ("remove", _remove)):
+    for name, command in (("list", list_replicas), ("add", add), ("remove", remove)):
         replicas.command(name)(takes_addresses()(command))
-    return {"certs": certs, "env": environment, "replicas": replicas}
+    return {"certs": certificates, "env": environment, "replicas": replicas}
 
 
-def _init(directory: Annotated[Path, typer.Argument(help="Directory to create.")] = _AUTHORITY) -> None:
+def init(directory: Annotated[Path, typer.Argument(help="Directory to create.")] = _AUTHORITY) -> None:
     """Create a certificate authority that is valid for ten years. Keep its private key on this host."""
-    from services.coordinator.cli.certs import CA_KEY_FILE, init
+    from services.coordinator.cli import certs
 
-    init(directory)
-    line = f"created an authority in {directory}; keep {directory / CA_KEY_FILE} secret and on this host"
+    certs.init(directory)
+    line = f"created an authority in {directory}; keep {directory / certs.CA_KEY_FILE} secret and on this host"
     literal_console(soft_wrap=True, highlight=False).print(line)
 
 
-def _issue(
+def issue(
     role: Annotated[str, typer.Argument(help="coordinator, rollout, trainer, reward or operator.")],
     out: Annotated[Path, typer.Option(help="Directory to create; pass it to --tls.")],
     host: Annotated[
@@ -68,22 +68,22 @@ def _issue(
 ) -> None:
     """Create the credentials of one process: ca.pem, cert.pem and key.pem."""
     from services.common.rpc.tls import Role
-    from services.coordinator.cli.certs import issue
+    from services.coordinator.cli import certs
 
     if role not in list(Role):
         raise InvalidInput(f"unknown role {role!r}; the roles are {', '.join(Role)}", field="role")
-    _show_identity(issue(ca, Role(role), host or [], out, validity=datetime.timedelta(days=days)), out)
+    _show_identity(certs.issue(ca, Role(role), host or [], out, validity=datetime.timedelta(days=days)), out)
 
 
-def _renew(
+def renew(
     directory: Annotated[Path, typer.Argument(help="Directory that `issue` created.")],
     ca: _Ca = _AUTHORITY,
     days: _Days = 90,
 ) -> None:
     """Replace a certificate and its key. Processes that use them keep running and switch to the new ones."""
-    from services.coordinator.cli.certs import renew
+    from services.coordinator.cli import certs
 
-    _show_identity(renew(ca, directory, validity=datetime.timedelta(days=days)), directory)
+    _show_identity(certs.renew(ca, directory, validity=datetime.timedelta(days=days)), directory)
 
 
 def _show_identity(identity: "Identity", directory: Path) -> None:
@@ -92,7 +92,7 @@ def _show_identity(identity: "Identity", directory: Path) -> None:
     literal_console(soft_wrap=True, highlight=False).print(line)
 
 
-def _try(
+def try_environment(
     config: Annotated[list[str], typer.Argument(help="YAML files and key=value overrides; later ones win.")],
     row: Annotated[
         int, typer.Option(min=0, help="Row of the training data, counted from 0: 17 for prompt 17-9f2c41d0.")
@@ -118,44 +118,45 @@ def _try(
     raise typer.Exit(0 if play_row(settings, row, turns, _console) else 1)
 
 
-def _list(run: _Run, coordinator: _At = "", **given: Unpack[Given]) -> None:
+def list_replicas(run: _Run, coordinator: _At = "", **options: Unpack[ServiceOptions]) -> None:
     """List the replicas of a run in progress."""
-    _change(run, coordinator, given)
+    _change(run, coordinator, options)
 
 
-def _add(run: _Run, replicas: _Addresses, coordinator: _At = "", **given: Unpack[Given]) -> None:
+def add(run: _Run, replicas: _Addresses, coordinator: _At = "", **options: Unpack[ServiceOptions]) -> None:
     """Add running replicas. They are opened at once and take part from the next publication after that."""
-    _change(run, coordinator, given, added=replicas)
+    _change(run, coordinator, options, added=replicas)
 
 
-def _remove(run: _Run, replicas: _Addresses, coordinator: _At = "", **given: Unpack[Given]) -> None:
+def remove(run: _Run, replicas: _Addresses, coordinator: _At = "", **options: Unpack[ServiceOptions]) -> None:
     """Let replicas leave. They get no new prompts and can be stopped once they are no longer listed."""
-    _change(run, coordinator, given, removed=replicas)
+    _change(run, coordinator, options, removed=replicas)
 
 
-def _change(run: str, at: str, given: Given, *, added: Sequence[str] = (), removed: Sequence[str] = ()) -> None:
+def _change(
+    run: str, at: str, options: ServiceOptions, *, added: Sequence[str] = (), removed: Sequence[str] = ()
+) -> None:
     from services.coordinator.daemon.client import Coordinator
     from services.coordinator.runs.replicas import change_replicas, listed_replicas
 
     async def on_daemon() -> "list[ListedReplica]":
-        async with Coordinator(at, addresses(given, is_operator=True).transport) as daemon:
+        async with Coordinator(at, addresses_of(options, is_operator=True).transport) as daemon:
             if added or removed:
                 return await daemon.change_replicas(run, added, removed)
             return await daemon.replicas(run)
 
-    if not at and not Path(run).is_dir():
-        raise NotFound(
-            f"{run} is no directory here; for a run of a coordinator, add --coordinator HOST:PORT", field="run"
-        )
     if at:
-        found = asyncio.run(on_daemon())
+        listed = asyncio.run(on_daemon())
+    elif not Path(run).is_dir():
+        message = f"{run} is no directory here; for a run of a coordinator, add --coordinator HOST:PORT"
+        raise NotFound(message, field="run")
     elif added or removed:
-        found = change_replicas(Path(run), add=added, remove=removed)
+        listed = change_replicas(Path(run), add=added, remove=removed)
     else:
-        found = listed_replicas(Path(run))
-    notes = ["note"] if any(replica.note for replica in found) else []
-    table = Table("replica", "state", "version", *notes)
-    for replica in found:
+        listed = listed_replicas(Path(run))
+    has_notes = any(replica.note for replica in listed)
+    table = Table("replica", "state", "version", *["note"] * has_notes)
+    for replica in listed:
         version = "" if replica.version is None else str(replica.version)
-        table.add_row(replica.address, replica.state, version, *([replica.note] if notes else []))
+        table.add_row(replica.address, replica.state, version, *[replica.note] * has_notes)
     _console.print(table)

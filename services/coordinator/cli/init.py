@@ -114,21 +114,21 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)
     sizes = replace(sizes, prompt_tokens=prompt_tokens, prompts=min(sizes.prompts, len(rows)))
-    ranks = max(1, num_gpus // 2)
+    ranks = max(1, num_gpus // 2)  # one GPU is shared; of several, half train and the others generate
     replicas = max(1, num_gpus - ranks)
     shared = "\nplacement: colocated            # trainer and engine take turns on the GPU"
     is_text_of_chat = Tokenizer.load(directory).has_chat_template and not is_messages(rows.types[prompt])
     chat = "\n  chat: true                     # text prompts become a user message of the chat template"
     text = _TEMPLATE.format(
-        gpus=_hosts(num_gpus),
+        gpus=counted(num_gpus, "GPU") if num_gpus else "a host without GPUs: sizes for a first try on the CPU",
         fitting=f"`lockstep plan {file} --suggest` lists placements that fit the GPUs;\n# " if num_gpus else "",
         placement=shared if num_gpus == 1 else "",
         file=file,
         name=json.dumps(file.stem),
         model=json.dumps(str(model)),
-        family=f"   # {content.get('model_type')}{f', {_counted(count)}' if count else ''}",
+        family=f"   # {content.get('model_type')}{f', {_size_of(count)}' if count else ''}",
         lr=next((rate for least, rate in _RATES.items() if count and count < least), _RATE),
-        why_lr=f"usual for {_counted(count)}" if count else "usual for models of 0.2B parameters and more",
+        why_lr=f"usual for {_size_of(count)}" if count else "usual for models of 0.2B parameters and more",
         train=json.dumps(str(train)),
         prompt=json.dumps(prompt),
         answer=json.dumps(answer),
@@ -146,17 +146,17 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     return re.sub(r"^(\s*[^\s#].*?) +# ", lambda line: f"{line[1] + ' ':<32} # ", text, flags=re.MULTILINE)
 
 
-def _counted(num_parameters: int) -> str:
+def _size_of(num_parameters: int) -> str:
     size = f"{num_parameters / 1e9:.1f}B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.1f}M"
     return f"{size} parameters"
 
 
 def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:
-    found = next((n for n in names if n in rows.types and fits(rows.types[n])), None)
-    if found is None:
-        has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
-        raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
-    return found
+    for name in names:
+        if name in rows.types and fits(rows.types[name]):
+            return name
+    has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
+    raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
 
 
 def _scorer(rows: Rows, answer: str) -> tuple[str, str]:
@@ -196,9 +196,3 @@ def _is_tests(value: object) -> bool:
     if isinstance(value, list):
         return bool(value) and all(isinstance(test, str) and "assert" in test for test in value)
     return isinstance(value, dict) and bool(value.keys() & {"inputs", "asserts", "script"})
-
-
-def _hosts(num_gpus: int) -> str:
-    if num_gpus == 0:
-        return "a host without GPUs: sizes for a first try on the CPU"
-    return counted(num_gpus, "GPU")

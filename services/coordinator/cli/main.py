@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from services.common.errors import InvalidInput, LockstepError
 from services.coordinator.cli.data import app as data_app
 from services.coordinator.cli.groups import groups
-from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
 from services.coordinator.cli.output import fail, outliving_output
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from services.coordinator.data.reading.hub import ConfigT
     from services.coordinator.fleet.launch import Addresses
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+# Errors are printed by main(), as one line.
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -68,17 +66,15 @@ def run(
         str, typer.Option(help="HOST:PORT of a coordinator to run on; paths refer to its host.")
     ] = "",
     dry_run: _DryRun = False,
-    **given: Unpack[Given],
+    **options: Unpack[ServiceOptions],
 ) -> None:
     """Train with RL. Starts services without an address, here or on the coordinator's host; they stop with the run."""
     from services.common.config.load import load
     from services.common.config.run import Config
-    from services.coordinator.doctor.inputs import check_weights
     from services.coordinator.observe.frontend import TerminalFrontend
-    from services.coordinator.planning.plan import check_model
     from services.coordinator.rl.session import run_session, show_outcome
 
-    services = addresses(given, is_operator=bool(coordinator))
+    services = addresses_of(options, is_operator=bool(coordinator))
     settings = load(Config, config)
     services.require_own(settings)
     if dry_run:
@@ -87,8 +83,6 @@ def run(
         run_on_coordinator(coordinator, settings, services)
         return
     settings = _with_model(settings, services)
-    check_model(settings)
-    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, TerminalFrontend(_console)))
     show_outcome(outcome, _console)
@@ -96,21 +90,17 @@ def run(
 
 @app.command()
 @takes_addresses("trainer")
-def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> None:
+def sft(config: _Configs, dry_run: _DryRun = False, **options: Unpack[ServiceOptions]) -> None:
     """Fine-tune on prompts and responses (SFT). Uses only a trainer, and starts one here if --trainer is not given."""
     from services.common.config.load import load
     from services.common.config.sft import SftConfig
-    from services.coordinator.doctor.inputs import check_weights
-    from services.coordinator.planning.plan import check_model
     from services.coordinator.sft.session import run_session, show_outcome
 
-    services = addresses(given)
+    services = addresses_of(options)
     settings = load(SftConfig, config)
     if dry_run:
         _check_only(settings, services)
     settings = _with_model(settings, services)
-    check_model(settings)
-    check_weights(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, _console))
     show_outcome(outcome, _console)
@@ -127,20 +117,16 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Directory for the results; inside the run's directory by default.")
     ] = None,
-    **given: Unpack[Given],
+    **options: Unpack[ServiceOptions],
 ) -> None:
     """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
     from services.common.config.load import load
     from services.common.config.run import Config
-    from services.coordinator.doctor.inputs import check_weights
-    from services.coordinator.planning.plan import check_model
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation, with_own_config
 
-    services = addresses(given)
-    given_or_own = with_own_config(checkpoint, config or [])
-    settings = _with_model(eval_config(load(Config, given_or_own), checkpoint, out), services)
-    check_model(settings)
-    check_weights(settings, services)
+    services = addresses_of(options)
+    with_files = with_own_config(checkpoint, config or [])
+    settings = _with_model(eval_config(load(Config, with_files), checkpoint, out), services)
     with outliving_output(settings.run_dir):
         evaluation = asyncio.run(eval_session(settings, services, _console))
     show_evaluation(evaluation, _console)
@@ -204,12 +190,12 @@ def replay(
     run_dir: _RunDir,
     step: Annotated[int, typer.Option(help="Step to repeat, counted from 1.")],
     what: Annotated[str, typer.Option(help="rewards, train or environment; by default, rewards and train.")] = "",
-    **given: Unpack[Given],
+    **options: Unpack[ServiceOptions],
 ) -> None:
     """Score and train a recorded step again and list the differences. The exit code is 1 if there are any."""
     from services.coordinator.replay.session import parse_what, replay_session, show_replayed
 
-    replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), addresses(given), _console))
+    replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), addresses_of(options), _console))
     show_replayed(replayed, _console)
     raise typer.Exit(1 if replayed.differences else 0)
 
@@ -232,14 +218,13 @@ def doctor(
         list[str] | None,
         typer.Argument(help="The config of the planned run; without one, only the host and services are checked."),
     ] = None,
-    **given: Unpack[Given],
+    **options: Unpack[ServiceOptions],
 ) -> None:
     """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
     from services.common.config.load import load_any
     from services.coordinator.doctor.session import examine
 
-    services = addresses(given)
-    is_well = examine(load_any(config) if config else None, services, _console)
+    is_well = examine(load_any(config) if config else None, addresses_of(options), _console)
     raise typer.Exit(0 if is_well else 1)
 
 
@@ -310,10 +295,19 @@ def config(
 
 
 def _with_model(settings: "ConfigT", services: "Addresses") -> "ConfigT":
-    """Returns settings with directories in place of models on the Hub, unless another host has the models."""
-    from services.coordinator.data.reading.hub import with_local_models
+    """Checks the models; returns settings with directories in place of those on the Hub, unless another host has them.
 
-    return settings if services.trainer else with_local_models(settings)
+    Raises:
+        LockstepError: A model cannot be trained or lacks weights; nothing was started.
+    """
+    from services.coordinator.data.reading.hub import with_local_models
+    from services.coordinator.doctor.inputs import check_weights
+    from services.coordinator.planning.plan import check_model
+
+    settings = settings if services.trainer else with_local_models(settings)
+    check_model(settings)
+    check_weights(settings, services)
+    return settings
 
 
 def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str = "") -> NoReturn:

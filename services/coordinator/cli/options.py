@@ -13,36 +13,24 @@ from services.common.errors import InvalidInput
 if TYPE_CHECKING:
     from services.coordinator.fleet.launch import Addresses
 
-_OwnTrainer = Annotated[str, typer.Option(help="HOST:PORT of the trainer dedicated to this model.")]
-_Tls = Annotated[
-    Path | None,
-    typer.Option(
-        help="Directory with ca.pem, cert.pem and key.pem, made by `lockstep certs`: all connections use mTLS. Without "
-        "it they are plaintext, on this host only."
-    ),
-]
-_OPTIONS: dict[str, tuple[object, object]] = {
-    "rollout": (
-        Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running rollout replica; repeat for more.")],
-        None,
-    ),
-    "reward": (
-        Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running reward service; repeat for more.")],
-        None,
-    ),
-    "trainer": (Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")], ""),
-    "reference": (_OwnTrainer, ""),
-    "critic": (_OwnTrainer, ""),
-    "tls": (_Tls, None),
-    "insecure": (
-        Annotated[bool, typer.Option("--insecure", help="Allow plaintext connections to other hosts.")],
-        False,
-    ),
+_OWN_TRAINER = (str, "", "HOST:PORT of the trainer dedicated to this model.")
+_TLS = (
+    "Directory with ca.pem, cert.pem and key.pem, made by `lockstep certs`: all connections use mTLS. Without it they "
+    "are plaintext, on this host only."
+)
+_OPTIONS: dict[str, tuple[object, object, str]] = {
+    "rollout": (list[str] | None, None, "HOST:PORT of a running rollout replica; repeat for more."),
+    "reward": (list[str] | None, None, "HOST:PORT of a running reward service; repeat for more."),
+    "trainer": (str, "", "HOST:PORT of a running trainer."),
+    "reference": _OWN_TRAINER,
+    "critic": _OWN_TRAINER,
+    "tls": (Path | None, None, _TLS),
+    "insecure": (bool, False, "Allow plaintext connections to other hosts."),
 }
-"""Maps the name of an option to its type and default."""
+"""Maps the name of an option to its type, default and help."""
 
 
-class Given(TypedDict, total=False):
+class ServiceOptions(TypedDict, total=False):
     """The values of the options that a command takes."""
 
     rollout: list[str] | None
@@ -55,23 +43,25 @@ class Given(TypedDict, total=False):
 
 
 def takes_addresses(*services: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds an address option for each of `services`, --tls and --insecure, to a command that ends with `**given`."""
+    """Adds an address option for each of `services`, --tls and --insecure, to a command that ends with `**options`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "given"]
-        options = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=_OPTIONS[name][0], default=_OPTIONS[name][1]
-            )
-            for name in (*services, "tls", "insecure")
-        ]
+        own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "options"]
+        options = [_parameter(name, *_OPTIONS[name]) for name in (*services, "tls", "insecure")]
+        # typer reads the options of a command from its signature.
         command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
+def _parameter(name: str, kind: object, default: object, text: str) -> inspect.Parameter:
+    # The name alone: a flag would otherwise get --no-insecure too.
+    annotation = Annotated[kind, typer.Option(f"--{name}", help=text)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def addresses_of(options: ServiceOptions, *, is_operator: bool = False) -> "Addresses":
     """Returns the addresses of services and the credentials of the options.
 
     The certificate must be a coordinator's; if `is_operator`, an operator's is accepted too.
@@ -83,9 +73,9 @@ def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
     from services.common.rpc.tls import Credentials, Role, Transport
     from services.coordinator.fleet.launch import Addresses
 
-    tls, insecure = given["tls"], given["insecure"]
-    rollout, reward = tuple(given.get("rollout") or ()), tuple(given.get("reward") or ())
-    others = {name: str(address) for name, address in given.items() if name in ("trainer", "reference", "critic")}
+    tls, insecure = options["tls"], options["insecure"]
+    rollout, reward = tuple(options.get("rollout") or ()), tuple(options.get("reward") or ())
+    others = {name: str(address) for name, address in options.items() if name in ("trainer", "reference", "critic")}
     if tls and insecure:
         raise InvalidInput("--tls and --insecure exclude each other", field="--insecure")
     credentials = Credentials(tls) if tls else None

@@ -67,6 +67,7 @@ def print_error(line: str) -> None:
 
 def to_null(stream: TextIO) -> None:
     """Redirects `stream`, including the content of its buffer, to /dev/null."""
+    # The descriptor is replaced, not the object: Python flushes the buffer at exit and fails if it cannot.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

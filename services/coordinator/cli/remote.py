@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typing_extensions import Unpack
 
-from services.coordinator.cli.options import Given, addresses, takes_addresses
+from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
@@ -34,29 +34,29 @@ def app() -> typer.Typer:
     return commands
 
 
-def run_on_coordinator(at: str, config: "Config", given: "Addresses") -> None:
+def run_on_coordinator(at: str, config: "Config", addresses: "Addresses") -> None:
     """Starts a run on the coordinator at `at` and watches it here: `lockstep run --coordinator`."""
     from services.coordinator.daemon.client import Coordinator
     from services.coordinator.daemon.following import start
 
-    daemon = Coordinator(at, given.transport)
-    _watch(daemon, asyncio.run(start(daemon, config, given, _console)))
+    daemon = Coordinator(at, addresses.transport)
+    _watch(daemon, asyncio.run(start(daemon, config, addresses, _console)))
 
 
 def status(
     coordinator: _At,
     run: Annotated[str, typer.Argument(help="Name of the run; all runs by default.")] = "",
-    **given: Unpack[Given],
+    **options: Unpack[ServiceOptions],
 ) -> None:
     """Show a coordinator's runs."""
     from services.coordinator.daemon.following import show_status
 
-    asyncio.run(show_status(_coordinator(coordinator, given), run, _console))
+    asyncio.run(show_status(_coordinator(coordinator, options), run, _console))
 
 
-def watch(run: _Name, coordinator: _At, **given: Unpack[Given]) -> None:
+def watch(run: _Name, coordinator: _At, **options: Unpack[ServiceOptions]) -> None:
     """Show a run's progress from its first step to its end. Ctrl-C detaches; the run continues."""
-    _watch(_coordinator(coordinator, given), run)
+    _watch(_coordinator(coordinator, options), run)
 
 
 def _watch(daemon: "Coordinator", run: str) -> None:
@@ -66,12 +66,8 @@ def _watch(daemon: "Coordinator", run: str) -> None:
         asyncio.run(follow(daemon, run, _console))
     except KeyboardInterrupt:
         at = f"{run} --coordinator {daemon.address}"
-        for line in (
-            "detached; the run continues",
-            f"  reattach: lockstep watch {at}",
-            f"  stop it:  lockstep stop {at}",
-        ):
-            _console.print(line, soft_wrap=True, highlight=False)
+        lines = f"detached; the run continues\n  reattach: lockstep watch {at}\n  stop it:  lockstep stop {at}"
+        _console.print(lines, soft_wrap=True, highlight=False)
         raise typer.Exit(130) from None
 
 
@@ -79,12 +75,12 @@ def stop(
     run: _Name,
     coordinator: _At,
     now: Annotated[bool, typer.Option("--now", help="Stop immediately instead of after the current step.")] = False,
-    **given: Unpack[Given],
+    **options: Unpack[ServiceOptions],
 ) -> None:
     """Stop a run after the current step."""
     from services.coordinator.daemon.following import stop as stop_run
 
-    asyncio.run(stop_run(_coordinator(coordinator, given), run, _console, now=now))
+    asyncio.run(stop_run(_coordinator(coordinator, options), run, _console, now=now))
 
 
 def logs(
@@ -92,12 +88,12 @@ def logs(
     coordinator: _At,
     service: Annotated[str, typer.Option(help="coordinator, trainer, reward, rollout-0, ...")] = "coordinator",
     follow: Annotated[bool, typer.Option("--follow", help="Keep printing new lines until the run ends.")] = False,
-    **given: Unpack[Given],
+    **options: Unpack[ServiceOptions],
 ) -> None:
     """Print a run's log: the coordinator's own, or that of a service it started for the run."""
     from services.coordinator.daemon.following import print_log
 
-    asyncio.run(print_log(_coordinator(coordinator, given), run, service, follow=follow))
+    asyncio.run(print_log(_coordinator(coordinator, options), run, service, follow=follow))
 
 
 def serve(context: typer.Context) -> None:
@@ -107,7 +103,7 @@ def serve(context: typer.Context) -> None:
     main(context.args)
 
 
-def _coordinator(address: str, given: Given) -> "Coordinator":
+def _coordinator(address: str, options: ServiceOptions) -> "Coordinator":
     from services.coordinator.daemon.client import Coordinator
 
-    return Coordinator(address, addresses(given, is_operator=True).transport)
+    return Coordinator(address, addresses_of(options, is_operator=True).transport)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
+from typing import TypeVar
 
 from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.reward.v1 import environment_pb2_grpc
@@ -15,7 +16,7 @@ from lockstep.types.v1.types_pb2 import FinishReason
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
-from services.common.rpc.client import Answer, Client, Method, Request
+from services.common.rpc.client import Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.clients.reward import Reward, Rewards
@@ -93,9 +94,7 @@ class EpisodeClient:
         """
         request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row_of(prompt)), alone=alone)
         limit_s = self._episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
-        answer = await self._service.call(EnvironmentService.Reset, request, limit_s)
-        _require_success(answer)
-        return answer.messages
+        return (await self._service.call(EnvironmentService.Reset, request, limit_s)).messages
 
     async def step(
         self, text: str, num_tokens: int, finish_reason: FinishReason, *, is_reasoning: bool = False
@@ -107,16 +106,9 @@ class EpisodeClient:
         Raises:
             EpisodeFailed: The environment failed.
         """
-        request = pb.StepRequest(
-            **self._ids,
-            turn=self._num_turns,
-            text=text,
-            num_tokens=num_tokens,
-            finish_reason=finish_reason,
-            is_reasoning=is_reasoning,
-        )
+        turn = {"turn": self._num_turns, "text": text, "num_tokens": num_tokens}
+        request = pb.StepRequest(**self._ids, **turn, finish_reason=finish_reason, is_reasoning=is_reasoning)
         answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
-        _require_success(answer)
         self._num_turns += 1
         return answer
 
@@ -135,7 +127,7 @@ class Environments:
         """Creates the clients. The reward services must be open."""
         self._services = [_Service(reward, transport) for reward in rewards.services]
         self._settings = settings
-        self._ends: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them alive
         opened = rewards.services[0].opened
         self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
         """JSON schemas of the tools, as chat templates take them."""
@@ -177,31 +169,32 @@ async def open_environments(
         await environments.close()
 
 
+_Reply = TypeVar("_Reply", pb.ResetResponse, pb.StepResponse)
+
+
 class _Service:
     def __init__(self, reward: Reward, transport: Transport):
         self.reward = reward
         self._client = Client(reward.address, environment_pb2_grpc.EnvironmentServiceStub, transport)
         self.num_episodes = 0
 
-    async def call(self, method: Method[Request, Answer], request: Request, reply_s: float) -> Answer:
+    async def call(self, method: Method[Request, _Reply], request: Request, reply_s: float) -> _Reply:
         num_opens = self.reward.num_opens
         try:
-            return await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
+            answer = await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
         except (Unavailable, DeadlineExceeded, PreconditionFailed) as error:
             if error.reason not in (Reason.UNREACHABLE, Reason.DEADLINE, Reason.RUN_NOT_OPEN, Reason.EPISODE_NOT_OPEN):
                 raise
             if error.reason is Reason.RUN_NOT_OPEN or isinstance(error, Unavailable):
                 await self.reward.reopen(num_opens, why=error.message)
             raise EpisodeFailed(EnvironmentFailure.LOST, error.message) from error
+        if answer.HasField("failure"):
+            reason = _FAILURES.get(answer.failure.reason, EnvironmentFailure.UNSPECIFIED)
+            raise EpisodeFailed(reason, answer.failure.message, alone=answer.failure.alone)
+        return answer
 
     async def end(self, request: pb.CloseRequest, end_s: float) -> None:
         await self._client.call(EnvironmentService.Close, request, timeout_s=end_s + _MARGIN_S)
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _require_success(answer: pb.ResetResponse | pb.StepResponse) -> None:
-    if answer.HasField("failure"):
-        reason = _FAILURES.get(answer.failure.reason, EnvironmentFailure.UNSPECIFIED)
-        raise EpisodeFailed(reason, answer.failure.message, alone=answer.failure.alone)

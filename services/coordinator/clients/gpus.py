@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -27,15 +27,13 @@ class Side(StrEnum):
 class OwnGpus:
     """The GPUs of a run in which each service has its own."""
 
-    @asynccontextmanager
-    async def held_by(self, side: Side) -> AsyncIterator[None]:
+    def held_by(self, side: Side) -> AbstractAsyncContextManager[None]:
         """Holds the GPUs for one side inside the block, which any number of callers of that side may enter."""
-        yield
+        return nullcontext()
 
-    @asynccontextmanager
-    async def opening_engine(self) -> AsyncIterator[None]:
+    def opening_engine(self) -> AbstractAsyncContextManager[None]:
         """Holds the GPUs for an engine that starts, which has no weights yet."""
-        yield
+        return nullcontext()
 
 
 class SharedGpus(OwnGpus):
@@ -52,10 +50,17 @@ class SharedGpus(OwnGpus):
         meanwhile."""
         self._switches = switches
 
+    def held_by(self, side: Side) -> AbstractAsyncContextManager[None]:
+        return self._held_when(lambda: self._side is side or not self._num_holders, side)
+
+    def opening_engine(self) -> AbstractAsyncContextManager[None]:
+        # Waits for the next switch to the engines, and makes none.
+        return self._held_when(lambda: self._side is Side.ENGINES, Side.ENGINES)
+
     @asynccontextmanager
-    async def held_by(self, side: Side) -> AsyncIterator[None]:
+    async def _held_when(self, is_free: Callable[[], bool], side: Side) -> AsyncIterator[None]:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._side is side or not self._num_holders)
+            await self._changed.wait_for(is_free)
             if self._side is not side:
                 await self._switches[side]()
                 self._side = side
@@ -63,18 +68,10 @@ class SharedGpus(OwnGpus):
         try:
             yield
         finally:
-            self._release()
-
-    @asynccontextmanager
-    async def opening_engine(self) -> AsyncIterator[None]:
-        """Waits until the engines hold the GPUs, without a switch."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._side is Side.ENGINES)
-            self._num_holders += 1
-        try:
-            yield
-        finally:
-            self._release()
+            self._num_holders -= 1
+            task = asyncio.create_task(self._notify())  # a canceled caller must not wait for the lock
+            self._notifying.add(task)
+            task.add_done_callback(self._notifying.discard)
 
     @asynccontextmanager
     async def passing_to_engines(self) -> AsyncIterator[Side]:
@@ -84,12 +81,6 @@ class SharedGpus(OwnGpus):
             yield self._side
             self._side = Side.ENGINES
             self._changed.notify_all()
-
-    def _release(self) -> None:
-        self._num_holders -= 1
-        task = asyncio.create_task(self._notify())  # a canceled caller must not wait for the lock
-        self._notifying.add(task)
-        task.add_done_callback(self._notifying.discard)
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -112,14 +103,15 @@ def visible_gpus() -> list[str]:
     Raises:
         InvalidInput: It names a GPU that does not exist, or one twice. CUDA would silently use fewer GPUs, or none.
     """
-    found = sum(path.name.removeprefix("nvidia").isdecimal() for path in _DEVICES.glob("nvidia*"))
-    every = [str(index) for index in range(found)]
+    num_gpus = sum(path.name.removeprefix("nvidia").isdecimal() for path in _DEVICES.glob("nvidia*"))
+    every = [str(index) for index in range(num_gpus)]
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).replace(" ", "")
-    names = [] if named in ("", "-1") or not found else named.split(",")
+    names = [] if named in ("", "-1") or not num_gpus else named.split(",")
     wrong = [name for name in names if not (name in every or name.startswith(("GPU-", "MIG-")))]
     if wrong or len(set(names)) < len(names):
         raise InvalidInput(
-            f"CUDA_VISIBLE_DEVICES={named}: this host has {found} GPUs, numbered from 0; name each once, or unset it",
+            f"CUDA_VISIBLE_DEVICES={named}: this host has {len(every)} GPUs, numbered from 0; name each once, or unset "
+            "it",
             field="CUDA_VISIBLE_DEVICES",
         )
     return names
@@ -141,10 +133,10 @@ def split_gpus(
     """
     if not available:
         return {}
-    if isinstance(config, Config) and config.placement == "colocated" and start_rollout:
-        return _shared_gpus(config, available)
     wanted = dict(ranks)
     if start_rollout and isinstance(config, Config):
+        if config.placement == "colocated":
+            return _shared_gpus(config, available)
         replica = config.rollout.tensor_parallel_size
         wanted |= {f"rollout-{index}": replica for index in range(config.rollout.num_replicas)}
     total = sum(wanted.values())
@@ -201,11 +193,9 @@ def read_gpus(command: Sequence[str] = _COMMAND) -> list[Gpu]:
         raise Unavailable(f"{command[0]} has not answered within {_TIMEOUT_S:g} s; is a GPU lost?") from error
     if done.returncode:
         raise Unavailable(f"{command[0]} failed: {' '.join((done.stdout + done.stderr).split())}")
-    gpus = [_gpu(line) for line in done.stdout.splitlines() if line.strip()]
-    names = visible_gpus()
-    return [gpu for gpu in gpus if gpu.index in names or any(gpu.uuid.startswith(name) for name in names)]
-
-
-def _gpu(line: str) -> Gpu:
-    index, uuid, total_mib, free_mib = (part.strip() for part in line.split(","))
-    return Gpu(index, uuid, int(total_mib) << 20, int(free_mib) << 20)
+    names, rows = visible_gpus(), [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+    return [
+        Gpu(index, uuid, int(total_mib) << 20, int(free_mib) << 20)
+        for index, uuid, total_mib, free_mib in rows
+        if index in names or any(uuid.startswith(name) for name in names)
+    ]

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, We
 
 from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import InvalidInput, LockstepError, PermissionDenied, Reason, Unauthenticated
-from services.common.rpc.client import MAX_RETRY_S, Client, Renewal
+from services.common.rpc.client import MAX_RETRY_S, Answer, Client, Method, Renewal, Request
 from services.common.rpc.tls import LOCAL, Transport
 
 log = logging.getLogger(__name__)
@@ -79,10 +79,7 @@ class Replica:
             InvalidInput: The service is no rollout service.
             Unavailable: Nothing answers.
         """
-        answer = await self._client.call(
-            RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=max_retry_s
-        )
-        return answer.info.incarnation
+        return (await self._info(max_retry_s)).info.incarnation
 
     async def end_engine(self, run_id: str) -> None:
         """Closes the run, so that the next `open` starts another engine."""
@@ -97,13 +94,14 @@ class Replica:
     async def is_alive(self) -> bool:
         """Returns whether the service answers and still has its engine."""
         try:
-            info = await self._client.call(
-                RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=_MAX_RETRY_S
-            )
+            return (await self._info(_MAX_RETRY_S)).num_workers > 0
         except LockstepError as error:
             log.warning("replica %s does not answer: %s", self.address, error.message)
             return False
-        return info.num_workers > 0
+
+    async def _info(self, max_retry_s: float) -> pb.GetInfoResponse:
+        timeout_s, request = self._timeouts.info_s, pb.GetInfoRequest()
+        return await self._client.call(RolloutService.GetInfo, request, timeout_s=timeout_s, max_retry_s=max_retry_s)
 
     def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         """Yields the sampled group of each prompt, as it is finished.
@@ -117,23 +115,19 @@ class Replica:
     async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> str:
         """Joins the weight group with all workers. Returns the digest of the plan that they built."""
         request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
-        answer = await self._client.call(RolloutService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
-        return answer.plan_digest
+        return (await self._publish(RolloutService.JoinWeightGroup, request)).plan_digest
 
     async def receive(self, epoch: int, version: int) -> PolicyStamp:
         """Receives one publication and returns its stamp. The replica is STALE until the weights are committed."""
         self.state = ReplicaState.STALE
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
-        answer = await self._client.call(RolloutService.ReceiveWeights, request, timeout_s=self._timeouts.publish_s)
+        answer = await self._publish(RolloutService.ReceiveWeights, request)
         return PolicyStamp(version=version, digest=answer.digest)
 
     async def sleep(self) -> Sequence[DeviceMemory]:
         """Frees the engine's memory and returns the memory of each worker. The replica is STALE, without weights."""
         self.state = ReplicaState.STALE
-        answer = await self._client.call(
-            RolloutService.Sleep, pb.SleepRequest(), timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
-        )
-        return answer.workers
+        return (await self._switch(RolloutService.Sleep, pb.SleepRequest())).workers
 
     async def wake(self, part: pb.EnginePart) -> Sequence[DeviceMemory]:
         """Takes memory for one part of the engine and returns the memory of each worker.
@@ -141,17 +135,19 @@ class Replica:
         Raises:
             Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken.
         """
-        request = pb.WakeRequest(part=part)
-        answer = await self._client.call(
-            RolloutService.Wake, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
-        )
-        return answer.workers
+        return (await self._switch(RolloutService.Wake, pb.WakeRequest(part=part))).workers
 
     async def commit(self, stamp: PolicyStamp) -> None:
         """Makes the replica serve the received weights."""
-        request = pb.CommitWeightsRequest(stamp=stamp)
-        await self._client.call(RolloutService.CommitWeights, request, timeout_s=self._timeouts.publish_s)
+        await self._publish(RolloutService.CommitWeights, pb.CommitWeightsRequest(stamp=stamp))
         self.state, self.has_served = ReplicaState.SERVING, True
+
+    async def _publish(self, method: Method[Request, Answer], request: Request) -> Answer:
+        # Not repeated if it is lost: a publication that fails begins again with a new epoch.
+        return await self._client.call(method, request, timeout_s=self._timeouts.publish_s)
+
+    async def _switch(self, method: Method[Request, Answer], request: Request) -> Answer:
+        return await self._client.call(method, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S)
 
     async def close(self) -> None:
         await self._renewal.end()

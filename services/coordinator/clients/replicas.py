@@ -13,13 +13,7 @@ from services.common.errors import LockstepError, Reason, Unavailable
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
 from services.coordinator.clients.gpus import OwnGpus
-from services.coordinator.clients.replica import (
-    PERMANENT_ERRORS,
-    Replica,
-    ReplicaState,
-    open_named,
-    why_not_open,
-)
+from services.coordinator.clients.replica import PERMANENT_ERRORS, Replica, ReplicaState, open_named, why_not_open
 from services.coordinator.runs.replicas import Note
 from services.coordinator.runs.run import Restarts
 
@@ -115,22 +109,22 @@ class ReplicaSet:
         Raises:
             InvalidInput: An address is malformed, or the connection would be plaintext over a network.
         """
-        known = {replica.address: replica for replica in self.replicas}
+        known = {replica.address for replica in self.replicas}
         fresh = [at for at in addresses if at not in known and not self.notes.is_unused(at)]
+        # All are created before anything changes: a malformed address changes nothing.
         new = [Replica(address, self._config.timeouts, self._transport) for address in fresh]
         self.notes.keep_only(addresses)
         wanted = self.notes.used_names(addresses) | set(addresses)
-        for address, replica in known.items():
-            leaves = address not in wanted
+        for replica in self.replicas:
+            leaves = replica.address not in wanted
             if replica.is_leaving != leaves:
-                log.info("replica %s %s", address, "leaves the run" if leaves else "stays after all")
+                log.info("replica %s %s", replica.address, "leaves the run" if leaves else "stays after all")
             replica.is_leaving = leaves
         for replica in new:
-            log.info(
-                "replica %s is new: it joins the run with the first publication after it was opened", replica.address
-            )
+            address = replica.address
+            log.info("replica %s is new: it joins the run with the first publication after it was opened", address)
             self.replicas.append(replica)
-            self._reviving[replica.address] = asyncio.create_task(self._revive(replica, restart=False))
+            self._reviving[address] = asyncio.create_task(self._revive(replica, restart=False))
         self.drop_leavers()
 
     def drop_leavers(self) -> None:
@@ -162,10 +156,10 @@ class ReplicaSet:
         """Checks every replica that is not DEAD. Returns how many did not answer."""
         living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
         alive = await gather(replica.is_alive() for replica in living)
-        lost = [replica for replica, is_alive in zip(living, alive, strict=True) if not is_alive]
-        for replica in lost:
-            self.mark_dead(replica, Unavailable("it does not answer"))
-        return len(lost)
+        for replica, is_alive in zip(living, alive, strict=True):
+            if not is_alive:
+                self.mark_dead(replica, Unavailable("it does not answer"))
+        return alive.count(False)
 
     def refuse_newcomers(self, why: LockstepError) -> int:
         """Does without the members that have never served, if another one has; `why` failed every time with them.
@@ -257,8 +251,7 @@ class ReplicaSet:
         return True
 
     def _drop_same(self) -> None:
-        """Does without replicas that are other names of services that the run uses; their run stays open."""
-        for replica, used in same_services(self.replicas).items():
+        for replica, used in same_services(self.replicas).items():  # their run stays open, as it is the same service
             why = f"the same service as {used.address}, which the run has already"
             self._refuse(replica, Note(why, is_unused=True, same_as=used.address))
 
@@ -285,9 +278,7 @@ class ReplicaSet:
 def same_services(replicas: Sequence[Replica]) -> dict[Replica, Replica]:
     """Returns every replica that is another name of one that the run uses, with that one."""
     living = [replica for replica in replicas if replica.state is not ReplicaState.DEAD and replica.incarnation]
-    used, found = dict[str, Replica](), dict[Replica, Replica]()
-    for replica in sorted(living, key=lambda one: one.state is not ReplicaState.SERVING):
-        first = used.setdefault(replica.incarnation, replica)
-        if first is not replica:
-            found[replica] = first
-    return found
+    living.sort(key=lambda one: one.state is not ReplicaState.SERVING)  # the name that serves is kept
+    used: dict[str, Replica] = {}
+    firsts = {replica: used.setdefault(replica.incarnation, replica) for replica in living}
+    return {replica: first for replica, first in firsts.items() if first is not replica}

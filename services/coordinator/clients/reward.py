@@ -143,7 +143,7 @@ class Reward:
                 scored = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
                 answer = require_sealed(request, scored)
             except DeadlineExceeded as error:  # another try, if the service scored other groups meanwhile
-                if self._num_answers == num_answers:
+                if self._num_answers == num_answers:  # nothing was scored: it hangs
                     raise
                 log.warning("prompt %s waits, the reward service is busy: %s", request.prompt_id, error.message)
             except LockstepError as error:
@@ -154,9 +154,9 @@ class Reward:
         self._require_same(answer.scorer, self.opened.environment)
         self._require_finite(answer, group.prompt.prompt_id)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
-        if failed and not keep_failed:
-            self.failures[f"{failed[0].scorer}/{reason_name(failed[0])}"] += 1
         if failed:
+            if not keep_failed:
+                self.failures[f"{failed[0].scorer}/{reason_name(failed[0])}"] += 1
             self._take_note(failed[0], group.prompt.prompt_id)
             if not keep_failed and self._config.on_failure == "drop_group":
                 return None
@@ -167,22 +167,22 @@ class Reward:
         await self._client.close()
 
     def _request(self, group: SampledGroup, tokenizer: Tokenizer) -> pb.ScoreRequest:
-        candidates = [
-            pb.Candidate(
-                text=final_text(completion, group.episode(sample), tokenizer),
-                num_tokens=num_sampled(completion, group.episode(sample)),
+        prompt = group.prompt
+        request = pb.ScoreRequest(
+            run_id=self.run_id,
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            extra_json=json.dumps(prompt.extra),
+        )
+        for sample, completion in enumerate(group.completions):
+            episode = group.episode(sample)
+            request.candidates.add(
+                text=final_text(completion, episode, tokenizer),
+                num_tokens=num_sampled(completion, episode),
                 finish_reason=completion.finish_reason,
             )
-            for sample, completion in enumerate(group.completions)
-        ]
-        return pb.ScoreRequest(
-            prompt_id=group.prompt.prompt_id,
-            prompt=group.prompt.text,
-            answer=group.prompt.answer,
-            extra_json=json.dumps(group.prompt.extra),
-            candidates=candidates,
-            run_id=self.run_id,
-        )
+        return request
 
     async def reopen(self, num_opens: int, *, why: str) -> None:
         """Opens the run again on a service that was lost when it had been opened `num_opens` times."""
@@ -192,11 +192,10 @@ class Reward:
                 await self.open(self.run_id)
 
     def _require_same(self, scorer: str, environment: str) -> None:
-        for what, now, before in (
-            ("scorers", scorer, self.opened.scorer),
-            ("environment", environment, self.opened.environment),
-        ):
-            if self.num_opens and now != before:
+        opened = self.opened
+        pairs = ("scorers", scorer, opened.scorer), ("environment", environment, opened.environment)
+        for what, now, before in pairs if self.num_opens else ():
+            if now != before:
                 message = (
                     f"{self.address}: the reward service has {what} {now}, but this run opened {before}: it was "
                     "restarted with another version; restart it with the previous version, or restart the run"
@@ -242,7 +241,10 @@ class Rewards:
         await gather(service.open(run_id) for service in self.services)
         first = self.services[0]
         for service in self.services[1:]:
-            for mine, others in zip(_versions(first), _versions(service), strict=True):
+            for mine, others in (
+                (first.opened.scorer, service.opened.scorer),
+                (first.opened.environment, service.opened.environment),
+            ):
                 if mine != others:
                     message = f"{first.address} has {mine}, but {service.address} has {others}: install one version"
                     raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
@@ -274,7 +276,3 @@ class Rewards:
 
     async def close(self) -> None:
         await gather(service.close() for service in self.services)
-
-
-def _versions(service: Reward) -> tuple[str, str]:
-    return service.opened.scorer, service.opened.environment

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
@@ -12,13 +13,7 @@ from services.common.batches.batch import tokens_sha256
 from services.common.batches.routed_experts import from_parts
 from services.common.config.run import Config
 from services.common.config.streaming import orders_by_length
-from services.common.errors import (
-    DeadlineExceeded,
-    InternalError,
-    PreconditionFailed,
-    Reason,
-    Unavailable,
-)
+from services.common.errors import DeadlineExceeded, InternalError, PreconditionFailed, Reason, Unavailable
 from services.common.files.transfer import require_sealed
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.clients.gpus import OwnGpus, Side
@@ -35,11 +30,11 @@ log = logging.getLogger(__name__)
 _IN_FLIGHT_FACTOR = 2
 
 
+@dataclass
 class Affinity:
     """Remembers the replica of an episode, which has the earlier turns in its prefix cache."""
 
-    def __init__(self):
-        self.replica: Replica | None = None
+    replica: Replica | None = None
 
 
 class Rollout(ReplicaSet):
@@ -94,13 +89,15 @@ class Rollout(ReplicaSet):
             expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=reports
         )
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
-        while (found := await self._answers(request, cost, affinity or Affinity())) is None:
+        while (answered := await self._answers(request, cost, affinity or Affinity())) is None:
             self.lengths.pop(prompt.prompt_id, None)  # it begins again
-        address, answers = found
+        address, answers = answered
         group = _group_of(index, prompt, len(seeds), answers)
         if sampling.return_sampling_mask and not group.sampling_mask:
             raise InternalError(f"replica {address} returned no sampling masks; update its service")
-        self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
+        lengths = {**answers[-1].unfinished, prompt.prompt_id: group.length}
+        for prompt_id, num_tokens in lengths.items():  # an answer may have been overtaken by that of another group
+            self.lengths[prompt_id] = max(num_tokens, self.lengths.get(prompt_id, 0))
         return group
 
     async def _answers(
@@ -111,9 +108,8 @@ class Rollout(ReplicaSet):
             reserved = self._reserved(len(request.prompts[0].seeds), cost, affinity)
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 with self._dropping(replica):
-                    return replica.address, [
-                        require_sealed(request, answer) async for answer in replica.generate(request)
-                    ]
+                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
+                    return replica.address, answers
             self.num_redispatched += 1
         except Unavailable as error:
             await self._recover(error)
@@ -131,10 +127,6 @@ class Rollout(ReplicaSet):
             if self.publish_again is None or not await self.await_restart():
                 raise error
             await self.publish_again()
-
-    def _note_lengths(self, lengths: Mapping[str, int]) -> None:
-        for prompt_id, num_tokens in lengths.items():  # an answer may have been overtaken by that of another group
-            self.lengths[prompt_id] = max(num_tokens, self.lengths.get(prompt_id, 0))
 
     @contextmanager
     def _dropping(self, replica: Replica) -> Iterator[None]:
@@ -180,7 +172,8 @@ class Rollout(ReplicaSet):
         with_room = [
             replica
             for replica in serving
-            if replica.samples_in_flight == 0
+            # A group larger than the limit has room on an idle replica.
+            if not replica.samples_in_flight
             or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)

@@ -13,14 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import (
-    BlockCutter,
-    batch_sha256,
-    begins_of_groups,
-    blocks_of,
-    content_sha256,
-    trained_tokens,
-)
+from services.common.batches import blocks
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.streaming import block_growth, groups_per_minibatch, tokens_per_block
@@ -28,7 +21,7 @@ from services.common.counted import counted
 from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
-from services.common.rpc.client import MAX_RETRY_S, Client, Renewal, repeated
+from services.common.rpc.client import MAX_RETRY_S, Answer, Client, Method, Renewal, Request, repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.clients.gpus import OwnGpus, Side
 from services.coordinator.runs.clock import Busy
@@ -51,10 +44,11 @@ def warn_of_skipped(batch_id: str, metrics: Mapping[str, float]) -> None:
 
 
 def _cut(header: pb.TrainHeader, batch: pa.Table) -> Sequence[pa.Table]:
-    """Returns the blocks of `batch` that `header` asks for."""
     if not header.tokens_per_block:
         return [batch]
-    return blocks_of(batch, BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth))
+    return blocks.blocks_of(
+        batch, blocks.BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
+    )
 
 
 def _block(block: pa.Table, sha256: bytes) -> Iterator[pb.TrainRequest]:
@@ -64,8 +58,8 @@ def _block(block: pa.Table, sha256: bytes) -> Iterator[pb.TrainRequest]:
 
 
 def _commit(header: pb.TrainHeader, batch: pa.Table, hashes: Iterable[bytes]) -> pb.TrainRequest:
-    num_tokens = int(trained_tokens(batch).sum())
-    sha256 = batch_sha256(header, hashes)
+    num_tokens = int(blocks.trained_tokens(batch).sum())
+    sha256 = blocks.batch_sha256(header, hashes)
     return pb.TrainRequest(commit=pb.TrainCommit(sha256=sha256, num_samples=batch.num_rows, num_tokens=num_tokens))
 
 
@@ -74,7 +68,7 @@ async def whole_batch(header: pb.TrainHeader, batch: pa.Table) -> AsyncGenerator
     yield pb.TrainRequest(header=header)
     hashes: list[bytes] = []
     for block in _cut(header, batch):
-        hashes.append(await asyncio.to_thread(content_sha256, block))
+        hashes.append(await asyncio.to_thread(blocks.content_sha256, block))
         for message in _block(block, hashes[-1]):
             yield message
     yield _commit(header, batch, hashes)
@@ -100,12 +94,12 @@ class BlockStream:
 
     def send(self, block: pa.Table) -> None:
         """Sends the next block."""
-        self._parts.put_nowait([*_block(block, content_sha256(block))])
+        self._parts.put_nowait([*_block(block, blocks.content_sha256(block))])
 
     def commit(self, batch: pa.Table) -> None:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
-        self._parts.put_nowait([_commit(self._header, batch, map(content_sha256, _cut(self._header, batch)))])
-        self._parts.put_nowait([])
+        self._parts.put_nowait([_commit(self._header, batch, map(blocks.content_sha256, _cut(self._header, batch)))])
+        self._parts.put_nowait([])  # ends the stream of requests
 
     async def _requests(self) -> AsyncGenerator[pb.TrainRequest, None]:
         yield pb.TrainRequest(header=self._header)
@@ -128,11 +122,12 @@ class TrainerClient(Client):
         return PreconditionFailed(message, reason=failure.reason, **failure.metadata)
 
 
-# Config section -> (role, column that Forward returns, name of that column in the batch).
-_ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
-    "trainer": (pb.ROLE_POLICY, "logprobs", "old_logprobs"),
-    "reference": (pb.ROLE_REFERENCE, "logprobs", "ref_logprobs"),
-    "critic": (pb.ROLE_CRITIC, "values", "values"),
+# Config section -> (role, column that Forward returns, name of that column in the batch, columns that it never reads).
+# Only the policy replays routed experts. A critic has no distribution that sampling masks could cut.
+_ROLES: Mapping[str, tuple[pb.Role, str, str, Sequence[str]]] = {
+    "trainer": (pb.ROLE_POLICY, "logprobs", "old_logprobs", ()),
+    "reference": (pb.ROLE_REFERENCE, "logprobs", "ref_logprobs", ("routed_experts",)),
+    "critic": (pb.ROLE_CRITIC, "values", "values", ("routed_experts", "sampling_mask")),
 }
 
 
@@ -147,8 +142,8 @@ class Model:
         self._gpus = gpus or OwnGpus()
         self._client = TrainerClient(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts, self._renewal = config, config.timeouts, Renewal()
-        self._role, self._answer, self.column = _ROLES[name]
-        self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
+        self._role, self._answer, self.column, self._unread = _ROLES[name]
+        self.opened = pb.OpenRunResponse()
         self.busy = Busy()
 
     async def open(self, run_id: str, checkpoint: str = "") -> int:
@@ -176,9 +171,8 @@ class Model:
         return self.opened.version
 
     async def _require_num_ranks(self) -> None:
-        info = await self._client.call_starting(
-            TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.open_s
-        )
+        timeout_s = self._timeouts.open_s
+        info = await self._client.call_starting(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=timeout_s)
         num_ranks = self._config.models[self.name].num_ranks
         if info.num_ranks != num_ranks:
             role = role_section(self._config, self.name)
@@ -216,7 +210,7 @@ class Model:
         """
         header, batch = self._header(batch_id, stamp, critic_version, drawn), self._needed(batch)
         if header.tokens_per_block and (num_minibatches := self._config.trainer.num_minibatches) > 1:
-            header.groups_per_minibatch = len(begins_of_groups(batch)) // num_minibatches
+            header.groups_per_minibatch = len(blocks.begins_of_groups(batch)) // num_minibatches
         async with self._gpus.held_by(Side.TRAINER):
             with self.busy.working():
                 answer = await self._train(header, batch)
@@ -224,13 +218,11 @@ class Model:
         return answer.version, dict(answer.metrics)
 
     async def _train(self, header: pb.TrainHeader, batch: pa.Table) -> pb.TrainResponse:
-        call = functools.partial(
-            self._client.call,
-            TrainerService.Train,
-            lambda: whole_batch(header, batch),
-            timeout_s=self._timeouts.train_s,
-            max_retry_s=MAX_RETRY_S,
-        )
+        def call() -> Awaitable[pb.TrainResponse]:
+            requests = functools.partial(whole_batch, header, batch)
+            timeout_s = self._timeouts.train_s
+            return self._client.call(TrainerService.Train, requests, timeout_s=timeout_s, max_retry_s=MAX_RETRY_S)
+
         try:
             return await call()
         except Aborted as error:
@@ -242,10 +234,8 @@ class Model:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
         async with self._gpus.held_by(Side.TRAINER):
-            answer = await self._client.call(
-                TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
-            )
-        return answer.manifest_digest
+            timeout_s = self._timeouts.checkpoint_s
+            return (await self._repeatable(TrainerService.SaveCheckpoint, request, timeout_s)).manifest_digest
 
     async def release_memory(
         self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = (), least_free_bytes: int = 0
@@ -255,10 +245,7 @@ class Model:
         They move to host memory, except from a device that already has at least `least_free_bytes` free; 0 moves all.
         """
         request = pb.ReleaseMemoryRequest(parts=parts, roles=roles, least_free_bytes=least_free_bytes)
-        answer = await self._client.call(
-            TrainerService.ReleaseMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
-        )
-        return answer.ranks
+        return (await self._repeatable(TrainerService.ReleaseMemory, request, self._timeouts.memory_s)).ranks
 
     async def acquire_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
         """Moves parts of models back to the devices and returns the memory of each rank; no role is every role there.
@@ -267,19 +254,20 @@ class Model:
             Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken on that device.
         """
         request = pb.AcquireMemoryRequest(parts=parts, roles=roles)
-        answer = await self._client.call(
-            TrainerService.AcquireMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
-        )
-        return answer.ranks
+        return (await self._repeatable(TrainerService.AcquireMemory, request, self._timeouts.memory_s)).ranks
+
+    async def _repeatable(self, method: Method[Request, Answer], request: Request, timeout_s: float) -> Answer:
+        # Saving, exporting and moving memory twice does no harm, so a call that is lost is made again.
+        return await self._client.call(method, request, timeout_s=timeout_s, max_retry_s=MAX_RETRY_S)
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._renewal.end()
         await self._client.close()
 
     def _header(
         self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0, drawn: PolicyStamp | None = None
     ) -> pb.TrainHeader:
+        # Only the policy's batches are cut: a critic is trained on the whole batch, as is a model of SFT.
         config = self._config if self._role == pb.ROLE_POLICY and isinstance(self._config, Config) else None
         return pb.TrainHeader(
             expected_stamp=stamp,
@@ -293,16 +281,8 @@ class Model:
         )
 
     def _needed(self, batch: pa.Table) -> pa.Table:
-        """Returns the batch without what this model does not read. That can be most of its bytes.
-
-        Only the policy replays routed experts. A critic has no distribution that sampling masks could cut.
-        """
-        unread = {
-            pb.ROLE_POLICY: (),
-            pb.ROLE_REFERENCE: ("routed_experts",),
-            pb.ROLE_CRITIC: ("routed_experts", "sampling_mask"),
-        }
-        return batches.without(batch, *unread[self._role])
+        """Returns the batch without what this model does not read. That can be most of its bytes."""
+        return batches.without(batch, *self._unread)
 
     @property
     def _temperature(self) -> float:
@@ -362,9 +342,4 @@ class Trainer(Model):
         """Writes the policy as a Hugging Face model directory that serves what was trained."""
         request = pb.ExportHuggingFaceRequest(path=path, model_card=self._served)
         async with self._gpus.held_by(Side.TRAINER):
-            await self._client.call(
-                TrainerService.ExportHuggingFace,
-                request,
-                timeout_s=self._timeouts.checkpoint_s,
-                max_retry_s=MAX_RETRY_S,
-            )
+            await self._repeatable(TrainerService.ExportHuggingFace, request, self._timeouts.checkpoint_s)

@@ -1,8 +1,7 @@
 """Calls a coordinator daemon, and reconnects when the connection breaks."""
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
@@ -26,14 +25,6 @@ _STREAM_TIMEOUT_S = 3600.0
 _RECONNECT_TIMEOUT_S = 60.0
 
 
-@dataclass
-class _Seen:
-    """The newest versions whose events a watcher has."""
-
-    step: int = 0
-    evaluation: int = -1
-
-
 class Coordinator:
     """Calls the daemon at `address`; use it as an async context manager. Raises the daemon's errors unchanged.
 
@@ -54,18 +45,16 @@ class Coordinator:
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
 
-    async def start(self, config: Config, given: Addresses) -> pb.Run:
+    async def start(self, config: Config, addresses: Addresses) -> pb.Run:
         """Starts a run in the coordinator's runs directory; `config.runs_dir` must be unset or that directory."""
-        addresses = pb.ServiceAddresses(rollout=given.rollout, reward=given.reward, **given.trainers)
-        request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=addresses)
+        services = pb.ServiceAddresses(rollout=addresses.rollout, reward=addresses.reward, **addresses.trainers)
+        request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=services)
         return (await self._call(CoordinatorService.StartRun, request)).run
 
     async def get(self, name: str) -> pb.Run:
-        """Returns the state of a run."""
         return (await self._call(CoordinatorService.GetRun, pb.GetRunRequest(name=name))).run
 
     async def all(self) -> list[pb.Run]:
-        """Returns the state of all runs."""
         return list((await self._call(CoordinatorService.ListRuns, pb.ListRunsRequest())).runs)
 
     async def stop(self, name: str, *, now: bool) -> pb.Run:
@@ -73,7 +62,6 @@ class Coordinator:
         return (await self._call(CoordinatorService.StopRun, pb.StopRunRequest(name=name, now=now))).run
 
     async def replicas(self, name: str) -> list[ListedReplica]:
-        """Returns the replicas of a run in progress."""
         answer = await self._call(CoordinatorService.ListReplicas, pb.ListReplicasRequest(name=name))
         return list(map(_listed, answer.replicas))
 
@@ -84,39 +72,41 @@ class Coordinator:
 
     async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
         """Yields each event of a run once, from its first step to its end. Reconnects if the connection breaks."""
-        await self.get(name)  # raises immediately if the name or address is wrong
-        seen = _Seen()
-        while True:
-            try:
-                async for answer in self._events_after(name, seen):
-                    yield answer
-                return
-            except (Unavailable, DeadlineExceeded) as error:
-                await self._wait_until_back(name, error)
+        step, evaluation = 0, -1  # the newest versions whose events were yielded
 
-    async def _events_after(self, name: str, seen: _Seen) -> AsyncIterator[pb.WatchRunResponse]:
-        """Yields each event after those of `seen`, and adds it to `seen`."""
-        request = pb.WatchRunRequest(name=name, after_version=seen.step)
-        async for answer in self._client.stream(CoordinatorService.WatchRun, request, timeout_s=_STREAM_TIMEOUT_S):
-            event = answer.WhichOneof("event")
-            if event == "step":
-                seen.step = answer.step.version
-            elif event == "evaluation":
-                if answer.evaluation.version <= seen.evaluation:
+        def events() -> AsyncIterator[pb.WatchRunResponse]:
+            request = pb.WatchRunRequest(name=name, after_version=step)
+            return self._client.stream(CoordinatorService.WatchRun, request, timeout_s=_STREAM_TIMEOUT_S)
+
+        async for answer in self._reconnecting(name, events):
+            if answer.HasField("step"):
+                step = answer.step.version
+            elif answer.HasField("evaluation"):
+                # After a reconnect those of the newest step come again: they follow its event.
+                if answer.evaluation.version <= evaluation:
                     continue
-                seen.evaluation = answer.evaluation.version
+                evaluation = answer.evaluation.version
             yield answer
 
     async def read_log(self, name: str, service: str, *, follow: bool) -> AsyncIterator[bytes]:
         """Yields a run's log from the beginning; with `follow`, until the run ends. Reconnects like `watch`."""
-        await self.get(name)
         offset = 0
-        while True:
+
+        def parts() -> AsyncIterator[pb.ReadLogResponse]:
             request = pb.ReadLogRequest(name=name, service=service, offset=offset, follow=follow)
+            return self._client.stream(CoordinatorService.ReadLog, request, timeout_s=_STREAM_TIMEOUT_S)
+
+        async for part in self._reconnecting(name, parts):
+            offset = part.next_offset
+            yield part.data
+
+    async def _reconnecting(self, name: str, stream: Callable[[], AsyncIterator[Answer]]) -> AsyncIterator[Answer]:
+        """Yields what `stream` does, which goes on where it was when it is called again after a lost connection."""
+        await self.get(name)  # raises immediately if the name or address is wrong
+        while True:
             try:
-                async for part in self._client.stream(CoordinatorService.ReadLog, request, timeout_s=_STREAM_TIMEOUT_S):
-                    offset = part.next_offset
-                    yield part.data
+                async for answer in stream():
+                    yield answer
                 return
             except (Unavailable, DeadlineExceeded) as error:
                 await self._wait_until_back(name, error)
@@ -131,14 +121,12 @@ class Coordinator:
             Unavailable: The daemon did not answer in time.
         """
         log.info("%s; waiting for the coordinator to come back", error.message)
-        request = pb.GetRunRequest(name=name)
+        request, limit_s = pb.GetRunRequest(name=name), _RECONNECT_TIMEOUT_S
         try:
-            await self._client.call(
-                CoordinatorService.GetRun, request, timeout_s=_RECONNECT_TIMEOUT_S, wait_for_ready=True
-            )
+            await self._client.call(CoordinatorService.GetRun, request, timeout_s=limit_s, wait_for_ready=True)
         except (Unavailable, DeadlineExceeded) as timeout:
             raise Unavailable(
-                f"lost the coordinator at {self.address}, and it did not come back within {_RECONNECT_TIMEOUT_S:g} s"
+                f"lost the coordinator at {self.address}, and it did not come back within {limit_s:g} s"
             ) from timeout
 
 

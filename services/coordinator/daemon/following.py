@@ -24,10 +24,10 @@ from services.coordinator.runs.reporter import in_order
 _MIN_DIRECTORY = 20  # in columns; a narrower path column would fold a path into too many lines to read
 
 
-async def start(coordinator: Coordinator, config: Config, given: Addresses, console: Console) -> str:
-    """Starts a run; returns its name."""
+async def start(coordinator: Coordinator, config: Config, addresses: Addresses, console: Console) -> str:
+    """Returns the name of the run that it starts."""
     async with coordinator:
-        run = await coordinator.start(config, given)
+        run = await coordinator.start(config, addresses)
     console.print(f"run {run.name} on coordinator {coordinator.address}, in {run.run_dir} on its host", soft_wrap=True)
     return run.name
 

@@ -8,7 +8,7 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.errors import LockstepError, described
 from services.coordinator.data.groups import Conversation, Part
-from services.coordinator.runs.ledger import LEDGER, Decision, Kind
+from services.coordinator.runs.ledger import LEDGER, Kind
 from services.coordinator.runs.reader import METRICS, LedgerReader, metrics_lines
 
 
@@ -19,7 +19,9 @@ def read_run(directory: Path) -> pb.Run | None:
     run = pb.Run(name=directory.name, run_dir=str(directory))
     try:
         run.version = max((line.step for line in metrics_lines(directory / METRICS)), default=0)
-        opened, failed, is_early = _last_session(directory, run.version)
+        with closing(LedgerReader(directory)) as ledger:
+            opened, failure = ledger.last(Kind.OPENED), ledger.failure()
+            is_early = ledger.last(Kind.STOPPED, run.version) is not None  # early stopping ended the session
     except LockstepError as error:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"
         return run
@@ -27,8 +29,8 @@ def read_run(directory: Path) -> pb.Run | None:
         return None
     run.run_id, run.num_steps = opened["run_id"], run.version if is_early else config["num_steps"]
     run.state = pb.RUN_STATE_FINISHED if run.version >= run.num_steps else pb.RUN_STATE_STOPPED
-    if failed:
-        run.state, run.error = pb.RUN_STATE_FAILED, f"{failed['reason']}: {failed['message']}"
+    if failure:
+        run.state, run.error = pb.RUN_STATE_FAILED, f"{failure['reason']}: {failure['message']}"
     return run
 
 
@@ -58,18 +60,11 @@ def event_of(version: int, metrics: dict[str, float], *, is_step: bool) -> pb.Wa
 
 def is_news(event: pb.WatchRunResponse, after: int) -> bool:
     """Returns whether `event` is new to a watcher that has seen everything up to step `after`."""
+    # The evaluation of a step follows it, so the watcher may not have it; that of step 0 comes before all steps.
     return event.step.version > after if event.HasField("step") else event.evaluation.version >= after
 
 
-def _last_session(directory: Path, version: int) -> tuple[Decision | None, Decision | None, bool]:
-    """Returns how the last session was opened, its failure if it ended with one, and whether early stopping ended it
-    after `version`."""
-    with closing(LedgerReader(directory)) as ledger:
-        return ledger.last(Kind.OPENED), ledger.failure(), ledger.last(Kind.STOPPED, version) is not None
-
-
 def to_message(conversation: Conversation) -> pb.Conversation:
-    """Returns the message of a conversation."""
     return pb.Conversation(
         prompt_id=conversation.prompt_id,
         sample=conversation.sample,
@@ -81,6 +76,5 @@ def to_message(conversation: Conversation) -> pb.Conversation:
 
 
 def from_message(message: pb.Conversation) -> Conversation:
-    """Returns the conversation of a message."""
     parts = [Part(part.text, part.reward if part.HasField("reward") else None) for part in message.parts]
     return Conversation(message.prompt_id, message.sample, message.prompt, parts, message.reward, message.finish_reason)

@@ -44,7 +44,7 @@ async def read_log(
 
 
 class _WriteWatcher:
-    """Waits until a file may have more to read, counting everything written since this object was created."""
+    """Waits until a file may have more to read, which counts all that was written since this object was created."""
 
     def __init__(self, path: Path, until: asyncio.Event, stack: ExitStack):
         try:
@@ -68,7 +68,7 @@ class _WriteWatcher:
         try:
             await asyncio.wait([event, self._over], return_when=asyncio.FIRST_COMPLETED)
             if event.done():
-                event.result()
+                event.result()  # raises what reading from inotify did
         finally:
             event.cancel()
             await asyncio.wait([event])  # it uses the inotify handle, which is about to be closed
@@ -92,23 +92,18 @@ class ToRunLog(logging.Handler):
     """Passes a record to the log of the run whose task emitted it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        handler = _log.get()
-        if handler is not None:
+        if handler := _log.get():
             handler.handle(record)
 
 
-def _is_for_daemon(record: logging.LogRecord) -> bool:
-    return _log.get() is None or record.levelno >= logging.WARNING
-
-
 def split_by_run() -> None:
-    """CompletionPart each run's records to its log; the process's own log keeps only their warnings and errors.
+    """Sends each run's records to its log; the process's own log keeps only their warnings and errors.
 
     Call it once, after logging is configured.
     """
     root = logging.getLogger()
     for handler in root.handlers:
-        handler.addFilter(_is_for_daemon)
+        handler.addFilter(lambda record: _log.get() is None or record.levelno >= logging.WARNING)
     root.addHandler(ToRunLog())
 
 

@@ -25,7 +25,7 @@ from services.coordinator.runs.run import Run
 log = logging.getLogger(__name__)
 
 
-class HostedRun(Reporter):
+class RunInProgress(Reporter):
     """Serves as frontend of a session in this process, and as its reporter once the training loop starts.
 
     Each watcher reads an append-only list of events at its own pace, so a slow watcher never delays the run.
@@ -34,8 +34,8 @@ class HostedRun(Reporter):
     console = None
     shows_samples = True
 
-    def __init__(self, config: Config, given: Addresses):
-        self.config, self.given = config, given
+    def __init__(self, config: Config, addresses: Addresses):
+        self.config, self.addresses = config, addresses
         self.state = pb.Run(
             name=config.name, state=pb.RUN_STATE_STARTING, num_steps=config.num_steps, run_dir=str(config.run_dir)
         )
@@ -73,7 +73,7 @@ class HostedRun(Reporter):
         is_open = self._run is not None and not self._run.is_closed
         if self._run is not None:
             self._run.stopping = True
-        if now or not is_open:
+        if now or not is_open:  # only the loop looks at `stopping`, between steps
             self._session.cancel()
 
     async def events(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
@@ -132,6 +132,7 @@ class HostedRun(Reporter):
         return answer
 
     def _notify(self) -> None:
+        # Each watcher waits for the event that it took before it read the state, so that it misses no change.
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -139,8 +140,8 @@ class HostedRun(Reporter):
         with logging_to(self.config):
             try:
                 # Tokenizing takes seconds; in a thread it blocks neither the event loop nor the other runs.
-                data = await asyncio.to_thread(load_data, self.config, self.given)
-                return await run_session(self.config, self.given, self, data)
+                data = await asyncio.to_thread(load_data, self.config, self.addresses)
+                return await run_session(self.config, self.addresses, self, data)
             except Exception as error:
                 log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))
                 raise
@@ -161,12 +162,12 @@ class Runs:
 
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
-        self.running: dict[str, HostedRun] = {}
+        self.running: dict[str, RunInProgress] = {}
         self.is_ending = False
         self._ended: dict[str, pb.Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, config: Config, given: Addresses) -> pb.Run:
+    def start(self, config: Config, addresses: Addresses) -> pb.Run:
         """Starts or resumes the run of `config`, according to `config.resume`.
 
         Raises:
@@ -184,34 +185,33 @@ class Runs:
             raise InvalidInput(
                 f"runs_dir: this coordinator keeps its runs in {self.directory}; do not set runs_dir", field="runs_dir"
             )
-        self._require_gpus(config, given)
-        hosted = HostedRun(config.model_copy(update={"runs_dir": self.directory}), given)
-        self.running[config.name] = hosted
-        task = asyncio.create_task(self._host(hosted))
+        self._require_gpus(config, addresses)
+        in_progress = RunInProgress(config.model_copy(update={"runs_dir": self.directory}), addresses)
+        self.running[config.name] = in_progress
+        task = asyncio.create_task(self._finish(in_progress))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return hosted.state
+        return in_progress.state
 
     async def get(self, name: str) -> pb.Run:
-        """Returns the state of the run `name`.
+        """Returns the state of a run.
 
         Raises:
             NotFound: There is no such run.
         """
         if name in self.running:
             return self.running[name].state
-        found = self._ended.get(name) or next(iter(await asyncio.to_thread(_read_runs, self.directory, name)), None)
-        if found is None:
-            raise NotFound(
-                f"there is no run {name} in {self.directory}; `lockstep status` lists all runs", field="name"
-            )
-        return found
+        run = self._ended.get(name) or next(iter(await asyncio.to_thread(_read_runs, self.directory, name)), None)
+        if run is None:
+            message = f"there is no run {name} in {self.directory}; `lockstep status` lists all runs"
+            raise NotFound(message, field="name")
+        return run
 
     async def all(self) -> list[pb.Run]:
         """Returns the state of all runs, sorted by name."""
-        found = {run.name: run for run in await asyncio.to_thread(_read_runs, self.directory)}
-        found |= self._ended | {name: hosted.state for name, hosted in self.running.items()}
-        return [found[name] for name in sorted(found)]
+        runs = {run.name: run for run in await asyncio.to_thread(_read_runs, self.directory)}
+        runs |= self._ended | {name: in_progress.state for name, in_progress in self.running.items()}
+        return [runs[name] for name in sorted(runs)]
 
     async def stop(self, name: str, *, now: bool) -> pb.Run:
         """Asks the run `name` to stop and returns its state. Does nothing if the run has ended."""
@@ -234,30 +234,33 @@ class Runs:
         await asyncio.wait(set(self._tasks))
 
     def _stop_all(self, now: bool) -> None:
-        for hosted in self.running.values():
-            hosted.stop(now=now)
+        for in_progress in self.running.values():
+            in_progress.stop(now=now)
 
-    async def _host(self, hosted: HostedRun) -> None:
-        name = hosted.config.name
+    async def _finish(self, in_progress: RunInProgress) -> None:
+        name = in_progress.config.name
         log.info("run %s started", name)
-        await hosted.end()
+        await in_progress.end()
         del self.running[name]
-        self._ended[name] = hosted.state
-        error = f": {hosted.state.error}" if hosted.state.error else ""
-        log.info("run %s %s%s", name, state_name(hosted.state), error)
+        self._ended[name] = in_progress.state
+        error = f": {in_progress.state.error}" if in_progress.state.error else ""
+        log.info("run %s %s%s", name, state_name(in_progress.state), error)
 
-    def _require_gpus(self, config: Config, given: Addresses) -> None:
-        holder = next((name for name, hosted in self.running.items() if _starts(hosted.config, hosted.given)), None)
-        if holder and visible_gpus() and _starts(config, given):
+    def _require_gpus(self, config: Config, addresses: Addresses) -> None:
+        holder = next(
+            (name for name, in_progress in self.running.items() if _starts(in_progress.config, in_progress.addresses)),
+            None,
+        )
+        if holder and visible_gpus() and _starts(config, addresses):
             raise PreconditionFailed(
                 f"run {holder} has started services on the GPUs of this host: give the addresses of running services, "
                 "or start this run after that one ends"
             )
 
 
-def _starts(config: Config, given: Addresses) -> bool:
+def _starts(config: Config, addresses: Addresses) -> bool:
     """Returns whether the run starts a service that needs a GPU on this host."""
-    return starts_replicas(config, given) or bool(started_ranks(config, given))
+    return starts_replicas(config, addresses) or bool(started_ranks(config, addresses))
 
 
 def _read_runs(directory: Path, name: str | None = None) -> list[pb.Run]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -37,11 +37,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.GetInfoResponse(info=info, runs_dir=str(self._runs.directory), num_running=len(self._runs.running))
 
     async def StartRun(self, request: pb.StartRunRequest, context: Context) -> pb.StartRunResponse:
-        config, given = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
-        given.require_own(config)
+        config, addresses = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
+        addresses.require_own(config)
         await asyncio.to_thread(check_model, config)
-        await asyncio.to_thread(check_weights, config, given)
-        return pb.StartRunResponse(run=self._runs.start(config, given))
+        await asyncio.to_thread(check_weights, config, addresses)
+        return pb.StartRunResponse(run=self._runs.start(config, addresses))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=await self._runs.get(request.name))
@@ -50,9 +50,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.ListRunsResponse(runs=await self._runs.all())
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
-        hosted = self._runs.running.get(request.name)
-        if hosted is not None:
-            async for answer in hosted.events(request.after_version):
+        in_progress = self._runs.running.get(request.name)
+        if in_progress is not None:
+            async for answer in in_progress.events(request.after_version):
                 yield answer
             return
         run = await self._runs.get(request.name)
@@ -65,22 +65,22 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.StopRunResponse(run=await self._runs.stop(request.name, now=request.now))
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Context) -> pb.ListReplicasResponse:
-        found = await asyncio.to_thread(listed_replicas, await self._directory(request.name))
-        return pb.ListReplicasResponse(replicas=map(_replica, found))
+        listed = await asyncio.to_thread(listed_replicas, await self._directory(request.name))
+        return pb.ListReplicasResponse(replicas=map(_replica, listed))
 
     async def ChangeReplicas(self, request: pb.ChangeReplicasRequest, context: Context) -> pb.ChangeReplicasResponse:
         for address in request.add:
             require_secure(address, self._transport, field="add")
-        directory, add, remove = await self._directory(request.name), list(request.add), list(request.remove)
-        found = await asyncio.to_thread(change_replicas, directory, add=add, remove=remove)
-        return pb.ChangeReplicasResponse(replicas=map(_replica, found))
+        directory = await self._directory(request.name)
+        listed = await asyncio.to_thread(change_replicas, directory, add=request.add, remove=request.remove)
+        return pb.ChangeReplicasResponse(replicas=map(_replica, listed))
 
     async def _directory(self, name: str) -> Path:
         return Path((await self._runs.get(name)).run_dir)
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Context) -> AsyncIterator[pb.ReadLogResponse]:
-        run, hosted = await self._runs.get(request.name), self._runs.running.get(request.name)
-        until = hosted.ended if hosted is not None and request.follow else None
+        run, in_progress = await self._runs.get(request.name), self._runs.running.get(request.name)
+        until = in_progress.ended if in_progress is not None and request.follow else None
         logs = Path(run.run_dir) / "logs"
         async with aclosing(read_log(logs, request.service or "coordinator", request.offset, until)) as answers:
             async for answer in answers:
@@ -88,19 +88,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 def _replica(listed: ListedReplica) -> pb.Replica:
-    return pb.Replica(
-        address=listed.address,
-        version=listed.version,
-        is_wanted=listed.is_wanted,
-        note=listed.note,
-        is_unused=listed.is_unused,
-    )
+    return pb.Replica(**asdict(listed))  # the fields have the same names
 
 
-def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:
+def _addresses(message: pb.ServiceAddresses, transport: Transport) -> Addresses:
     """Converts addresses. Raises InvalidInput if one is not HOST:PORT or would use plaintext over a network."""
-    others = {"trainer": given.trainer, "reference": given.reference, "critic": given.critic}
-    addresses = replace(Addresses(tuple(given.rollout), tuple(given.reward), transport=transport), **others)
+    rollout, reward = tuple(message.rollout), tuple(message.reward)
+    addresses = Addresses(rollout, reward, message.trainer, message.reference, message.critic, transport)
     for name, address in addresses.named:
         require_secure(address, transport, field=f"addresses.{name}")
     return addresses

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lockstep.types.v1.types_pb2 import TestBroadcast
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,15 +25,9 @@ class Finding:
     """The result of one check; `fix` is what to do if the verdict is not ok."""
 
     check: str
-    found: str
+    result: str
     verdict: Verdict = Verdict.OK
     fix: str = ""
-
-
-def rate(received: TestBroadcast) -> str:
-    """Returns the size, duration and bandwidth of a received broadcast as text."""
-    per_s = received.num_bytes / received.duration_s / 1e9
-    return f"{received.num_bytes >> 20} MiB in {received.duration_s:.3f} s, {per_s:.1f} GB/s"
 
 
 def show_findings(findings: Sequence[Finding], console: Console) -> bool:
@@ -42,6 +35,6 @@ def show_findings(findings: Sequence[Finding], console: Console) -> bool:
     table = Table("check", "found", "verdict", show_lines=False)
     for one in findings:
         fix = Text(f"\nfix: {one.fix}" if one.fix else "", style="dim")
-        table.add_row(Text(one.check), Text.assemble(one.found, fix), Text(one.verdict, style=_STYLES[one.verdict]))
+        table.add_row(Text(one.check), Text.assemble(one.result, fix), Text(one.verdict, style=_STYLES[one.verdict]))
     console.print(table)
     return all(finding.verdict is not Verdict.FAIL for finding in findings)

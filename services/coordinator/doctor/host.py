@@ -35,13 +35,15 @@ _GIB = 2**30
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
-def examine_gpus(config: Config | None, given: Addresses, driver: str, cuda: str | None) -> Iterator[Finding]:
+def examine_gpus(config: AnyConfig | None, addresses: Addresses, driver: str, cuda: str | None) -> Iterator[Finding]:
     """Runs the checks; yields nothing on a host without GPUs. `cuda` is the version that torch was built for."""
     if not visible_gpus():
         return
     yield check_driver(driver, cuda)
     yield check_compiler(Path(sysconfig.get_path("include")))
-    if config is None or given.trainer or given.rollout or not (Path(config.model) / "config.json").is_file():
+    if not isinstance(config, Config) or addresses.trainer or addresses.rollout:
+        return
+    if not (Path(config.model) / "config.json").is_file():
         return
     try:
         if read_content(config.model).get("model_type") in FAMILIES:
@@ -70,8 +72,8 @@ def check_compiler(headers: Path) -> Finding:
     named = os.environ.get("CC")
     compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        found = f"CC={named} not found" if named else "neither gcc nor clang found"
-        return Finding("compiler", found, Verdict.FAIL, "install gcc; Triton needs it at a kernel's first use")
+        result = f"CC={named} not found" if named else "neither gcc nor clang found"
+        return Finding("compiler", result, Verdict.FAIL, "install gcc; Triton needs it at a kernel's first use")
     if not (headers / "Python.h").is_file():
         fix = "install Python's headers (python3.12-dev), which Triton needs at a kernel's first use"
         return Finding("compiler", f"{compiler}, but no {headers}/Python.h", Verdict.FAIL, fix)
@@ -86,16 +88,16 @@ def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:
     least = min(gpus, key=lambda gpu: gpu.free_bytes)
     share = int(utilization(config) * least.total_bytes)
     needed = {f"to {phase.name}": phase.total for phase in shown} | {"for an engine": share}
-    what, most = max(needed.items(), key=lambda item: item[1])
-    found = f"GPU {least.index} has {_gib(least.free_bytes)} free of {_gib(least.total_bytes)}"
-    for name, size in needed.items():
-        if size > least.total_bytes:
-            fix = "`lockstep plan --suggest` lists what fits"
-            return Finding("GPU memory", f"{found}, and {_gib(size)} are needed {name}", Verdict.FAIL, fix)
-    if most > least.free_bytes:
-        fix = "end the other processes on it (nvidia-smi names them), or lower rollout.engine.gpu_memory_utilization"
-        return Finding("GPU memory", f"{found}, and {_gib(most)} are needed {what}", Verdict.FAIL, fix)
-    return Finding("GPU memory", f"{found}; {_gib(most)} are needed {what}, and a few GiB that no plan counts")
+    # The first of the phases that cannot fit at all is named; without one, the largest.
+    too_large = (item for item in needed.items() if item[1] > least.total_bytes)
+    what, size = next(too_large, max(needed.items(), key=lambda item: item[1]))
+    room = f"GPU {least.index} has {_gib(least.free_bytes)} free of {_gib(least.total_bytes)}"
+    if size <= least.free_bytes:
+        return Finding("GPU memory", f"{room}; {_gib(size)} are needed {what}, and a few GiB that no plan counts")
+    fix = "end the other processes on it (nvidia-smi names them), or lower rollout.engine.gpu_memory_utilization"
+    if size > least.total_bytes:
+        fix = "`lockstep plan --suggest` lists what fits"
+    return Finding("GPU memory", f"{room}, and {_gib(size)} are needed {what}", Verdict.FAIL, fix)
 
 
 def _gib(num_bytes: int) -> str:
@@ -111,7 +113,7 @@ _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)")
 _NAME = re.compile(r"^[A-Za-z0-9._-]+")
 
 
-def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding]:
+def examine_host(config: AnyConfig | None, addresses: Addresses) -> Iterator[Finding]:
     """Runs all checks of this host."""
     yield check_python()
     try:
@@ -122,25 +124,25 @@ def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding
         locks = sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt"))
         yield check_packages(locks, "make setup-gpu" if gpus else "make setup")
         yield check_torch(len(gpus))
-        yield check_gpus(config, given, gpus)
-        yield from examine_gpus(config if isinstance(config, Config) else None, given, _driver(), _cuda())
+        yield check_gpus(config, addresses, gpus)
+        yield from examine_gpus(config, addresses, _driver(), _cuda())
     yield check_shared_memory(Path("/dev/shm"))
-    if not given.rollout and not isinstance(config, SftConfig):
+    if not addresses.rollout and not isinstance(config, SftConfig):
         yield check_sockets()
     yield check_ports(16, _LOCAL_PORTS)
     yield check_disk(config)
     if config:
         yield check_ledger(config.runs_dir)
-    if not given.reward and not isinstance(config, SftConfig):
+    if not addresses.reward and not isinstance(config, SftConfig):
         yield check_sandbox(config)
 
 
 def check_python(version: Sequence[int] = sys.version_info[:3]) -> Finding:
     """Checks that the Python version is supported."""
-    found = ".".join(map(str, version[:3]))
+    name = ".".join(map(str, version[:3]))
     if tuple(version[:2]) < (3, 11):
-        return Finding("Python", found, Verdict.FAIL, "create the environment with Python 3.11 or newer")
-    return Finding("Python", found)
+        return Finding("Python", name, Verdict.FAIL, "create the environment with Python 3.11 or newer")
+    return Finding("Python", name)
 
 
 def check_packages(locks: Sequence[Path], setup: str) -> Finding:
@@ -149,17 +151,17 @@ def check_packages(locks: Sequence[Path], setup: str) -> Finding:
     `setup` is the command that installs them.
     """
     installed = {_plain(one.name): one.version for one in distributions()}
-    required = [_plain(found[0]) for line in distribution("lockstep-rl").requires or () if (found := _needed(line))]
+    lines = [line for line in distribution("lockstep-rl").requires or () if "extra ==" not in line]
+    required = [_plain(name[0]) for line in lines if (name := _NAME.match(line))]
     if missing := sorted(set(required) - installed.keys()):
         return Finding("packages", f"missing: {', '.join(missing)}", Verdict.FAIL, f"run `{setup}`")
     if not locks:
-        return Finding(
-            "packages", "no lock file to compare with", Verdict.WARN, "use the lock of this release's sources"
-        )
+        fix = "use the lock of this release's sources"
+        return Finding("packages", "no lock file to compare with", Verdict.WARN, fix)
     lines = [line for lock in locks for line in lock.read_text().splitlines()]
     pinned: dict[str, list[str]] = defaultdict(list)  # the services' locks for GPUs may pin different versions
-    for found in filter(None, map(_PINNED.match, lines)):
-        pinned[_plain(found[1])].append(found[2])
+    for pin in filter(None, map(_PINNED.match, lines)):
+        pinned[_plain(pin[1])].append(pin[2])
     other = [
         f"{name} {installed[name]}, not {versions[0]}"
         for name, versions in sorted(pinned.items())
@@ -181,19 +183,22 @@ def check_torch(gpus: int) -> Finding:
     from services.common.compat.torch import accelerator_libraries
 
     parts = [torch.__version__, *(f"{name} {version}" for name, version in accelerator_libraries().items())]
-    found = ", ".join([*parts, f"driver {driver}"] if (driver := _driver()) else parts)
+    versions = ", ".join([*parts, f"driver {driver}"] if (driver := _driver()) else parts)
     if gpus and not torch.cuda.is_available():
         fix = "install a CUDA build of torch (`make setup-gpu`), and a driver at least as new as its CUDA"
-        return Finding("torch", f"{found}: cannot use the {gpus} GPUs of this host", Verdict.FAIL, fix)
-    return Finding("torch", found)
+        return Finding("torch", f"{versions}: cannot use the {gpus} GPUs of this host", Verdict.FAIL, fix)
+    return Finding("torch", versions)
 
 
-def check_gpus(config: AnyConfig | None, given: Addresses, gpus: Sequence[str]) -> Finding:
+def check_gpus(config: AnyConfig | None, addresses: Addresses, gpus: Sequence[str]) -> Finding:
     """Checks that there are enough GPUs for the services that a run would start here."""
     if config is not None:
         try:
             split_gpus(
-                started_ranks(config, given), config, available=gpus, start_rollout=starts_replicas(config, given)
+                started_ranks(config, addresses),
+                config,
+                available=gpus,
+                start_rollout=starts_replicas(config, addresses),
             )
         except LockstepError as error:
             return Finding("GPUs", str(len(gpus)), Verdict.FAIL, error.message)
@@ -207,12 +212,13 @@ def check_shared_memory(path: Path) -> Finding:
     if not path.is_dir():
         return Finding(str(path), "not mounted", Verdict.FAIL, f"mount a tmpfs at {path}")
     usage = shutil.disk_usage(path)
-    found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f}"
+    room = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f}"
     if usage.free >= _GIB:
-        return Finding(str(path), found)
+        return Finding(str(path), room)
+    # Docker gives a container 64 MiB unless it is told otherwise.
     verdict = Verdict.FAIL if usage.free < _GIB / 16 else Verdict.WARN
     fix = f"start the container with --shm-size=8g; on Kubernetes, mount an emptyDir of medium Memory at {path}"
-    return Finding(str(path), found, verdict, fix)
+    return Finding(str(path), room, verdict, fix)
 
 
 def check_sockets() -> Finding:
@@ -232,40 +238,37 @@ def check_ports(count: int, local_ports: Path) -> Finding:
             for _ in range(count):
                 hold_free_port("127.0.0.1", holders)
     except OSError as error:
-        return Finding(
-            "ports",
-            str(error),
-            Verdict.FAIL,
-            f"stop the processes that listen on ports {span}, or start the services yourself",
-        )
+        fix = f"stop the processes that listen on ports {span}, or start the services yourself"
+        return Finding("ports", str(error), Verdict.FAIL, fix)
     first, last = map(int, local_ports.read_text().split())
     if first < PORTS.stop and last >= PORTS.start:
-        found = f"outgoing connections use {first} to {last}, services {span}"
         fix = f"sysctl net.ipv4.ip_local_port_range='{PORTS.stop} 60999'"
-        return Finding("ports", found, Verdict.WARN, fix)
+        return Finding("ports", f"outgoing connections use {first} to {last}, services {span}", Verdict.WARN, fix)
     return Finding("ports", f"{count} free from {span}")
 
 
 def check_disk(config: AnyConfig | None) -> Finding:
     """Checks that the disk has room for the checkpoints that a run keeps, plus the one being written."""
-    directory = (config.run_dir if config else Path("runs")).absolute()
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    needed = _bytes_needed(config)
-    found = f"{free / _GIB:.1f} GiB free at {there}"
+    there = _existing(config.run_dir if config else Path("runs"))
+    free, needed = shutil.disk_usage(there).free, _bytes_needed(config) if config else 0
+    room = f"{free / _GIB:.1f} GiB free at {there}"
     if config:
-        found += f"; the run needs {needed / _GIB:.2f}" if needed else "; the model's size is not known here"
+        room += f"; the run needs {needed / _GIB:.2f}" if needed else "; the model's size is not known here"
+    if free >= 2 * max(needed, 5 * _GIB):
+        return Finding("disk", room)
     fix = "free space, set runs_dir to a larger disk, or lower checkpoint.max_ckpts_to_keep"
-    if free < max(needed, _GIB):
-        return Finding("disk", found, Verdict.FAIL, fix)
-    if free < 2 * max(needed, 5 * _GIB):
-        return Finding("disk", found, Verdict.WARN, fix)
-    return Finding("disk", found)
+    return Finding("disk", room, Verdict.FAIL if free < max(needed, _GIB) else Verdict.WARN, fix)
+
+
+def _existing(directory: Path) -> Path:
+    """Returns the directory, or the nearest of its parents that exists."""
+    directory = directory.absolute()
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def check_ledger(runs_dir: Path) -> Finding:
     """Checks that a ledger can be written and read in `runs_dir`, with one that it deletes again."""
-    there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.is_dir())
+    there = _existing(runs_dir)
     try:
         with (
             tempfile.TemporaryDirectory(dir=there, prefix=".lockstep-doctor-") as probe,
@@ -284,36 +287,33 @@ def check_ledger(runs_dir: Path) -> Finding:
     return Finding("ledger", f"SQLite keeps a write-ahead log in {there}")
 
 
-def check_sandbox(config: Config | None, command: Sequence[str] = SANDBOX) -> Finding:
+def check_sandbox(config: AnyConfig | None, command: Sequence[str] = SANDBOX) -> Finding:
     """Checks that programs from samples can run in a sandbox; scorers of kind code and tools of kind python need it."""
     why = problem(command, {}, _PROBE_TIMEOUT_S)
     if not why:
         return Finding("sandbox", "bubblewrap runs")
     fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers and python tools need it"
-    is_needed = isinstance(config, Config) and _needs_sandbox(config)
-    return Finding("sandbox", why, Verdict.FAIL if is_needed else Verdict.WARN, fix)
+    return Finding("sandbox", why, Verdict.FAIL if _needs_sandbox(config) else Verdict.WARN, fix)
 
 
-def _needs_sandbox(config: Config) -> bool:
+def _needs_sandbox(config: AnyConfig | None) -> bool:
+    if not isinstance(config, Config):
+        return False
     environment = config.environment
     tools = environment.tools if environment and environment.kind == "tools" else ()
-    return any(scorer.kind == "code" for scorer in config.reward.scorers) or any(
-        tool.kind == "python" for tool in tools
-    )
+    has_code = any(scorer.kind == "code" for scorer in config.reward.scorers)
+    return has_code or any(tool.kind == "python" for tool in tools)
 
 
-def _bytes_needed(config: AnyConfig | None) -> int:
-    if config is None:
-        return 0
+def _bytes_needed(config: AnyConfig) -> int:
+    """Returns the bytes of a run's checkpoints; 0 if the model is on another host or of an unknown family."""
     try:
         parameters = read_architecture(config.model).num_parameters
-    except (
-        LockstepError
-    ):  # the model is on another host or of an unknown family; the caller reports the size as unknown
+    except LockstepError:
         return 0
     settings = config.checkpoint
-    kept = settings.max_ckpts_to_keep + 1 if settings.save_freq else 0
-    return parameters * (kept * _CHECKPOINT_BYTES + settings.export_at_end * _EXPORT_BYTES)
+    num_checkpoints = settings.max_ckpts_to_keep + 1 if settings.save_freq else 0  # one is written before one goes
+    return parameters * (num_checkpoints * _CHECKPOINT_BYTES + settings.export_at_end * _EXPORT_BYTES)
 
 
 def _cuda() -> str | None:
@@ -327,12 +327,8 @@ def _cuda() -> str | None:
 
 def _driver() -> str:
     path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.is_file() else None
-    return found[0] if found else ""
-
-
-def _needed(requirement: str) -> re.Match[str] | None:
-    return None if "extra ==" in requirement else _NAME.match(requirement)
+    version = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.is_file() else None
+    return version[0] if version else ""
 
 
 def _plain(name: str) -> str:

@@ -24,12 +24,12 @@ from services.coordinator.sft import session as sft
 _MAX_CHARS = 400
 
 
-def check_weights(config: AnyConfig, given: Addresses, *, may_download: bool = False) -> None:
+def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool = False) -> None:
     """Checks that the models that a trainer of this host will load have all their weights.
 
     Args:
         config: The run's config. A model that is no directory here is not checked.
-        given: Addresses of running services; models of a trainer with an address are on its host.
+        addresses: Addresses of running services; models of a trainer with an address are on its host.
         may_download: Accepts a model in the Hub's cache without weights, which the run will download.
 
     Raises:
@@ -38,24 +38,25 @@ def check_weights(config: AnyConfig, given: Addresses, *, may_download: bool = F
     for name, settings in config.models.items():
         role = role_section(config, name)
         directory = Path((role.model if role else None) or config.model)
+        # Megatron reads its own format then, and only the config and the tokenizer of the directory.
         is_converted = settings.strategy == "megatron" and bool(settings.megatron.dist_checkpointing_path)
         in_cache = directory.parent.name == "snapshots"  # of the Hub: models--OWNER--NAME/snapshots/REVISION
         is_left = may_download and in_cache and not any(directory.glob("*.safetensors"))
-        if directory.is_dir() and not (given.of(name) or is_converted or is_left):
+        if directory.is_dir() and not (addresses.of(name) or is_converted or is_left):
             require_whole_weights(directory)
 
 
-def examine_inputs(config: AnyConfig, given: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
+def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
     """Checks that the run would accept its model and data, if they are on this host. Adds the first prompt to
     `prompts`.
     """
-    if given.trainer and not Path(config.model).is_dir():
+    if addresses.trainer and not Path(config.model).is_dir():
         yield Finding("model", f"{config.model} is not on this host; model and data were not checked")
         return
     try:
         read_model_card(config.model)
         check_model(config)
-        check_weights(config, given, may_download=True)
+        check_weights(config, addresses, may_download=True)
     except LockstepError as error:
         fix = "set model to a directory in the Hugging Face format that this strategy can train"
         yield Finding("model", error.message, Verdict.FAIL, fix)
@@ -63,54 +64,47 @@ def examine_inputs(config: AnyConfig, given: Addresses, prompts: list[Prompt] | 
         return
     yield Finding("model", config.model)
     try:
-        findings = _rows(config, given) if isinstance(config, SftConfig) else _prompts(config, given, prompts)
+        yield from _rows(config, addresses) if isinstance(config, SftConfig) else _prompts(config, addresses, prompts)
     except LockstepError as error:
-        yield Finding("data", error.message, Verdict.FAIL, _fix(error))
-        return
-    yield from findings
+        field = error.metadata.get("field", "")
+        fix = f"correct {field if field.startswith('data.') else 'data'}, or the rows of its files"
+        if field == "model":
+            fix = "set model to a directory that has the files of its tokenizer, tokenizer.json among them"
+        yield Finding("data", error.message, Verdict.FAIL, fix)
 
 
-def _fix(error: LockstepError) -> str:
-    field = error.metadata.get("field", "")
-    if field == "model":
-        return "set model to a directory that has the files of its tokenizer, tokenizer.json among them"
-    return f"correct {field if field.startswith('data.') else 'data'}, or the rows of its files"
-
-
-def _rows(config: SftConfig, given: Addresses) -> list[Finding]:
-    data = sft.load_data(config, given)
+def _rows(config: SftConfig, addresses: Addresses) -> list[Finding]:
+    data = sft.load_data(config, addresses)
     assert data is not None, "the model is on this host"
     num_steps = config.num_steps or data.train.num_steps(config.num_epochs or 0)
-    rows = num_steps * config.data.samples_per_step
-    return [
-        Finding("data", f"{counted(len(data.train), 'row')}{_held_out(data.held_out)}"),
-        Finding("steps", _steps(num_steps, rows, len(data.train), "row")),
-    ]
+    num_read = num_steps * config.data.samples_per_step
+    return [_sizes(data.train, data.held_out, "row"), _steps(num_steps, num_read, len(data.train), "row")]
 
 
-def _prompts(config: Config, given: Addresses, prompts: list[Prompt] | None) -> list[Finding]:
-    data = rl.load_data(config, given)
+def _prompts(config: Config, addresses: Addresses, prompts: list[Prompt] | None) -> list[Finding]:
+    data = rl.load_data(config, addresses)
     assert data is not None, "the model is on this host"
-    first, num_prompts = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
+    first, num_read = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
     if prompts is not None:
         prompts.append(first)
     answer = f"; answer: {shown(first.answer)}" if first.answer is not None else ""
     sent = data.tokenizer.decode(first.tokens, skip_special_tokens=False)
     return [
-        Finding("data", f"{counted(len(data.train), 'prompt')}{_held_out(data.eval)}"),
+        _sizes(data.train, data.eval, "prompt"),
         Finding("first prompt", f"{counted(len(first.tokens), 'token')}: {shown(sent)}{answer}"),
-        Finding("steps", _steps(config.num_steps, num_prompts, len(data.train), "prompt")),
+        _steps(config.num_steps, num_read, len(data.train), "prompt"),
     ]
 
 
-def _held_out(sets: Mapping[str, Sized]) -> str:
-    return "".join(f", {len(rows)} held out in {name}" for name, rows in sets.items())
+def _sizes(train: Sized, held_out: Mapping[str, Sized], noun: str) -> Finding:
+    others = "".join(f", {len(rows)} held out in {name}" for name, rows in held_out.items())
+    return Finding("data", f"{counted(len(train), noun)}{others}")
 
 
-def _steps(num_steps: int, num_read: int, num_rows: int, noun: str) -> str:
+def _steps(num_steps: int, num_read: int, num_rows: int, noun: str) -> Finding:
     verb = "reads" if num_steps == 1 else "read"
-    read = f"{counted(num_steps, 'step')} {verb} {counted(num_read, noun)}"
-    return f"{read}, {num_read / num_rows:.3g} epochs, if every one is used"
+    steps = f"{counted(num_steps, 'step')} {verb} {counted(num_read, noun)}"
+    return Finding("steps", f"{steps}, {num_read / num_rows:.3g} epochs, if every one is used")
 
 
 def shown(text: str) -> str:
@@ -127,11 +121,11 @@ _FIXES = {
 }
 
 
-def examine_environment(config: Config, given: Addresses, prompt: Prompt | None = None) -> Iterator[Finding]:
+def examine_environment(config: Config, addresses: Addresses, prompt: Prompt | None = None) -> Iterator[Finding]:
     """Opens the environment of a run that starts its reward service here, and plays short episodes of `prompt`."""
     if config.environment is None:
         return
-    if given.reward:
+    if addresses.reward:
         yield Finding("environment", "not opened: it runs where the reward services do")
         return
     calls = []
@@ -160,13 +154,15 @@ def check_environment(
             answers = [probe.play(call) for call in calls]
     except LockstepError as error:
         return _failed(environment, error.message)
+    if problem := _problem(environment, calls, answers):
+        return problem
     names = [schema["function"]["name"] for schema in opened["tools"]]
     tools = f", tools {', '.join(names)}" if names else ""
-    found = f"{environment.kind} {opened['version']} opens{tools}"
-    return _judge(environment, calls, answers) or Finding("environment", f"{found}{', and plays' * bool(calls)}")
+    result = f"{environment.kind} {opened['version']} opens{tools}{', and plays' * bool(calls)}"
+    return Finding("environment", result)
 
 
-def _judge(
+def _problem(
     environment: EnvironmentConfig, calls: Sequence[Mapping[str, object]], answers: Sequence[Answer]
 ) -> Finding | None:
     """Returns what is wrong with the answers. A step may be at fault alone, if it fails only with some texts."""
@@ -175,12 +171,11 @@ def _judge(
     for name, played in (("reset", resets[:1]), ("step", steps)):
         if played and all(why for _, why in played):
             return _failed(environment, f"{name}: {played[0][1]}")
-    failed = [(call, why) for call, why in steps if why]
-    if not failed:
-        return None
-    call, why = failed[0]
     fix = "answer any text in step: the policy may write it, and a failure is no reward and drops the prompt group"
-    return Finding("environment", f"step({shown(str(call['step']))}): {why}", Verdict.WARN, fix)
+    for call, why in steps:
+        if why:
+            return Finding("environment", f"step({shown(str(call['step']))}): {why}", Verdict.WARN, fix)
+    return None
 
 
 def _failed(environment: EnvironmentConfig, why: str) -> Finding:

@@ -1,22 +1,15 @@
 """Checks running services and a broadcast of weights between them, or else between two processes of this host."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
-from lockstep.reward.v1 import reward_pb2
-from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
-from lockstep.reward.v1.reward_pb2_grpc import RewardServiceStub
-from lockstep.rollout.v1 import rollout_pb2
-from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
-from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
-from lockstep.trainer.v1 import trainer_pb2
-from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
-from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import ServiceInfo, TestBroadcast, WeightGroup
 
 from services.common.errors import InvalidInput, LockstepError, PermissionDenied, PreconditionFailed, Unauthenticated
@@ -24,14 +17,19 @@ from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.tls import Transport
 from services.common.tasks import gather
-from services.coordinator.doctor.finding import Finding, Verdict, rate
+from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses
 
 _PUBLICATION_TIMEOUT_S = 20.0
 # Longer than the services' own limit: see take_part in services/common/weights/trial.py.
 _CALL_TIMEOUT_S = 150.0
+_Trainer, _Rollout = trainer_pb2_grpc.TrainerServiceServicer, rollout_pb2_grpc.RolloutServiceServicer
 _REFUSALS = (PreconditionFailed, PermissionDenied)
 _FIX_BUSY = "stop the run, or use a certificate with role coordinator, and try again"
+
+
+_Outcome = TestBroadcast | LockstepError
+_Answer = trainer_pb2.SendTestBroadcastResponse | rollout_pb2.ReceiveTestBroadcastResponse
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class _BroadcastResult:
     """The result of one broadcast: at the trainer (`sent`) and at each replica (`received`, by address)."""
 
     group: WeightGroup
-    sent: TestBroadcast | LockstepError
-    received: Mapping[str, TestBroadcast | LockstepError]
+    sent: _Outcome
+    received: Mapping[str, _Outcome]
 
     @property
     def errors(self) -> list[LockstepError]:
@@ -49,69 +47,67 @@ class _BroadcastResult:
 
 
 async def check_publication(
-    given: Addresses, infos: Mapping[str, ServiceInfo], *, timeout_s: float = _PUBLICATION_TIMEOUT_S
+    addresses: Addresses, infos: Mapping[str, ServiceInfo], *, timeout_s: float = _PUBLICATION_TIMEOUT_S
 ) -> list[Finding]:
     """Checks that all replicas receive what the trainer sends; if not, tries each alone to find those that cannot.
 
     `infos` maps "kind address" to each service's answer to GetInfo. Nothing is tried if an answer is missing or if a
     service has a run open.
     """
-    named = [f"trainer {given.trainer}", *(f"rollout {address}" for address in given.rollout)]
+    named = [f"trainer {addresses.trainer}", *(f"rollout {address}" for address in addresses.rollout)]
     if silent := [name for name in named if name not in infos]:
         return [Finding("broadcast", f"not tried: no answer from {', '.join(silent)}", Verdict.WARN, "see above")]
     if busy := [f"{name} has run {infos[name].run_id} open" for name in named if infos[name].run_id]:
         return [Finding("broadcast", f"not tried: {'; '.join(busy)}", Verdict.WARN, _FIX_BUSY)]
     try:
-        tried = await _broadcast_to(given, given.rollout, timeout_s)
+        tried = await _broadcast_to(addresses, addresses.rollout, timeout_s)
         if refused := [error for error in tried.errors if isinstance(error, _REFUSALS)]:
             raise refused[0]
-        if not tried.errors or len(given.rollout) == 1:
-            return [_finding(tried, address) for address in given.rollout]
-        found = [_finding(await _broadcast_to(given, [address], timeout_s), address) for address in given.rollout]
+        if not tried.errors or len(addresses.rollout) == 1:
+            return [_finding(tried, address) for address in addresses.rollout]
+        findings = [_finding(await _broadcast_to(addresses, [at], timeout_s), at) for at in addresses.rollout]
     except LockstepError as error:
         verdict = Verdict.WARN if isinstance(error, _REFUSALS) else Verdict.FAIL
         return [Finding("broadcast", f"not tried: {error.message}", verdict, _FIX_BUSY)]
-    if all(one.verdict is Verdict.OK for one in found):
-        fix = f"each replica receives it alone; open all TCP ports between {', '.join(given.rollout)}"
-        found.append(Finding("broadcast to all at once", _messages(tried.errors), Verdict.FAIL, fix))
-    return found
+    if all(one.verdict is Verdict.OK for one in findings):
+        fix = f"each replica receives it alone; open all TCP ports between {', '.join(addresses.rollout)}"
+        findings.append(Finding("broadcast to all at once", _messages(tried.errors), Verdict.FAIL, fix))
+    return findings
 
 
-async def _broadcast_to(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _BroadcastResult:
+async def _broadcast_to(addresses: Addresses, rollouts: Sequence[str], timeout_s: float) -> _BroadcastResult:
     """Broadcasts once to `rollouts`.
 
     Raises:
         LockstepError: The trainer did not start the broadcast.
     """
     request = trainer_pb2.SendTestBroadcastRequest(
-        num_receivers=len(rollouts), host=parse_address(given.trainer, field="--trainer")[0], timeout_s=timeout_s
+        num_receivers=len(rollouts), host=parse_address(addresses.trainer, field="--trainer")[0], timeout_s=timeout_s
     )
     async with AsyncExitStack() as stack:
-        trainer = Client(given.trainer, TrainerServiceStub, given.transport)
+        trainer = Client(addresses.trainer, trainer_pb2_grpc.TrainerServiceStub, addresses.transport)
         stack.push_async_callback(trainer.close)
-        stream = trainer.stream(TrainerService.SendTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S)
+        stream = trainer.stream(_Trainer.SendTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S)
         answers = await stack.enter_async_context(aclosing(stream))
         group = (await anext(answers)).group
-        receiving = [_receive(address, given, group, rank) for rank, address in enumerate(rollouts, 1)]
-        ends = await asyncio.gather(*receiving, _sent(answers), return_exceptions=True)
-    expected: list[TestBroadcast | LockstepError] = []
-    for end in ends:
-        if not isinstance(end, LockstepError | TestBroadcast):
-            raise end
-        expected.append(end)
-    *received, sent = expected
+        receiving = [_receive(address, addresses, group, rank) for rank, address in enumerate(rollouts, 1)]
+        # Sender and receivers wait for one another, so all calls are made at once.
+        *received, sent = await gather([*receiving, _outcome(anext(answers))])
     return _BroadcastResult(group, sent, dict(zip(rollouts, received, strict=True)))
 
 
-async def _sent(answers: AsyncIterator[trainer_pb2.SendTestBroadcastResponse]) -> TestBroadcast:
-    return (await anext(answers)).outcome
+async def _outcome(answering: Awaitable[_Answer]) -> _Outcome:
+    try:
+        return (await answering).outcome
+    except LockstepError as error:
+        return error
 
 
-async def _receive(address: str, given: Addresses, group: WeightGroup, rank: int) -> TestBroadcast:
-    client = Client(address, RolloutServiceStub, given.transport)
+async def _receive(address: str, addresses: Addresses, group: WeightGroup, rank: int) -> _Outcome:
+    client = Client(address, rollout_pb2_grpc.RolloutServiceStub, addresses.transport)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=rank)
     try:
-        return (await client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S)).outcome
+        return await _outcome(client.call(_Rollout.ReceiveTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S))
     finally:
         await client.close()
 
@@ -119,28 +115,25 @@ async def _receive(address: str, given: Addresses, group: WeightGroup, rank: int
 def _finding(tried: _BroadcastResult, address: str) -> Finding:
     check, group, sent, received = f"broadcast to {address}", tried.group, tried.sent, tried.received[address]
     if isinstance(sent, LockstepError) or isinstance(received, LockstepError):
-        return Finding(check, _messages(tried.errors), Verdict.FAIL, _publication_fix(group, sent, received, address))
-    found = f"{rate(received)}, by {group.backend} from {sent.route} to {received.route}"
+        fix = f"open port {group.store_port} of {group.store_host}, the rendezvous port, and all TCP ports between "
+        fix += f"the trainer {group.store_host}{_interface(sent)} and rollout {address}{_interface(received)}"
+        fix += "; set NCCL_SOCKET_IFNAME to that interface on both" if group.backend == "nccl" else ""
+        return Finding(check, _messages(tried.errors), Verdict.FAIL, fix)
+    result = f"{_rate(received)}, by {group.backend} from {sent.route} to {received.route}"
     if sent.digest != received.digest:
         fix = "look for bad memory or a bad link on either host"
-        return Finding(check, f"{found}: the bytes differ from those sent", Verdict.FAIL, fix)
-    return Finding(check, found)
+        return Finding(check, f"{result}: the bytes differ from those sent", Verdict.FAIL, fix)
+    return Finding(check, result)
 
 
-def _publication_fix(
-    group: WeightGroup, sent: TestBroadcast | LockstepError, received: TestBroadcast | LockstepError, address: str
-) -> str:
-    ends = [
-        f"{who}, which uses interface {route}" if (route := _route(end)) else who
-        for who, end in ((f"the trainer {group.store_host}", sent), (f"rollout {address}", received))
-    ]
-    fix = f"open port {group.store_port} of {group.store_host}, the rendezvous port, and all TCP ports between "
-    fix += " and ".join(ends)
-    return f"{fix}; set NCCL_SOCKET_IFNAME to that interface on both" if group.backend == "nccl" else fix
+def _interface(end: _Outcome) -> str:
+    route = end.metadata.get("route", "") if isinstance(end, LockstepError) else end.route
+    return f", which uses interface {route}" if route else ""
 
 
-def _route(end: TestBroadcast | LockstepError) -> str:
-    return end.metadata.get("route", "") if isinstance(end, LockstepError) else end.route
+def _rate(received: TestBroadcast) -> str:
+    per_s = received.num_bytes / received.duration_s / 1e9
+    return f"{received.num_bytes >> 20} MiB in {received.duration_s:.3f} s, {per_s:.1f} GB/s"
 
 
 def _messages(errors: Sequence[LockstepError]) -> str:
@@ -156,11 +149,15 @@ _MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transfo
 
 _Kind = tuple[type, Any, Message]
 """Stub, method GetInfo and its request."""
-_TRAINER: _Kind = (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest())
+_TRAINER: _Kind = (trainer_pb2_grpc.TrainerServiceStub, _Trainer.GetInfo, trainer_pb2.GetInfoRequest())
 """The policy's trainer; a reference or a critic may have a trainer of its own."""
 _KINDS: Mapping[str, _Kind] = {
-    "rollout": (RolloutServiceStub, RolloutService.GetInfo, rollout_pb2.GetInfoRequest()),
-    "reward": (RewardServiceStub, RewardService.GetInfo, reward_pb2.GetInfoRequest()),
+    "rollout": (rollout_pb2_grpc.RolloutServiceStub, _Rollout.GetInfo, rollout_pb2.GetInfoRequest()),
+    "reward": (
+        reward_pb2_grpc.RewardServiceStub,
+        reward_pb2_grpc.RewardServiceServicer.GetInfo,
+        reward_pb2.GetInfoRequest(),
+    ),
 }
 
 
@@ -173,21 +170,20 @@ class Answer:
     ahead_s: float
 
 
-async def examine_services(given: Addresses) -> list[Finding]:
-    """Runs all checks of the services at `given`."""
-    several = [(kind, one) for kind, these in (("reward", given.reward), ("rollout", given.rollout)) for one in these]
-    there = [(name, address) for name, address in (*given.trainers.items(), *several) if address]
-    answers = await gather(_ask(_KINDS.get(name, _TRAINER), address, given.transport) for name, address in there)
+async def examine_services(addresses: Addresses) -> list[Finding]:
+    """Runs all checks of the services at `addresses`."""
+    named = addresses.named
+    answers = await gather(_ask(_KINDS.get(name, _TRAINER), address, addresses.transport) for name, address in named)
     findings, infos = [], {}
-    for (kind, address), answer in zip(there, answers, strict=True):
+    for (kind, address), answer in zip(named, answers, strict=True):
         name = f"{kind} {address}"
         findings.append(check_answer(name, answer))
         if isinstance(answer, Answer):
             findings.append(check_clock(name, answer))
             infos[name] = answer.info
     findings += check_agreement(infos)
-    if given.trainer and given.rollout:
-        findings += await check_publication(given, infos)
+    if addresses.trainer and addresses.rollout:
+        findings += await check_publication(addresses, infos)
     return findings
 
 
@@ -205,6 +201,7 @@ async def _ask(kind: _Kind, address: str, transport: Transport) -> Answer | Lock
         return error
     finally:
         await client.close()
+    # The clock's error is at most half the latency, so the fastest call measures it best.
     return min(answers[1:], key=lambda answer: answer.latency_s)
 
 
@@ -213,10 +210,10 @@ def check_answer(name: str, answer: Answer | LockstepError) -> Finding:
     if isinstance(answer, LockstepError):
         return Finding(name, answer.message, Verdict.FAIL, _fix(answer))
     info = answer.info
-    found = f"{info.state}, {answer.latency_s * 1e3:.1f} ms, " + (f"run {info.run_id}" if info.run_id else "no run")
+    result = f"{info.state}, {answer.latency_s * 1e3:.1f} ms, " + (f"run {info.run_id}" if info.run_id else "no run")
     if answer.latency_s > _SLOW_S:
-        return Finding(name, found, Verdict.WARN, "use a host with lower latency: a step makes thousands of calls")
-    return Finding(name, found)
+        return Finding(name, result, Verdict.WARN, "use a host with lower latency: a step makes thousands of calls")
+    return Finding(name, result)
 
 
 def _fix(error: LockstepError) -> str:
@@ -230,15 +227,12 @@ def _fix(error: LockstepError) -> str:
 
 def check_clock(name: str, answer: Answer) -> Finding:
     """Checks that the service's clock agrees with this host's, as certificates, logs and traces depend on it."""
-    check = f"clock of {name}"
-    if not answer.info.time_ns:
-        return Finding(check, "not reported", Verdict.WARN, "the service runs an older version of lockstep: update it")
-    ahead_s = answer.ahead_s
-    found = f"{ahead_s:+.3f} s, give or take {answer.latency_s / 2:.3f} s"
-    if abs(ahead_s) < _SKEW_WARN_S:
-        return Finding(check, found)
-    verdict = Verdict.FAIL if abs(ahead_s) >= _SKEW_FAIL_S else Verdict.WARN
-    return Finding(check, found, verdict, "synchronize the clocks of both hosts with chrony or systemd-timesyncd")
+    check, skew_s = f"clock of {name}", abs(answer.ahead_s)
+    result = f"{answer.ahead_s:+.3f} s, give or take {answer.latency_s / 2:.3f} s"
+    if skew_s < _SKEW_WARN_S:
+        return Finding(check, result)
+    verdict = Verdict.FAIL if skew_s >= _SKEW_FAIL_S else Verdict.WARN
+    return Finding(check, result, verdict, "synchronize the clocks of both hosts with chrony or systemd-timesyncd")
 
 
 def check_agreement(infos: Mapping[str, ServiceInfo]) -> Iterator[Finding]:
@@ -252,9 +246,9 @@ def check_agreement(infos: Mapping[str, ServiceInfo]) -> Iterator[Finding]:
             if library in libraries:
                 by_version.setdefault(libraries[library], []).append(name)
         if len(by_version) > 1:
-            found = "; ".join(f"{version} in {', '.join(names)}" for version, names in by_version.items())
+            result = "; ".join(f"{version} in {', '.join(names)}" for version, names in by_version.items())
             verdict = Verdict.FAIL if library in _MUST_AGREE else Verdict.WARN
-            yield Finding(f"{library} versions", found, verdict, f"install the same {library} everywhere")
+            yield Finding(f"{library} versions", result, verdict, f"install the same {library} everywhere")
         elif by_version:
             yield Finding(f"{library} versions", next(iter(by_version)))
 
@@ -268,7 +262,7 @@ async def check_broadcast(receiver: Sequence[str] = (), *, timeout_s: float = _B
     from services.common.weights.trial import take_part, trial_group
 
     group = trial_group(ServedStore("127.0.0.1").address, num_receivers=1, timeout_s=timeout_s)
-    group.backend = "gloo"
+    group.backend = "gloo"  # which every build of torch has, and which needs no GPU
     fix = "check that loopback is up and that this torch is built with gloo"
     try:
         sent, received = await gather([take_part(group, 0), take_part(group, 1, *([receiver] if receiver else []))])
@@ -276,5 +270,5 @@ async def check_broadcast(receiver: Sequence[str] = (), *, timeout_s: float = _B
         return Finding("broadcast", error.message, Verdict.FAIL, fix)
     if sent.digest != received.digest:
         return Finding("broadcast", f"sent {sent.digest}, received {received.digest}", Verdict.FAIL, fix)
-    found = f"{rate(received)}, by gloo between two processes of this host"
-    return Finding("broadcast", f"{found}; pass --trainer and --rollout to test between them")
+    result = f"{_rate(received)}, by gloo between two processes of this host"
+    return Finding("broadcast", f"{result}; pass --trainer and --rollout to test between them")

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from rich.console import Console
 
 from services.common.config.load import AnyConfig
+from services.common.config.rollout import DiscoveryConfig
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import LockstepError, NotFound, Unavailable
@@ -27,23 +28,24 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def examine_colocated(
-    config: Config, given: Addresses, environment: Mapping[str, str] = os.environ
+    config: Config, addresses: Addresses, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
     """Runs the checks of a colocated run; yields nothing for another one."""
     if config.placement != "colocated":
         return
+    # Trainer and engines exchange weights through GPU memory (CUDA IPC) and take turns on it (vLLM's sleep mode).
     try:
-        given.require_placement(config)
+        addresses.require_placement(config)
         yield Finding("placement", "trainer and rollout on one host")
     except LockstepError as error:
         yield Finding("placement", "colocated", Verdict.FAIL, error.message)
-    yield check_namespaces(given)
+    yield check_namespaces(addresses)
     yield check_allocator(environment)
 
 
-def check_namespaces(given: Addresses) -> Finding:
+def check_namespaces(addresses: Addresses) -> Finding:
     """Reports the namespaces of trainer and rollout, which must be shared for CUDA IPC and abstract Unix sockets."""
-    if not given.trainer:
+    if not addresses.trainer:
         return Finding("namespaces", "those of this process: both services are started here")
     fix = "if they run in containers, give both the same network, IPC and PID namespaces, or publications fail"
     return Finding("namespaces", "cannot be seen from here: both services were started by others", Verdict.WARN, fix)
@@ -59,27 +61,26 @@ def check_allocator(environment: Mapping[str, str]) -> Finding:
     return Finding("allocator", "no expandable segments")
 
 
-def examine_replicas(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
+def examine_replicas(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     """Reads the list of replicas once, if `rollout.discovery` is set, and says what `restart` means for the run."""
     if isinstance(config, Config) and config.rollout.discovery:
-        yield check_discovery(config)
-    if started_ranks(config, given):
+        yield check_discovery(config.rollout.discovery)
+    if started_ranks(config, addresses):
         yield check_restarts(config)
 
 
-def check_discovery(config: Config) -> Finding:
-    """Checks that the file or the DNS name lists a replica."""
-    assert config.rollout.discovery, "the caller has checked"
-    found, why = asyncio.run(read_source(source_of(config.rollout.discovery)))
+def check_discovery(discovery: DiscoveryConfig) -> Finding:
+    """Reads the list of replicas once, and checks that the file or the DNS name has one."""
+    replicas, why = asyncio.run(read_source(source_of(discovery)))
     try:
-        for address in found:
+        for address in replicas:
             parse_address(address, field="rollout.discovery")
     except LockstepError as error:
         return Finding("discovery", error.message, Verdict.FAIL, "write one HOST:PORT on each line")
-    if not found:
+    if not replicas:
         fix = "start a replica: the run waits for the first one up to timeouts.open_s"
         return Finding("discovery", f"no replica is listed: {why}", Verdict.WARN, fix)
-    return Finding("discovery", f"{counted(len(found), 'replica')}: {', '.join(found)}")
+    return Finding("discovery", f"{counted(len(replicas), 'replica')}: {', '.join(replicas)}")
 
 
 def check_restarts(config: AnyConfig) -> Finding:
@@ -87,64 +88,56 @@ def check_restarts(config: AnyConfig) -> Finding:
     if not config.restart.max:
         return Finding("restart", "no service is started again: the run ends when one dies")
     often = f"each service up to {counted(config.restart.max, 'time')} in {config.restart.window_s:g} s"
-    save_freq = config.checkpoint.save_freq
-    place = (
-        f"a checkpoint that is at most {counted(save_freq, 'step')} old"
-        if save_freq
-        else "step 1 (checkpoint.save_freq is 0)"
-    )
+    place = "step 1 (checkpoint.save_freq is 0)"
+    if save_freq := config.checkpoint.save_freq:
+        place = f"a checkpoint that is at most {counted(save_freq, 'step')} old"
     return Finding("restart", f"{often}; after a death of the trainer the run resumes from {place}")
 
 
-def examine(config: AnyConfig | None, given: Addresses, console: Console) -> bool:
-    """Checks this host and the services at `given` and prints the findings. Returns whether no check failed."""
+def examine(config: AnyConfig | None, addresses: Addresses, console: Console) -> bool:
+    """Checks this host and the services at `addresses` and prints the findings. Returns whether no check failed."""
     with console.status("checking"):
         absent: list[Finding] = []
         if config:
-            config, absent = _with_model(config, given)
-        findings = list(examine_host(config, given))
+            config, absent = _with_model(config, addresses)
+        findings = list(examine_host(config, addresses))
         if config:
-            findings += _of_run(config, given, absent)
-        if not (given.trainer and given.rollout):
-            findings.append(_broadcast())
-        findings += asyncio.run(examine_services(given))
+            findings += _of_run(config, addresses, absent)
+        if not (addresses.trainer and addresses.rollout):
+            fix = "install torch if trainer or rollout are to run on this host"
+            no_torch = Finding("broadcast", "not tried: torch is not installed here", Verdict.WARN, fix)
+            findings.append(asyncio.run(check_broadcast()) if find_spec("torch") else no_torch)
+        findings += asyncio.run(examine_services(addresses))
     return show_findings(findings, console)
 
 
-def examine_run(config: AnyConfig, given: Addresses, console: Console) -> bool:
+def examine_run(config: AnyConfig, addresses: Addresses, console: Console) -> bool:
     """Runs only the checks of a run's config, and prints the findings. Returns whether no check failed."""
     with console.status("checking"):
-        config, absent = _with_model(config, given)
-        findings = list(_of_run(config, given, absent))
+        config, absent = _with_model(config, addresses)
+        findings = list(_of_run(config, addresses, absent))
     return show_findings(findings, console)
 
 
-def _with_model(config: AnyConfig, given: Addresses) -> tuple[AnyConfig, list[Finding]]:
+def _with_model(config: AnyConfig, addresses: Addresses) -> tuple[AnyConfig, list[Finding]]:
     """Returns the config with the directory of a model on the Hub, or what to say of a model that cannot be found.
 
     A model of a trainer at an address is on that trainer's host.
     """
     try:
-        return config if given.trainer else with_local_models(config, has_weights=False), []
+        return config if addresses.trainer else with_local_models(config, has_weights=False), []
     except (NotFound, Unavailable) as error:
         fix = "download the model, or set the key to a directory in the Hugging Face format"
         unread = Finding("data", "not read without the model's tokenizer", Verdict.WARN, "see above")
         return config, [Finding("model", error.message, Verdict.FAIL, fix), unread]
 
 
-def _of_run(config: AnyConfig, given: Addresses, absent: Sequence[Finding]) -> Iterator[Finding]:
+def _of_run(config: AnyConfig, addresses: Addresses, absent: Sequence[Finding]) -> Iterator[Finding]:
     """Yields the checks of a run's config; `absent` has those of its model and data if there is no model."""
     prompts: list[Prompt] = []
-    yield from absent or examine_inputs(config, given, prompts)
-    yield from examine_settings(config, given)
-    yield from examine_replicas(config, given)
+    yield from absent or examine_inputs(config, addresses, prompts)
+    yield from examine_settings(config, addresses)
+    yield from examine_replicas(config, addresses)
     if isinstance(config, Config):
-        yield from examine_colocated(config, given)
-        yield from examine_environment(config, given, prompts[0] if prompts else None)
-
-
-def _broadcast() -> Finding:
-    if find_spec("torch") is None:
-        fix = "install torch if trainer or rollout are to run on this host"
-        return Finding("broadcast", "not tried: torch is not installed here", Verdict.WARN, fix)
-    return asyncio.run(check_broadcast())
+        yield from examine_colocated(config, addresses)
+        yield from examine_environment(config, addresses, prompts[0] if prompts else None)

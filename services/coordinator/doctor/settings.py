@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 from services.common.config.load import AnyConfig
 from services.common.config.observability import TrackerConfig
-from services.common.config.rollout import SpeculationConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
@@ -28,21 +27,22 @@ _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
 
 
-def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
+def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     """Checks the settings of the services that would be started here."""
     if isinstance(config, Config):
-        if not given.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
+        if not addresses.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
             yield check_scorers(config)
-        if starts_replicas(config, given) and config.rollout.engine:
+        if starts_replicas(config, addresses) and config.rollout.engine:
             yield check_engine(config)
-        if starts_replicas(config, given) and config.rollout.speculation:
-            yield from check_speculation(config.rollout.speculation)
-    if functions := _functions(config, given):
+        speculation = config.rollout.speculation
+        if starts_replicas(config, addresses) and speculation and speculation.kind == "suffix":
+            yield check_suffix_decoding()
+    if functions := _functions(config, addresses):
         yield check_functions(functions)
     yield from map(check_tracker, config.observability.trackers)
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)
-        if not given.trainer:
+        if not addresses.trainer:
             yield from check_memory(config, MEMINFO)
 
 
@@ -84,8 +84,8 @@ def _has_wandb_key() -> bool:
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    given = os.environ.get("NETRC")
-    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    own = os.environ.get("NETRC")
+    for path in [Path(own)] if own else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with contextlib.suppress(OSError, NetrcParseError):
             if netrc(path).authenticators(host):
                 return True
@@ -97,14 +97,15 @@ def fix_of(why: str, of_missing_module: str, keys: str) -> str:
     return of_missing_module if "No module named" in why else f"correct your code, or {keys}"
 
 
-def _functions(config: AnyConfig, given: Addresses) -> dict[str, Function]:
+def _functions(config: AnyConfig, addresses: Addresses) -> dict[str, Function]:
     """Returns the functions that are called on this host, apart from scorers."""
-    loss = config.trainer.loss
-    found = {} if given.trainer else {"trainer.loss.import_path": (loss.import_path, ("tokens", "config"), loss.kwargs)}
-    if isinstance(config, Config):
-        advantage = config.advantage
-        found["advantage.import_path"] = advantage.import_path, ("samples", "config"), advantage.kwargs
-    return {key: function for key, function in found.items() if function[0]}
+    loss, functions = config.trainer.loss, dict[str, Function]()
+    if loss.import_path and not addresses.trainer:
+        functions["trainer.loss.import_path"] = loss.import_path, ("tokens", "config"), loss.kwargs
+    if isinstance(config, Config) and config.advantage.import_path:
+        kwargs = config.advantage.kwargs
+        functions["advantage.import_path"] = config.advantage.import_path, ("samples", "config"), kwargs
+    return functions
 
 
 def check_engine(config: Config, command: Sequence[str] = ENGINE) -> Finding:
@@ -116,16 +117,13 @@ def check_engine(config: Config, command: Sequence[str] = ENGINE) -> Finding:
     return Finding("engine arguments", ", ".join(sorted(config.rollout.engine)))
 
 
-def check_speculation(speculation: SpeculationConfig) -> Iterator[Finding]:
+def check_suffix_decoding() -> Finding:
     """Checks that the package for suffix decoding is installed."""
-    if speculation.kind != "suffix":
-        return
     try:
         require_suffix_decoding()
     except PreconditionFailed as error:
-        yield Finding("suffix decoding", error.message, Verdict.FAIL, "install it, or set kind ngram")
-    else:
-        yield Finding("suffix decoding", "arctic-inference is installed")
+        return Finding("suffix decoding", error.message, Verdict.FAIL, "install it, or set kind ngram")
+    return Finding("suffix decoding", "arctic-inference is installed")
 
 
 def check_lengths(config: AnyConfig) -> Iterator[Finding]:
@@ -138,31 +136,27 @@ def check_lengths(config: AnyConfig) -> Iterator[Finding]:
         key, length = "data.max_tokens", config.data.max_tokens
     else:
         key, length = "rollout.max_model_len", config.rollout.max_model_len
-    found = f"{key} {length}, the model's max_position_embeddings {limit}"
+    lengths = f"{key} {length}, the model's max_position_embeddings {limit}"
     if length <= limit:
-        yield Finding("lengths", found)
-        return
-    is_scaled = bool(content.get("rope_scaling"))
-    verdict = Verdict.WARN if is_sft or is_scaled else Verdict.FAIL
-    yield Finding("lengths", found, verdict, f"set {key} to at most {limit}; vLLM refuses more unless rope is scaled")
+        yield Finding("lengths", lengths)
+    else:
+        verdict = Verdict.WARN if is_sft or content.get("rope_scaling") else Verdict.FAIL
+        fix = f"set {key} to at most {limit}; vLLM refuses more unless rope is scaled"
+        yield Finding("lengths", lengths, verdict, fix)
 
 
 def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
     """Compares the estimated peak of all ranks with this host's memory, if they compute on its CPU."""
     try:
-        if visible_gpus():
+        if visible_gpus() or (memory := host_memory(meminfo)) is None:
             return
         model = read_architecture(config.model)
     except LockstepError:  # reported by the checks of GPUs and of the model
         return
-    if (memory := host_memory(meminfo)) is None:
-        return
-    (total, free), trainer = memory, config.trainer
-    peaks = [memory.peak for memory in rank_memory(config, model, is_gpu=False).values()]
-    needed = sum(peaks) * trainer.num_ranks / len(peaks) / _GIB
-    found = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"
+    total, free = memory
+    peaks = [rank.peak for rank in rank_memory(config, model, is_gpu=False).values()]
+    needed = sum(peaks) * config.trainer.num_ranks / len(peaks) / _GIB
+    sizes = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"
     fix = "lower trainer.max_tokens_per_microbatch or set trainer.gradient_checkpointing; `lockstep plan` has the parts"
-    if needed > free:
-        yield Finding("memory", found, Verdict.FAIL if needed > total else Verdict.WARN, fix)
-    else:
-        yield Finding("memory", found)
+    verdict = Verdict.OK if needed <= free else Verdict.WARN if needed <= total else Verdict.FAIL
+    yield Finding("memory", sizes, verdict, fix if verdict is not Verdict.OK else "")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -167,7 +167,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its services in order
                 env=env,
             )
         log.info("started %s as process %d", self.name, self.process.pid)
@@ -236,56 +236,55 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def launch(
     config: AnyConfig,
-    given: Addresses,
+    addresses: Addresses,
     *,
     services: Collection[str] = SERVICES,
     sharing: Config | None = None,
     on_cpu: bool = False,
     restarts: Restarts | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
+    """Yields the services for `config`: those of `addresses`, and the others, which are started and always stopped.
 
     Only kinds in `services` are started, and with `on_cpu` they use no GPU. If `sharing` is given, each rank gets as
     many CPU threads as in a run of that config, because sums depend on the number of threads. All but trainers are
     started again as `restarts` allows, or else `config.restart`.
     """
-    num_replicas = _replicas_to_start(config, given) if "rollout" in services else 0
-    ranks = started_ranks(config, given) if "trainer" in services else {}
+    num_replicas = 0
+    if "rollout" in services and isinstance(config, Config):
+        addresses.require_placement(config)
+        num_replicas = 0 if addresses.rollout else config.rollout.num_replicas
+    ranks = started_ranks(config, addresses) if "trainer" in services else {}
     split = partial(split_gpus, ranks, config, start_rollout=num_replicas > 0)
     gpus = dict.fromkeys(ranks, "") if on_cpu else split(available=visible_gpus())
-    children, of_config = list[Child](), Restarts(config.restart)
-    started: set[str] = set()
-    with contextlib.ExitStack() as ports:
+    children, started, restarts = list[Child](), set[str](), restarts or Restarts(config.restart)
+    transport = addresses.transport
+    with contextlib.ExitStack() as ports:  # each stays reserved until all are chosen
         flags = ServiceFlags(config, _HOST, ports)
 
         def add(name: str, service: str, *sizes: str) -> str:
             require_extra(service)
             address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
             command = [sys.executable, "-m", f"services.{service}", *sizes]
+            # If this process is killed, nobody is left to end the service: it watches for that itself.
             command += ["--listen", address, "--exit-with", str(os.getpid())]
-            command += ["--tls", str(given.transport.tls.directory)] if given.transport.tls else []
+            command += ["--tls", str(transport.tls.directory)] if transport.tls else []
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
             command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
             checkpoints = config.run_dir / CHECKPOINTS if config.resume != "never" else None
-            again = None if name in ranks else restarts or of_config
+            again = None if name in ranks else restarts  # a new trainer has no weights: the session begins again
             children.append(Child(name, command, log_path, again, gpus.get(name), checkpoints))
             started.add(address)
             return address
 
-        trainers = given.trainers
-        threads = str(_threads_per_rank(started_ranks(sharing or config, given)))
-        for name, count in ranks.items():
-            sizes = ("--nproc-per-node", str(count), "--threads-per-rank", threads)
-            trainers[name] = add(name, "trainer", *sizes)
-        addresses = Addresses(
-            reward=given.reward or ((add("reward", "reward"),) if "reward" in services else ()),
-            **trainers,
-            transport=given.transport,
-            rollout_name=given.rollout_name,
-            rollout=given.rollout or tuple(add(f"rollout-{index}", "rollout") for index in range(num_replicas)),
-            started=frozenset(started),  # complete: the calls of add() above have been made
-        )
+        # If each rank used all cores, a step took ten times as long on two cores.
+        num_ranks = sum(started_ranks(sharing or config, addresses).values())
+        threads = ("--threads-per-rank", str(max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))))
+        trainers = {name: add(name, "trainer", "--nproc-per-node", str(n), *threads) for name, n in ranks.items()}
+        reward = addresses.reward or ((add("reward", "reward"),) if "reward" in services else ())
+        replicas = tuple(add(f"rollout-{index}", "rollout") for index in range(num_replicas))
+        rollout = addresses.rollout or replicas
+        addresses = replace(addresses, **trainers, reward=reward, rollout=rollout, started=frozenset(started))
         flags.write_targets()
     try:
         for child in children:
@@ -296,30 +295,19 @@ async def launch(
         flags.remove_targets()
 
 
-def _replicas_to_start(config: AnyConfig, given: Addresses) -> int:
-    if not isinstance(config, Config):
-        return 0
-    given.require_placement(config)
-    return 0 if given.rollout else config.rollout.num_replicas
-
-
-def starts_replicas(config: AnyConfig, given: Addresses) -> bool:
+def starts_replicas(config: AnyConfig, addresses: Addresses) -> bool:
     """Returns whether the run starts its replicas on this host: it has no addresses of others, and looks for none."""
-    return isinstance(config, Config) and not given.rollout and not config.rollout.discovery
+    return isinstance(config, Config) and not addresses.rollout and not config.rollout.discovery
 
 
-def started_ranks(config: AnyConfig, given: Addresses) -> dict[str, int]:
+def started_ranks(config: AnyConfig, addresses: Addresses) -> dict[str, int]:
     """Returns the number of ranks of each model in `config` whose trainer is started here."""
-    return {name: model.num_ranks for name, model in config.models.items() if _is_started(name, config, given)}
-
-
-def _threads_per_rank(ranks: Mapping[str, int]) -> int:
-    """Divides this host's cores among all ranks: if each used all cores, a step took ten times as long on two cores."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, sum(ranks.values())))
-
-
-def _is_started(name: str, config: AnyConfig, given: Addresses) -> bool:
-    return _has_own_ranks(config, name) and not given.trainers[name]
+    there = addresses.trainers
+    return {
+        name: model.num_ranks
+        for name, model in config.models.items()
+        if _has_own_ranks(config, name) and not there[name]
+    }
 
 
 def _has_own_ranks(config: AnyConfig, name: str) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from asyncinotify import Inotify, Mask
 
@@ -28,75 +27,52 @@ log = logging.getLogger(__name__)
 _READ_S = 10.0
 
 
-class Source(Protocol):
-    """Lists the replicas that a run should have."""
-
-    file: Path | None
-    """The file to follow, if there is one."""
-
-    async def read(self) -> Sequence[str]:
-        """Returns the addresses.
-
-        Raises:
-            OSError: They cannot be found out now.
-        """
-        ...
-
-
-class FileSource:
-    """Reads the lines of a file."""
-
-    def __init__(self, file: Path):
-        self.file: Path | None = file
-        self._path = file
-
-    async def read(self) -> Sequence[str]:
-        return parse_replicas(await asyncio.to_thread(self._path.read_text))
-
-
-class DnsSource:
-    """Reads the IPv4 addresses of a DNS name, or its IPv6 addresses if it has no others: a host can have both."""
-
-    file: Path | None = None
-
-    def __init__(self, config: DnsDiscoveryConfig):
-        self._name, self._port = config.name, config.port
-
-    async def read(self) -> Sequence[str]:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
-        hosts = {str(at[0]) for family, *_, at in found if family is socket.AF_INET}
-        hosts = hosts or {f"[{at[0]}]" for family, *_, at in found if family is socket.AF_INET6}
-        return [f"{host}:{self._port}" for host in sorted(hosts)]
+Source = Path | DnsDiscoveryConfig
+"""Lists the replicas that a run should have: a file with an address on each line, or a DNS name."""
 
 
 def source_of(discovery: DiscoveryConfig) -> Source:
     """Returns where `discovery` finds replicas."""
-    return DnsSource(discovery) if isinstance(discovery, DnsDiscoveryConfig) else FileSource(discovery.path)
+    return discovery if isinstance(discovery, DnsDiscoveryConfig) else discovery.path
 
 
-async def discovered(config: AnyConfig, given: Addresses) -> Addresses:
-    """Returns `given` with the replicas that `rollout.discovery` lists; waits until there is one.
+async def read_now(source: Source) -> Sequence[str]:
+    """Returns the addresses of a source.
+
+    Raises:
+        OSError: They cannot be found out now.
+    """
+    if isinstance(source, Path):
+        return parse_replicas(await asyncio.to_thread(source.read_text))
+    loop = asyncio.get_running_loop()
+    resolved = await loop.getaddrinfo(source.name, source.port, type=socket.SOCK_STREAM)
+    # IPv6 only if there are no others: a host can have both, and would be two replicas.
+    hosts = {str(at[0]) for family, *_, at in resolved if family is socket.AF_INET}
+    hosts = hosts or {f"[{at[0]}]" for family, *_, at in resolved if family is socket.AF_INET6}
+    return [f"{host}:{source.port}" for host in sorted(hosts)]
+
+
+async def discovered(config: AnyConfig, addresses: Addresses) -> Addresses:
+    """Returns `addresses` with the replicas that `rollout.discovery` lists; waits until there is one.
 
     Raises:
         InvalidInput: Addresses of replicas were given too.
         Unavailable: NO_REPLICA, none was listed within `timeouts.open_s`.
     """
     if not isinstance(config, Config) or (discovery := config.rollout.discovery) is None:
-        return given
-    if given.rollout:
+        return addresses
+    if addresses.rollout:
         raise InvalidInput("give either --rollout or rollout.discovery", field="--rollout")
-    source, deadline, num_retries = source_of(discovery), time.monotonic() + config.timeouts.open_s, 0
-    while True:
-        found, why = await read_source(source)
-        if found:
-            name = discovery.name if isinstance(discovery, DnsDiscoveryConfig) else ""
-            return replace(given, rollout=tuple(found), rollout_name=name)
-        pause_s = backoff_s(num_retries)
-        if time.monotonic() + pause_s > deadline:
+    source, deadline_s, num_retries = source_of(discovery), time.monotonic() + config.timeouts.open_s, 0
+    replicas, why = await read_source(source)
+    while not replicas:
+        if time.monotonic() + (pause_s := backoff_s(num_retries)) > deadline_s:
             raise Unavailable(f"rollout.discovery: no replica is listed: {why}", reason=Reason.NO_REPLICA)
         await asyncio.sleep(pause_s)
         num_retries += 1
+        replicas, why = await read_source(source)
+    name = discovery.name if isinstance(discovery, DnsDiscoveryConfig) else ""
+    return replace(addresses, rollout=tuple(replicas), rollout_name=name)
 
 
 @asynccontextmanager
@@ -111,9 +87,11 @@ async def following_replicas(run: Run, rollout: Rollout, restarts: Restarts) -> 
         yield
         return
     first = [replica.address for replica in rollout.replicas]
-    kept = first if discovery else [address for address in first if address not in restarts.removed]
-    write_replicas(config.run_dir, (kept + ([] if discovery else restarts.added)) or first)
-    membership = Membership(rollout, source_of(discovery) if discovery else FileSource(config.run_dir / REPLICAS), run)
+    listed = first
+    if not discovery:
+        listed = [address for address in first if address not in restarts.removed] + restarts.added
+    write_replicas(config.run_dir, listed or first)
+    membership = Membership(rollout, source_of(discovery) if discovery else config.run_dir / REPLICAS, run)
     rollout.before_publication, rollout.notes.changed = membership.update, membership.write_notes
     membership.write_notes()
     async with task_group() as tasks:
@@ -144,17 +122,17 @@ class Membership:
         Warns of a list that changes nothing once, until there is another one.
         """
         async with self._updating:
-            found, why = await read_source(self._source)
-            complaint = "" if found else f"none is listed: {why}"
-            if found and set(found) != set(self.listed):
+            replicas, why = await read_source(self._source)
+            complaint = "" if replicas else f"none is listed: {why}"
+            if replicas and set(replicas) != set(self.listed):
                 try:
-                    self._rollout.set_replicas(found)
-                    self.listed = found
+                    self._rollout.set_replicas(replicas)
+                    self.listed = replicas
                 except LockstepError as error:
                     complaint = error.message
                 else:
-                    if self._source.file != self._run_dir / REPLICAS:
-                        write_replicas(self._run_dir, found)
+                    if self._source != self._run_dir / REPLICAS:
+                        write_replicas(self._run_dir, replicas)
             if complaint and complaint != self._complaint:
                 log.warning("the replicas stay as they are: %s", complaint)
             self._complaint = complaint
@@ -168,13 +146,13 @@ class Membership:
 
     async def follow(self) -> None:
         """Updates whenever the file of the source is written or replaced, until it is canceled."""
-        if self._source.file is None:
+        if not isinstance(self._source, Path):
             return
         with Inotify() as inotify:
             try:  # the directory: a file that is replaced is another one, and Kubernetes replaces a link beside it
-                inotify.add_watch(self._source.file.parent, Mask.CLOSE_WRITE | Mask.MOVED_TO)
+                inotify.add_watch(self._source.parent, Mask.CLOSE_WRITE | Mask.MOVED_TO)
             except OSError as error:
-                log.warning("%s is read before each publication only: %s", self._source.file, error)
+                log.warning("%s is read before each publication only: %s", self._source, error)
                 return
             await self.update()  # it may have changed before it was watched
             while True:
@@ -186,7 +164,7 @@ async def read_source(source: Source) -> tuple[Sequence[str], str]:
     """Returns the addresses and, if there are none, the reason."""
     try:
         async with asyncio.timeout(_READ_S):
-            found = await source.read()
+            replicas = await read_now(source)
     except (OSError, UnicodeDecodeError) as error:  # a timeout is an OSError without words
         return (), str(error) or f"no answer in {_READ_S:g} s"
-    return found, "" if found else "the list is empty"
+    return replicas, "" if replicas else "the list is empty"

@@ -4,23 +4,17 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from google.protobuf.message import Message
-from lockstep.reward.v1 import reward_pb2
-from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
-from lockstep.reward.v1.reward_pb2_grpc import RewardServiceStub
-from lockstep.rollout.v1 import rollout_pb2
-from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
-from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
-from lockstep.trainer.v1 import trainer_pb2
-from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
-from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
-from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
+from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 
 from services.common.config.load import AnyConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput, LockstepError
-from services.common.rpc.client import Client, Method, Request
+from services.common.rpc.client import Client, Method
 from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments, open_environments
 from services.coordinator.clients.gpus import OwnGpus, gpus_of
@@ -56,28 +50,23 @@ async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
     If a service fails to do so, it is only logged: it closes the run itself when the lease ends (timeouts.lease_s), or
     when the next run is opened there.
     """
-    run_id = run.run_id
-
-    def given(stub: type, *all_at: str) -> list[Client]:
-        """Returns a client for each service that was not started here."""
-        there = [at for at in dict.fromkeys(all_at) if at and at not in addresses.started]
-        transport = addresses.rollout_transport if stub is RolloutServiceStub else addresses.transport
-        return [Client(at, stub, transport, is_alone=True) for at in there]
-
-    reward, trainer = reward_pb2.CloseRunRequest(run_id=run_id), trainer_pb2.CloseRunRequest(run_id=run_id)
-    rollout = rollout_pb2.CloseRunRequest(run_id=run_id)
-    trainers = given(TrainerServiceStub, *addresses.trainers.values())
-    replicas = given(RolloutServiceStub, *addresses.rollout)
-    await gather(
-        [
-            *(_close(run, one, RewardService.CloseRun, reward) for one in given(RewardServiceStub, *addresses.reward)),
-            *(_close(run, one, TrainerService.CloseRun, trainer) for one in trainers),
-            *(_close(run, one, RolloutService.CloseRun, rollout) for one in replicas),
-        ]
+    trainers = addresses.trainers.values()
+    services = (
+        (addresses.reward, reward_pb2, reward_pb2_grpc.RewardServiceStub, reward_pb2_grpc.RewardServiceServicer),
+        (trainers, trainer_pb2, trainer_pb2_grpc.TrainerServiceStub, trainer_pb2_grpc.TrainerServiceServicer),
+        (addresses.rollout, rollout_pb2, rollout_pb2_grpc.RolloutServiceStub, rollout_pb2_grpc.RolloutServiceServicer),
     )
+    closing = []
+    for hosts, pb, stub, servicer in services:
+        transport = addresses.rollout_transport if pb is rollout_pb2 else addresses.transport
+        for at in dict.fromkeys(hosts):  # models may share a trainer
+            if at and at not in addresses.started:
+                client = Client(at, stub, transport, is_alone=True)
+                closing.append(_close(run, client, servicer.CloseRun, pb.CloseRunRequest(run_id=run.run_id)))
+    await gather(closing)
 
 
-async def _close(run: Run[AnyConfig], client: Client, method: Method[Request, Message], request: Request) -> None:
+async def _close(run: Run[AnyConfig], client: Client, method: Method[Any, Message], request: Message) -> None:
     try:
         await client.call(method, request, timeout_s=run.config.timeouts.info_s)
     except LockstepError as error:
@@ -148,8 +137,9 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
     run.reporters.tell(lambda reporter: reporter.watch(rollout))
     try:
-        held = await trainer.open(run.run_id, run.resume_from)
-        if config.trainer.lag.versions and held != run.first_version:
+        opened_version = await trainer.open(run.run_id, run.resume_from)
+        # A trainer that outlived its coordinator may be newer than the record, and the batches in flight are lost.
+        if config.trainer.lag.versions and opened_version != run.first_version:
             await trainer.go_back(run.run_id, run.resume_from)
         opens = [
             model.open(run.run_id, run.resume_critic_from if name == "critic" else "")
@@ -158,7 +148,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         ]
         if config.placement == "colocated":  # engines need the memory that models have while they are opened
             await gather(opens)
-            await trainer.release_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
+            await trainer.release_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
             opens = []
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
         if config.placement == "colocated":
@@ -175,9 +165,9 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
 def _require_pairs(num_ranks: int, rollout: Rollout) -> None:
     num_workers = [replica.num_workers for replica in rollout.replicas]
     if sum(num_workers) != num_ranks:
-        found = ", ".join(f"{count} at {at.address}" for count, at in zip(num_workers, rollout.replicas, strict=True))
+        there = ", ".join(f"{count} at {at.address}" for count, at in zip(num_workers, rollout.replicas, strict=True))
         raise InvalidInput(
             f"placement colocated needs one engine worker for each of the trainer's {num_ranks} ranks, but the "
-            f"replicas have {sum(num_workers)} ({found}): give as many --rollout addresses as it takes",
+            f"replicas have {sum(num_workers)} ({there}): give as many --rollout addresses as it takes",
             field="placement",
         )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, Self
 
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config
@@ -41,11 +41,11 @@ class Probe:
     """A check in a process of its own, to be used as a context manager. What it tries may hang, or end the process."""
 
     def __init__(self, command: Sequence[str], *, end_s: float = _MARGIN_S, shows_errors: bool = False):
-        """Prepares Python with arguments `command`; it is killed if it does not end `end_s` after its input."""
+        """`command` has the arguments of Python, which is killed if it does not end `end_s` after its input."""
         self._command, self._end_s, self._shows_errors = command, end_s, shows_errors
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Probe":
+    def __enter__(self) -> Self:
         self._errors = None if self._shows_errors else self._stack.enter_context(tempfile.TemporaryFile())
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._process = subprocess.Popen([sys.executable, *self._command], **pipes)
@@ -60,7 +60,7 @@ class Probe:
         """
         assert self._process.stdin and self._process.stdout, "they are pipes"
         began, line = time.monotonic(), b""
-        deadline = threading.Timer(timeout_s, self._process.kill)
+        deadline = threading.Timer(timeout_s, self._process.kill)  # readline has no limit, but ends with the process
         deadline.start()
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -102,10 +102,6 @@ class EnvironmentProbe(Probe):
         super().__init__(command, end_s=environment.turn_s + _MARGIN_S, shows_errors=shows_errors)
         self._environment = environment
 
-    def __enter__(self) -> "EnvironmentProbe":
-        super().__enter__()
-        return self
-
     def open(self, timeout_s: float = OPEN_TIMEOUT_S) -> Answer:
         """Returns the environment's version and tools."""
         return self.ask({"environment": self._environment.model_dump(mode="json")}, timeout_s)
@@ -125,7 +121,7 @@ def problem(command: Sequence[str], request: object, timeout_s: float) -> str:
     return ""
 
 
-def known_tools(config: Config, given: Addresses) -> Tools | None:
+def known_tools(config: Config, addresses: Addresses) -> Tools | None:
     """Returns the tools that prompts will show.
 
     None if this host cannot tell, because another host has the environment or it does not open. A run that starts asks
@@ -134,7 +130,7 @@ def known_tools(config: Config, given: Addresses) -> Tools | None:
     environment = config.environment
     if environment is None or environment.kind != "tools" or environment.syntax == "tags":
         return []
-    if given.reward:
+    if addresses.reward:
         return None
     try:
         with EnvironmentProbe(environment) as probe:

@@ -67,7 +67,7 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
 @asynccontextmanager
 async def running_services(
     run: Run[AnyConfig],
-    given: Addresses,
+    addresses: Addresses,
     *,
     services: Collection[str] = SERVICES,
     sharing: Config | None = None,
@@ -84,8 +84,8 @@ async def running_services(
     if restarts:
         restarts.run = run
     if "rollout" in services:
-        given = await discovered(run.config, given)
-    launched = launch(run.config, given, services=services, sharing=sharing, restarts=restarts)
+        addresses = await discovered(run.config, addresses)
+    launched = launch(run.config, addresses, services=services, sharing=sharing, restarts=restarts)
     async with launched as fleet, unless_one_dies(fleet):
         yield fleet.addresses
 
@@ -98,12 +98,12 @@ class Sessions(Generic[ConfigT]):
     A repeated session resumes from the record, as the same command would in a new process.
     """
 
-    def __init__(self, config: ConfigT, given: Addresses):
-        """Begins with `config`; `given` has the addresses of services that are not started here."""
+    def __init__(self, config: ConfigT, addresses: Addresses):
+        """Begins with `config`; `addresses` has the addresses of services that are not started here."""
         self.config: ConfigT = config
         """Config of the next session."""
         self.restarts = Restarts(config.restart)
-        self._given = given
+        self._addresses = addresses
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Sessions(Generic[ConfigT]):
         try:
             yield
         except LockstepError as error:
-            service = _to_restart(error, self._given)
+            service = _to_restart(error, self._addresses)
             if not service or not self.restarts.may_resume or not self.restarts.take(service):
                 raise
             log.warning("%s: %s\nstarting again and resuming from the record", error.reason, error.message)
@@ -125,14 +125,14 @@ class Sessions(Generic[ConfigT]):
                 self.config = self.config.model_copy(update={"resume": "auto"})
 
 
-def _to_restart(error: LockstepError, given: Addresses) -> str:
+def _to_restart(error: LockstepError, addresses: Addresses) -> str:
     """Returns the name of the service whose death `error` is, if a new session starts it again; else ""."""
     service = error.metadata.get("service", "")
-    if error.reason is Reason.SERVICE_DIED and service in given.trainers:
+    if error.reason is Reason.SERVICE_DIED and service in addresses.trainers:
         return service
     if error.reason is Reason.NO_REPLICA:
         return service
-    is_lost_rank = error.reason is Reason.RANK_FAILED and not any(given.trainers.values())
+    is_lost_rank = error.reason is Reason.RANK_FAILED and not any(addresses.trainers.values())
     return "trainer" if is_lost_rank else ""
 
 

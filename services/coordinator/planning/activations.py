@@ -186,10 +186,10 @@ def _logits(
 
 def _output_gradient(trainer: TrainerConfig, model: Architecture, *, is_kept: bool, is_gpu: bool) -> int:
     """Returns the bytes of a weight's gradient in the output layer, while the backward pass computes it."""
-    held = weight_bytes(trainer, is_gpu=is_gpu)
+    size = weight_bytes(trainer, is_gpu=is_gpu)
     if is_kept:
-        return held
-    is_float32 = held == _FLOAT32 or trainer.megatron.ddp_config.get("grad_reduce_in_fp32", True)
+        return size
+    is_float32 = size == _FLOAT32 or trainer.megatron.ddp_config.get("grad_reduce_in_fp32", True)
     if trainer.strategy == "megatron" and is_float32 and not model.tie_word_embeddings:
-        return held  # added to the gradients directly; what autograd gets has no values
+        return size  # added to the gradients directly; what autograd gets has no values
     return _FLOAT32

@@ -7,18 +7,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from services.common.config import streaming
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
+from services.common.config.layout import Layout, check_layout, data_parallel_size, rank_map
 from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.config.streaming import (
-    block_cutter,
-    block_growth,
-    most_tokens_per_minibatch,
-    streams,
-    tokens_per_block,
-)
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
@@ -50,15 +44,14 @@ def environment_plan(config: Config) -> list[str]:
     environment = config.environment
     if environment is None:
         return []
-    turn, response, prompt = (
-        config.rollout.sampling.max_tokens,
-        config.max_response_tokens,
-        config.data.max_prompt_tokens,
-    )
-    turns = environment.max_turns * turn
+    turn, response = config.rollout.sampling.max_tokens, config.max_response_tokens
+    prompt, turns = config.data.max_prompt_tokens, environment.max_turns * turn
+    messages = "any length (environment.max_message_tokens is not set)"
+    if environment.max_message_tokens:
+        messages = f"up to {environment.max_message_tokens} tokens each"
     lines = [
         f"environment {environment.kind}: up to {environment.max_turns} turns of up to {turn} tokens "
-        f"({turns} together), and messages of {_messages(environment)}",
+        f"({turns} together), and messages of {messages}",
         f"  an episode: {response} tokens after a prompt of up to {prompt}, together {prompt + response} of "
         f"rollout.max_model_len {config.rollout.max_model_len}, and of max_tokens_per_microbatch "
         + ", ".join(f"{model.max_tokens_per_microbatch} ({name})" for name, model in config.models.items()),
@@ -76,19 +69,13 @@ def environment_plan(config: Config) -> list[str]:
     return lines
 
 
-def _messages(environment: EnvironmentConfig) -> str:
-    most = environment.max_message_tokens
-    return f"up to {most} tokens each" if most else "any length (environment.max_message_tokens is not set)"
-
-
 def _processes(environment: EnvironmentConfig) -> str:
     if environment.kind == "openenv":
         return f"no process, and has up to {environment.max_concurrent} connections"
+    workers = f"{environment.num_workers} worker processes of up to {environment.max_memory_gib:g} GiB"
     if environment.kind != "tools":
-        return f"{environment.num_workers} worker processes of up to {environment.max_memory_gib:g} GiB"
-    parts = []
-    if any(tool.kind == "function" for tool in environment.tools):
-        parts.append(f"{environment.num_workers} worker processes of up to {environment.max_memory_gib:g} GiB")
+        return workers
+    parts = [workers] if any(tool.kind == "function" for tool in environment.tools) else []
     parts += [f"up to {tool.max_concurrent} sandboxes" for tool in environment.tools if tool.kind == "python"]
     parts += [f"an index of {tool.corpus} in memory" for tool in environment.tools if tool.kind == "search"]
     parts += [f"the MCP server {tool.place}" for tool in environment.tools if tool.kind == "mcp" and tool.command]
@@ -153,22 +140,21 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     console.print(_phases_table(memories))
     lines = list(_offloaded(config))
     if not is_gpu:
-        total = sum(memory.peak for memory in memories.values()) * config.trainer.num_ranks // len(memories)
         ranks = config.trainer.num_ranks
+        total = sum(memory.peak for memory in memories.values()) * ranks // len(memories)
         whole = f"all {ranks} ranks together, at their peaks" if ranks > 1 else "the rank, at its peak"
         lines.insert(0, f"{whole}: {total / 2**30:.2f} GiB")
     if isinstance(config, SftConfig):
-        lines += [_batch(config)]
+        lines.append(_batch(config))
     else:
         lines += [
             _publication(config, model, is_gpu=is_gpu),
             _batch(config),
             *_blocks(config),
-            *_lag(config),
-            *_replicas(config),
+            *_lag_and_replicas(config),
         ]
         if config.placement == "colocated" and is_gpu:
-            lines += [_shared(config, model, memories.values(), console)]
+            lines.append(_shared(config, model, memories.values(), console))
         lines += environment_plan(config)
     _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
@@ -193,13 +179,10 @@ def _rank_table(layout: Layout, model: Architecture) -> Table:
     table = _table(*columns, title=f"Ranks, on hosts of {_GPUS_PER_HOST} GPUs")
     for at in rank_map(layout):
         places = (at.rank, at.rank % _GPUS_PER_HOST, at.tp, at.cp, at.dp, at.pp, at.ep, at.etp)
-        table.add_row(*map(str, places), *_holds(layout, model, at))
+        layers = ", ".join(map(_range, layout.layers(model.num_layers, at.pp)))
+        experts = _range(layout.experts(model.num_experts, at.ep)) if model.num_experts else "-"
+        table.add_row(*map(str, places), layers, experts)
     return table
-
-
-def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, str]:
-    layers = ", ".join(map(_range, layout.layers(model.num_layers, at.pp)))
-    return layers, _range(layout.experts(model.num_experts, at.ep)) if model.num_experts else "-"
 
 
 def _parts_table(memories: Mapping[str, Memory]) -> Table:
@@ -247,11 +230,9 @@ def _shared(config: Config, model: Architecture, ranks: Collection[Memory], cons
 
 
 def _offloaded(config: AnyConfig) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.strategy == "megatron":
-        names = sorted(trainer.megatron.offloads)
-    else:
-        names = ["grads", "optimizer", "params"] if trainer.fsdp.cpu_offload else []
+    names = ["grads", "optimizer", "params"] if config.trainer.fsdp.cpu_offload else []
+    if config.trainer.strategy == "megatron":
+        names = sorted(config.trainer.megatron.offloads)
     if names:
         yield f"offloaded to host memory between phases (idle): {', '.join(names)}"
 
@@ -280,41 +261,38 @@ def _batch(config: AnyConfig) -> str:
 
 
 def _blocks(config: Config) -> Iterator[str]:
-    size, trainer = tokens_per_block(config), config.trainer
+    size, trainer = streaming.tokens_per_block(config), config.trainer
     if not size:
         return
     when = ", trained on as soon as they are scored"
-    if not streams(config):
+    if not streaming.streams(config):
         when = "; not streamed: the trainer gets the batch when it is complete"
     idle = ""
     if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
         layout = Layout.of(trainer.megatron, trainer.num_ranks)
-        num_tokens = min(size, most_tokens_per_minibatch(config))
+        num_tokens = min(size, streaming.most_tokens_per_minibatch(config))
         num_microbatches = -(-num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
         share = (layout.pp - 1) / (layout.vpp * num_microbatches + layout.pp - 1)
         idle = f"; the pipeline idles for {share:.0%} of each, more of one with fewer tokens"
     num_minibatches, rest = trainer.num_minibatches, ""
     if num_minibatches > 1:
         rest = f"; they are the first of {num_minibatches} mini-batches, and each of the others is trained on at once"
-    growth, cutter = block_growth(config), block_cutter(config)
+    growth, cutter = streaming.block_growth(config), streaming.block_cutter(config)
     first = f", the first of {cutter.least_tokens} and each of {growth} more" if growth and cutter else ""
     yield f"blocks: groups of at least {size} tokens together{first}{when}{idle}{rest}"
 
 
-def _lag(config: Config) -> Iterator[str]:
+def _lag_and_replicas(config: Config) -> Iterator[str]:
     if lag := config.trainer.lag.versions:
         yield f"lag: the batch that updates version t is generated by version t - {lag}, during earlier updates"
-
-
-def _replicas(config: Config) -> Iterator[str]:
-    if found := config.rollout.discovery:
-        where = f"the lines of {found.path}" if found.kind == "file" else f"all addresses of {found.name}:{found.port}"
+    if source := config.rollout.discovery:
+        is_file = source.kind == "file"
+        where = f"the lines of {source.path}" if is_file else f"all addresses of {source.name}:{source.port}"
         yield f"replicas: {where}; they may come and go, and take part from the next publication"
 
 
 def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
-    trainer = config.trainer
-    held = weight_bytes(trainer, is_gpu=is_gpu)
+    trainer, is_bfloat16 = config.trainer, weight_bytes(config.trainer, is_gpu=is_gpu) == 2
     if trainer.strategy == "fsdp":
         whole = "" if trainer.fsdp.reduce_each_microbatch else ", whole on each rank until the last micro-batch"
         state = f"float32 weights 4, grads 4{whole}, Adam moments 8"
@@ -323,10 +301,10 @@ def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
         optimizer = (f"master {bytes_.master} + " if bytes_.master else "") + f"Adam moments {bytes_.moments}"
         if bytes_.device_share < 1:
             optimizer += f" of {bytes_.device_share:.0%} of them, the rest in host memory"
-        of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
+        of_weights = "bf16 weights 2" if is_bfloat16 else "float32 weights 4"
         copies = f" (and {bytes_.gradient_copy} after the optimizer's step)" if bytes_.gradient_copy else ""
         state = f"{of_weights}, grads {bytes_.gradient}{copies}, optimizer: {optimizer}"
-    computes = f"in {'bfloat16' if held == 2 else 'float32'} on {'GPU' if is_gpu else 'CPU'}"
+    computes = f"in {'bfloat16' if is_bfloat16 else 'float32'} on {'GPU' if is_gpu else 'CPU'}"
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
     kernels = "fused kernels (arXiv 2205.05198)" if is_gpu else "plain torch operators, with the holes of the heap"
     left_out = "padding of samples of unequal length"
@@ -340,10 +318,8 @@ def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
 
 
 def _sizes(layout: Layout) -> str:
-    chunks = f", VPP {layout.vpp}" if layout.vpp > 1 else ""
-    return (
-        f"{counted(layout.world, 'rank')} = TP {layout.tp} x PP {layout.pp} x CP {layout.cp} x DP {layout.dp}{chunks}"
-    )
+    sizes = f"TP {layout.tp} x PP {layout.pp} x CP {layout.cp} x DP {layout.dp}"
+    return f"{counted(layout.world, 'rank')} = {sizes}{f', VPP {layout.vpp}' if layout.vpp > 1 else ''}"
 
 
 def _table(*columns: str, title: str) -> Table:

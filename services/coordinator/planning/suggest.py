@@ -17,16 +17,9 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture
 from services.coordinator.clients.gpus import split_gpus
 from services.coordinator.fleet.launch import Addresses, started_ranks
-from services.coordinator.planning.memory import (
-    cache_token_bytes,
-    colocated_phases,
-    engine_weights,
-    rank_memory,
-    utilization,
-)
+from services.coordinator.planning import memory
 from services.coordinator.planning.plan import check_model, planned_architecture
 
 _GIB = 2**30
@@ -36,7 +29,7 @@ _BESIDE_BYTES = 3 * _GIB
 _UNCOUNTED = 0.1
 # Share of the longest possible samples that the KV cache has to hold at once. An engine that has less room generates
 # fewer samples at a time, or computes some again.
-_HELD = 0.5
+_ENOUGH = 0.5
 _RECOMPUTE = "trainer.gradient_checkpointing=true"
 
 
@@ -48,7 +41,7 @@ class Proposal:
     train_bytes: int
     cache_tokens: int
     """Tokens that the KV cache of one engine holds."""
-    held: float
+    cached_share: float
     """Share of the samples generated at once, if all are of full length, whose tokens the KV cache holds."""
     fits: bool
 
@@ -106,8 +99,9 @@ def search(args: Sequence[str], gpus: Sequence[int]) -> Search:
                 legal.append(_proposal([*args, *sizes, *extra], [*sizes, *extra], gpus))
             except InvalidInput as error:
                 refused.setdefault(error.message, " ".join(sizes))
-        if found := [proposal for proposal in legal if proposal.fits]:
-            return Search(sorted(found, key=lambda proposal: -min(proposal.held, _HELD)), legal, refused)
+        if fitting := [proposal for proposal in legal if proposal.fits]:
+            # Above _ENOUGH more room counts for nothing; the sort keeps the order of _placements.
+            return Search(sorted(fitting, key=lambda proposal: -min(proposal.cached_share, _ENOUGH)), legal, refused)
     if len(gpus) < (least := 2 + own_ranks):
         refused[f"it needs at least {least} GPUs"] = "placement=disaggregated"
     return Search([], legal, refused)
@@ -123,13 +117,14 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
         raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
     what = f"{counted(len(gpus), 'GPU')} of {min(gpus) / _GIB:.0f} GiB"
     tried = search(args, gpus)
-    if not (found := tried.fitting):
+    if not tried.fitting:
         raise InvalidInput(tried.why_none(what))
     table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
     for name in ("placement", "training GiB", "KV cache tokens", "room for samples"):
         table.add_column(name, justify="left" if name == "placement" else "right", overflow="fold")
-    for proposal in found:
-        cells = f"{proposal.train_bytes / _GIB:.1f}", f"{proposal.cache_tokens:,}", f"{min(proposal.held, 1):.0%}"
+    for proposal in tried.fitting:
+        room = f"{min(proposal.cached_share, 1):.0%}"
+        cells = f"{proposal.train_bytes / _GIB:.1f}", f"{proposal.cache_tokens:,}", room
         table.add_row(" ".join(proposal.overrides), *cells)
     console.print(table)
     console.print(
@@ -137,7 +132,7 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
         "full length.\n",
         highlight=False,
     )
-    command = " ".join(["lockstep run", *args, *found[0].overrides])
+    command = " ".join(["lockstep run", *args, *tried.fitting[0].overrides])
     console.print("suggested:", highlight=False)
     console.print(f"  {command}", soft_wrap=True, highlight=False)
 
@@ -174,9 +169,10 @@ def _proposal(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]
     check_model(config)
     split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)
     model, usable = planned_architecture(config), min(gpus) - _BESIDE_BYTES
-    phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
+    phases = memory.colocated_phases(config, model, memory.rank_memory(config, model, is_gpu=True).values())
     needed = {phase.name: phase.total for phase in phases}
-    tokens, rollout = _cache_tokens(config, model, min(gpus)), config.rollout
+    cache_bytes = memory.utilization(config) * min(gpus) - memory.engine_weights(config, model) - _BESIDE_BYTES
+    tokens, rollout = int(cache_bytes // memory.cache_token_bytes(config, model)), config.rollout
     fits = (
         needed["train"] <= usable * (1 - _UNCOUNTED)
         and (config.placement == "disaggregated" or needed["publish"] <= usable)
@@ -185,8 +181,3 @@ def _proposal(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]
     samples = config.data.prompts_per_step * rollout.completions_per_prompt
     at_once = min(rollout.max_samples, -(-samples // rollout.num_replicas))
     return Proposal(overrides, needed["train"], tokens, tokens / (at_once * rollout.max_model_len), fits)
-
-
-def _cache_tokens(config: Config, model: Architecture, gpu_bytes: int) -> int:
-    left = utilization(config) * gpu_bytes - engine_weights(config, model) - _BESIDE_BYTES
-    return int(left // cache_token_bytes(config, model))

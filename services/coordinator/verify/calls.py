@@ -44,7 +44,7 @@ class _Session:
     row: int
     time_s: float = 0.0
     calls: dict[int, _Call] = field(default_factory=dict)
-    held: set[int] | None = None  # versions that the trainer may hold; None is not known
+    trainer_versions: set[int] | None = None  # that the trainer may have; None is not known
     served: dict[str, Stamp | None] = field(default_factory=dict)  # by replica
     received: dict[str, Stamp] = field(default_factory=dict)
     joined: dict[str, int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class CallChecks:
             self._begins(line)
             return
         session = self._session
-        if "lost" in line:
+        if "lost" in line:  # a slow disk dropped lines; from here on only what was seen is compared
             self._session = _Session(session.run_id, is_whole=False, row=session.row)
             return
         require(line["t"] >= session.time_s, "its time is before that of the line before")
@@ -115,7 +115,7 @@ class CallChecks:
         elif "call" in line:
             self.num_calls += 1
             call = session.calls[line["n"]] = _Call(line["call"], line["peer"], {**line["sent"]})
-            self._when_sent.get(call.method, _nothing)(call)
+            self._check_sent(call)
         elif line["n"] in session.calls:
             self._goes_on(session.calls[line["n"]], line)
         else:
@@ -135,20 +135,24 @@ class CallChecks:
     def _goes_on(self, call: _Call, line: Json) -> None:
         if "end" not in line:
             call.sent |= line["sent"]
-            self._when_sent.get(call.method, _nothing)(call)
+            self._check_sent(call)
             return
         call.got = line["got"]
-        if line["end"] == "OK":
-            self._when_answered.get(call.method, _nothing)(call)
+        if line["end"] == "OK" and call.method in self._when_answered:
+            self._when_answered[call.method](call)
         del self._session.calls[line["n"]]
+
+    def _check_sent(self, call: _Call) -> None:
+        if call.method in self._when_sent:
+            self._when_sent[call.method](call)
 
     def _row(self, line: Json) -> None:
         session, number = self._session, line["row"]
         row = self._rows.get(number)
         require(row is not None, f"the ledger has lost row {number}")
         assert row
-        found = (row.kind, row.version)
-        require(found == (line["kind"], line["version"]), f"row {number} of the ledger is {found[0]} {found[1]}")
+        is_same = (row.kind, row.version) == (line["kind"], line["version"])
+        require(is_same, f"row {number} of the ledger is {row.kind} {row.version}")
         is_next = number == session.row + 1
         require(is_next or not session.is_whole, f"row {number} came after row {session.row}")
         session.row = number
@@ -159,7 +163,7 @@ class CallChecks:
         elif row.kind == Kind.COLLECTED:
             self._is_collected(row)
         elif row.kind == Kind.FINISHED:
-            self._require_held(row.required_version, "was finished")
+            self._require_version(row.required_version, "was finished")
         elif row.kind == Kind.SAVED and row.body["path"] in session.saved:
             digest = session.saved[row.body["path"]]
             require(row.body["manifest_digest"].startswith(digest), f"the trainer saved a manifest of SHA-256 {digest}")
@@ -180,8 +184,7 @@ class CallChecks:
         for prompt, hashes in facts.scores.items() if facts and session.is_whole else ():
             answers = session.scores.get(prompt, [])
             is_known = any([*answer][: len(hashes)] == [*hashes] for answer in answers)
-            # An empty answer is one of a release that did not keep the hashes.
-            require(is_known or [] in answers, f"the scores of prompt {prompt} are not those that were answered")
+            require(is_known, f"the scores of prompt {prompt} are not those that were answered")
 
     def _batches(self, version: int) -> Sequence[LedgerRow]:
         """Returns the row of the newest batch for `version` so far; all of them if lines were lost."""
@@ -195,8 +198,7 @@ class CallChecks:
         return self._facts.get(row.required_version) if row.seq == newest else None
 
     def _has_scored(self, call: _Call) -> None:
-        answers = self._session.scores.setdefault(call.sent["prompt_id"], [])
-        answers.append(call.answer.get("scores", []))
+        self._session.scores.setdefault(call.sent["prompt_id"], []).append(call.answer["scores"])
 
     def _replica_loses_weights(self, call: _Call) -> None:
         self._session.served[call.peer] = None
@@ -210,10 +212,9 @@ class CallChecks:
         require(epoch == newest, f"{call.peer} joins epoch {epoch}, but the newest one in the ledger is {newest}")
 
     def _has_joined(self, call: _Call) -> None:
-        session, epoch = self._session, call.sent["group"]["epoch"]
+        session, epoch, plan = self._session, call.sent["group"]["epoch"], call.answer.get("plan_digest", "")
         session.joined[call.peer] = epoch
-        plan = session.plans.setdefault(epoch, call.answer.get("plan_digest", ""))
-        session.plans[epoch] = plan if plan == call.answer.get("plan_digest", "") else "several"
+        session.plans[epoch] = plan if session.plans.setdefault(epoch, plan) == plan else "several"
 
     def _require_joined(self, call: _Call) -> None:
         session, epoch = self._session, call.sent["epoch"]
@@ -231,7 +232,7 @@ class CallChecks:
 
     def _sends(self, call: _Call) -> None:
         self._require_joined(call)
-        self._require_held(call.sent["version"], "was to be sent")
+        self._require_version(call.sent["version"], "was to be sent")
 
     def _has_sent(self, call: _Call) -> None:
         self._session.sent = _stamp(call.answer["stamp"])
@@ -273,18 +274,18 @@ class CallChecks:
         session.episodes[episode] = turn, began
 
     def _has_generated(self, call: _Call) -> None:
+        expected = _stamp(call.sent["expected_stamp"])
         for answer in call.got:
             stamp = _stamp(answer["stamp"])
-            expected = _stamp(call.sent["expected_stamp"])
             require(stamp == expected, f"{call.peer} was asked for {_show(expected)} and answered with {_show(stamp)}")
 
     def _has_opened(self, call: _Call) -> None:
         if call.sent.get("role", 0) in _POLICY:
-            self._session.held = {call.answer["version"]}
+            self._session.trainer_versions = {call.answer["version"]}
 
-    def _require_held(self, version: int, what: str) -> None:
-        held = self._session.held
-        require(held is None or version in held, f"version {version} {what}, but the trainer holds {held}")
+    def _require_version(self, version: int, what: str) -> None:
+        versions = self._session.trainer_versions
+        require(versions is None or version in versions, f"version {version} {what}, but the trainer holds {versions}")
 
     def _trains(self, call: _Call) -> None:
         """Checks a part of a request to train: the header, a block or the commit."""
@@ -293,7 +294,7 @@ class CallChecks:
             return
         stamp, batch_id = _stamp(header["expected_stamp"]), header["batch_id"]
         require(batch_id == f"{session.run_id}/{stamp[0]}", f"batch {batch_id} is not that of version {stamp[0]}")
-        is_ahead = session.published is None and session.held == {stamp[0] + 1}
+        is_ahead = session.published is None and session.trainer_versions == {stamp[0] + 1}
         is_published = session.published == stamp or is_ahead or not session.is_whole
         require(is_published, f"batch {batch_id} is to update {_show(stamp)}, but {_show(session.published)} is served")
         if "commit" not in call.sent:
@@ -304,12 +305,10 @@ class CallChecks:
         recorded = [(row.body.get("drawn", stamp[0]), row.body["digest"]) for row in rows]
         on_disk = f"that on disk is of {_show(recorded[-1])}"
         require(drawn in recorded, f"batch {batch_id} is of {_show(drawn)}, but {on_disk}")
-        if session.held is not None:
-            require(
-                bool(session.held & {stamp[0], stamp[0] + 1}),
-                f"batch {batch_id} was sent, but the trainer holds version {session.held}",
-            )
-            session.held = session.held | {stamp[0] + 1}
+        if (versions := session.trainer_versions) is not None:
+            is_expected = bool(versions & {stamp[0], stamp[0] + 1})
+            require(is_expected, f"batch {batch_id} was sent, but the trainer holds version {versions}")
+            session.trainer_versions = versions | {stamp[0] + 1}  # both until the answer says which
 
     def _has_trained(self, call: _Call) -> None:
         if call.header.get("role", 0) not in _POLICY:
@@ -325,21 +324,17 @@ class CallChecks:
             is_same = metrics == self._applied.get(batch_id, metrics)
             require(is_same, f"batch {batch_id} was answered again, but with other metrics than when it was applied")
         else:
-            is_possible = session.held is None or version in session.held
-            require(is_possible, f"batch {batch_id} was applied twice: the trainer held {session.held}")
+            is_possible = session.trainer_versions is None or version in session.trainer_versions
+            require(is_possible, f"batch {batch_id} was applied twice: the trainer held {session.trainer_versions}")
             self._applied[batch_id] = metrics
-        session.held = {now}
+        session.trainer_versions = {now}
 
     def _saves(self, call: _Call) -> None:
         if call.sent.get("role", 0) in _POLICY and "version" in call.sent:
-            self._require_held(call.sent["version"], "was to be saved")
+            self._require_version(call.sent["version"], "was to be saved")
 
     def _has_saved(self, call: _Call) -> None:
         self._session.saved[call.sent["path"]] = call.answer["manifest_digest"]
-
-
-def _nothing(call: _Call) -> None:
-    pass
 
 
 def _stamp(pair: tuple[int, str]) -> Stamp:

@@ -116,6 +116,7 @@ class History:
             require(version == session.version + 1, f"version {version} was published after version {session.version}")
             require(session.version in self._collected, f"version {version} has no batch that it could come from")
         else:
+            # A session's first publication is of the version that it resumed, without a batch of its own before it.
             require(version == session.version, f"version {version} was published, but {session.version} was held")
             self._require_same_weights(version, digest)
         for address, received in row.body.get("received", {}).items():
@@ -139,10 +140,10 @@ class History:
         version, body = row.required_version, row.body
         published, session = self._in_session(row), self._session
         assert session.collected is not None
-        drawn, lag = body.get("drawn", version), self._lag()
-        require(
-            drawn == session.version, f"a batch was sampled from version {drawn} while {session.version} was served"
-        )
+        drawn, lag = body.get("drawn", version), session.config["trainer"].get("lag", {}).get("versions", 0)
+        is_served = drawn == session.version
+        require(is_served, f"a batch was sampled from version {drawn} while {session.version} was served")
+        # With a lag, the first batches of a session are all sampled from the version that it began with.
         is_first = drawn == session.begun and drawn <= version <= drawn + lag
         require(version == drawn + lag or is_first, f"the batch for version {version} was sampled from version {drawn}")
         require(version not in session.collected, f"two batches for version {version} were sampled in one session")
@@ -166,10 +167,10 @@ class History:
         Returns False if a coordinator may have been killed after it had replaced the file and before it wrote the row.
         """
         require(path.is_file(), f"{path.name}, of a row {row.kind} of version {row.version}, is missing")
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
         may_be_new = (row.kind, row.version) in self._unrecorded
-        is_same = found == row.body["sha256"]
-        require(is_same or may_be_new, f"{path.name} is not the file that was recorded: its SHA-256 is {found}")
+        is_same = digest == row.body["sha256"]
+        require(is_same or may_be_new, f"{path.name} is not the file that was recorded: its SHA-256 is {digest}")
         return is_same
 
     def _require_none(self, wrong: Iterable[str]) -> None:
@@ -184,6 +185,7 @@ class History:
         require(version in published, f"step {version} was finished, but its weights were not published")
         batch = self._collected[before]
         drawn, used = batch.get("drawn", before), batch["digest"]
+        # A batch of an earlier session may carry the weights of any publication of its version.
         known = {digest for _, digest in self._published.get(drawn, ())}
         if drawn in published:
             known = {published[drawn]}
@@ -208,12 +210,11 @@ class History:
 
     def _is_saved(self, row: LedgerRow) -> None:
         version, path = row.required_version, row.body["path"]
-        require(
-            version in self._ever_finished, f"the checkpoint of step {version} was saved before that step was finished"
-        )
-        require(version <= self._finished, f"the checkpoint of step {version} was saved after step {self._finished}")
+        checkpoint = f"the checkpoint of step {version} was saved"
+        require(version in self._ever_finished, f"{checkpoint} before that step was finished")
+        require(version <= self._finished, f"{checkpoint} after step {self._finished}")
         self._saved[path] = version
-        is_gone = (Kind.DELETED, None, path) in self._newest and self._newest[Kind.DELETED, None, path] > row.seq
+        is_gone = self._newest.get((Kind.DELETED, None, path), 0) > row.seq
         if not is_gone and self._newest[row.kind, version, path] == row.seq:
             self._check_checkpoint(row)
 
@@ -221,13 +222,11 @@ class History:
         manifest = self._there(row.body["path"]) / "manifest.json"
         require(manifest.is_file(), f"{manifest} of a recorded checkpoint is missing")
         content = manifest.read_bytes()
-        found = hashlib.sha256(content).hexdigest()
-        require(
-            found == row.body["manifest_digest"], f"{manifest} is not the file that was saved: its SHA-256 is {found}"
-        )
-        state = json.loads(content).get("state", {})
+        digest = hashlib.sha256(content).hexdigest()
+        is_same = digest == row.body["manifest_digest"]
+        require(is_same, f"{manifest} is not the file that was saved: its SHA-256 is {digest}")
         expected = f"{self._run_id}/{row.required_version - 1}"
-        batch = state.get("last_batch_id")
+        batch = json.loads(content).get("state", {}).get("last_batch_id")
         require(batch == expected, f"{manifest} was saved after batch {batch}, not after {expected}")
 
     def _is_deleted(self, row: LedgerRow) -> None:
@@ -243,20 +242,14 @@ class History:
         assert self._session.published is not None
         return self._session.published
 
-    def _lag(self) -> int:
-        """Returns by how many versions a batch is older than the one it updates, except in a session's first
-        batches."""
-        return self._session.config["trainer"].get("lag", {}).get("versions", 0)
-
     def _layout(self) -> str:
         return json.dumps([self._session.config.get(section) for section in _LAYOUT], sort_keys=True)
 
     def _step_of(self, checkpoint: str) -> int:
         """Returns the step of the checkpoint that a session resumed, also if it was deleted since."""
-        manifest = self._there(checkpoint) / "manifest.json"
         if checkpoint in self._saved:
             return self._saved[checkpoint]
-        if manifest.is_file():
+        if (manifest := self._there(checkpoint) / "manifest.json").is_file():
             return int(json.loads(manifest.read_bytes())["state"]["version"])
         named = re.search(r"step-(\d+)$", checkpoint)
         require(named is not None, f"the session resumed {checkpoint}, which is no checkpoint")
@@ -281,11 +274,11 @@ def _being_written(rows: Sequence[LedgerRow]) -> set[tuple[str, int]]:
     """
     begun = next((place for place in reversed(range(len(rows))) if rows[place].kind == Kind.BEGUN), len(rows))
     last = rows[begun:]
-    held = [row.required_version for row in last if row.kind in (Kind.BEGUN, Kind.FINISHED)]
+    current = [row.required_version for row in last if row.kind in (Kind.BEGUN, Kind.FINISHED)][-1:]
     collected = [row.required_version for row in last if row.kind == Kind.COLLECTED]
     evaluated = [row.required_version for row in last if row.kind == Kind.EVALUATED]
-    next_batches = held[-1:] if not collected else [max(collected) + 1]
-    written = {(Kind.EVAL_SAMPLES.value, version) for version in held[-1:] if version not in evaluated}
+    next_batches = current if not collected else [max(collected) + 1]
+    written = {(Kind.EVAL_SAMPLES.value, version) for version in current if version not in evaluated}
     return written | {(Kind.COLLECTED.value, version) for version in next_batches}
 
 

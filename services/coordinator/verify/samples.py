@@ -77,10 +77,10 @@ class SampleChecks:
     def _check_stamps(self, path: Path, rows: Sequence[Json], stamp: tuple[int, str]) -> Iterator[str]:
         self.num_samples += len(rows)
         for number, row in enumerate(rows):
-            found = row["policy_version"], row["policy_digest"]
-            if found != stamp:
+            version, digest = row["policy_version"], row["policy_digest"]
+            if (version, digest) != stamp:
                 who = _who(row, number, path)
-                yield f"{who} carries version {found[0]} with digest {found[1]}, not {stamp[0]} with {stamp[1]}"
+                yield f"{who} carries version {version} with digest {digest}, not {stamp[0]} with {stamp[1]}"
 
     def _check_order(self, rows: Sequence[Json], step: int, body: Json, config: Json, path: Path) -> Iterator[str]:
         """Compares the prompts with the order in which the step must try them. A curriculum reorders them."""
@@ -102,14 +102,15 @@ class SampleChecks:
         if self._order is None:
             self._order = EpochOrder(num_prompts, data["prompts_per_step"], seed=seed, shuffle=data["shuffle"])
         batch = self._order.indices(step).tolist()
+        # The selection fills up dropped groups from the rest of the data, in an order of the step's own.
         taken = set(batch)
         rest = [place for place in shuffled(num_prompts, seed, step, REFILLS).tolist() if place not in taken]
         return [*batch, *rest]
 
 
-def differing(path: Path, found: Mapping[str, float], recorded: Mapping[str, float]) -> Iterator[str]:
-    """Yields a sentence for every number of the samples in `path` that is recorded otherwise, not only rounded."""
-    for name, value in found.items():
+def differing(path: Path, metrics: Mapping[str, float], recorded: Mapping[str, float]) -> Iterator[str]:
+    """Yields a sentence for every metric of the samples in `path` that is recorded otherwise, not only rounded."""
+    for name, value in metrics.items():
         said = recorded.get(name, value)
         if not (math.isclose(said, value, rel_tol=1e-9, abs_tol=1e-12) or (said != said and value != value)):
             yield f"{name} of the samples in {path.name} is {value:g}, but the ledger has {said:g}"

@@ -54,6 +54,7 @@ def verify(run_dir: Path) -> Verdict:
     history = History(run_dir, rows)
     for number, row in enumerate(rows, 1):
         try:
+            # What is not as it was written raises DataLoss: it is damage, and says nothing about the order.
             with reading(f"{run_dir}: row {row.seq} of the ledger, {row.kind}, or what it describes,"):
                 history.follow(row)
         except ViolationError as error:

@@ -173,9 +173,9 @@ class Daemon:
         await self._server.grpc.stop(0)
 
     async def end(self) -> None:
-        for hosted in list(self.runs.running.values()):
-            hosted.stop(now=True)
-            await hosted.ended.wait()
+        for run in list(self.runs.running.values()):
+            run.stop(now=True)
+            await run.ended.wait()
         await self.client.close()
         await self.coordinator.__aexit__()
         await self.break_off()

@@ -13,4 +13,4 @@ def config_with(**sections: object) -> Config:
 
 
 def assert_fails(finding: Finding, verdict: Verdict, found: str, fix: str) -> None:
-    assert (finding.verdict, found in finding.found, fix in finding.fix) == (verdict, True, True), finding
+    assert (finding.verdict, found in finding.result, fix in finding.fix) == (verdict, True, True), finding

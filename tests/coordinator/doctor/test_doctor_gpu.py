@@ -60,14 +60,14 @@ def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clang.touch(mode=0o755)
     assert "no " + str(tmp_path / "Python.h") in failed(doctor.check_compiler(tmp_path))
     (tmp_path / "Python.h").touch()
-    assert (doctor.check_compiler(tmp_path).verdict, doctor.check_compiler(tmp_path).found) == (Verdict.OK, str(clang))
+    assert (doctor.check_compiler(tmp_path).verdict, doctor.check_compiler(tmp_path).result) == (Verdict.OK, str(clang))
     monkeypatch.setenv("CC", "icc")
     assert "CC=icc not found" in failed(doctor.check_compiler(tmp_path))
 
 
 def failed(finding: Finding) -> str:
     assert finding.verdict is Verdict.FAIL
-    return finding.found
+    return finding.result
 
 
 def test_memory_of_another_family(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +81,11 @@ def test_memory_of_another_family(config: Config, tmp_path: Path, monkeypatch: p
 def test_memory(config: Config) -> None:
     found = doctor.check_memory(config, [gpu(79, 78), gpu(79, 70)])
     assert found.verdict is Verdict.OK
-    assert found.found.startswith("GPU 0 has 70.0 GiB free of 79.0 GiB; 63.2 GiB are needed for an engine")
+    assert found.result.startswith("GPU 0 has 70.0 GiB free of 79.0 GiB; 63.2 GiB are needed for an engine")
     found = doctor.check_memory(config, [gpu(79, 60)])
-    assert found.verdict is Verdict.FAIL and "63.2 GiB are needed for an engine" in found.found
+    assert found.verdict is Verdict.FAIL and "63.2 GiB are needed for an engine" in found.result
     found = doctor.check_memory(config, [gpu(22, 22)])
-    assert found.verdict is Verdict.FAIL and "56.8 GiB are needed to train" in found.found
+    assert found.verdict is Verdict.FAIL and "56.8 GiB are needed to train" in found.result
     assert "--suggest" in found.fix
 
 

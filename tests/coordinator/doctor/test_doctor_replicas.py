@@ -26,13 +26,13 @@ def test_the_list_of_replicas_is_read(tmp_path: Path, text: str | None, verdict:
         (tmp_path / "replicas").write_text(text)
     config = make_config(rollout={"discovery": {"kind": "file", "path": str(tmp_path / "replicas")}})
     (finding,) = examine_replicas(config, GIVEN)
-    assert (finding.verdict, found in finding.found) == (verdict, True), finding
+    assert (finding.verdict, found in finding.result) == (verdict, True), finding
 
 
 def test_it_says_what_a_death_costs() -> None:
     def says(**sections: object) -> str:
         (finding,) = examine_replicas(make_config(**sections), Addresses())
-        return finding.found
+        return finding.result
 
     assert "up to 3 times in 3600 s" in says() and "resumes from step 1 (checkpoint.save_freq is 0)" in says()
     assert "at most 5 steps old" in says(checkpoint={"save_freq": 5})

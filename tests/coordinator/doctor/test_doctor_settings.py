@@ -25,7 +25,7 @@ def test_scorers_are_imported() -> None:
         return settings.check_scorers(config_with(reward={"scorers": scorers}))
 
     finding = check("with_bonus", bonus=1)
-    assert (finding.verdict, "reward_functions:with_bonus" in finding.found) == (OK, True), finding
+    assert (finding.verdict, "reward_functions:with_bonus" in finding.result) == (OK, True), finding
     assert_fails(check("is_nowhere"), FAIL, "no attribute 'is_nowhere'", "correct your code, or path")
     assert_fails(check("with_bonus", bonuss=1), FAIL, "unexpected keyword argument 'bonuss'", "path and kwargs")
     nowhere = config_with(reward={"scorers": [{"kind": "python", "path": "no_such_module:score"}]})
@@ -45,7 +45,7 @@ def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return [finding for finding in settings.examine_settings(config, given) if finding.check == "functions"]
 
     (finding,) = found("loss", Addresses())
-    assert (finding.verdict, finding.found) == (OK, "imported mine:loss, statistics:fmean")
+    assert (finding.verdict, finding.result) == (OK, "imported mine:loss, statistics:fmean")
     (wrong,) = found("nowhere", Addresses())
     assert_fails(wrong, FAIL, "trainer.loss.import_path: mine:nowhere cannot be imported", "import_path and kwargs")
     (unknown,) = found("loss", Addresses(), temperature=2)
@@ -53,7 +53,7 @@ def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     assert load_function("mine:loss", field="here")(None, None) is None
     (elsewhere,) = found("nowhere", Addresses(trainer="10.0.0.1:1"))
-    assert (elsewhere.verdict, elsewhere.found) == (OK, "imported statistics:fmean")
+    assert (elsewhere.verdict, elsewhere.result) == (OK, "imported statistics:fmean")
 
 
 def test_engine_arguments() -> None:
@@ -61,7 +61,7 @@ def test_engine_arguments() -> None:
     config = config_with(rollout={"engine": {"enforce_eager": True, "gpu_memory_utilisation": 0.5}})
     finding = settings.check_engine(config)
     assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
-    assert "enforce_eager" not in finding.found
+    assert "enforce_eager" not in finding.result
     assert settings.check_engine(config, ("-c", "print('{}')")).verdict is OK
 
 

@@ -41,7 +41,7 @@ def test_a_dry_run_plays_a_row(
     assert section is not None
     begin = {"reset": row, "seed": 7}
     finding = check_environment(section, calls=[begin, {"step": texts[0]}, begin, {"step": texts[1]}])
-    assert (finding.verdict, words in finding.found) == (verdict, True), finding.found
+    assert (finding.verdict, words in finding.result) == (verdict, True), finding.result
     assert verdict is OK or finding.fix
 
 

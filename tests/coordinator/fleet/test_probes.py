@@ -45,14 +45,14 @@ def test_prompts_are_measured_as_they_are_sent(configured: Callable[..., Config]
             assert list(prompt.tokens) == list(dialog.begin(prompt, ()).tokens) == sent
             assert "calculator" in prompt.text
     shown = next(one for one in inputs._prompts(config, Addresses(), None) if one.check == "first prompt")
-    assert shown.found.startswith(f"{len(data.train.prompts[0].tokens)} tokens: ") and "calculator" in shown.found
+    assert shown.result.startswith(f"{len(data.train.prompts[0].tokens)} tokens: ") and "calculator" in shown.result
 
 
 def test_a_dry_run_shows_the_tokens_that_are_sent(configured: Callable[..., Config]) -> None:
     config = configured().model_copy(update={"environment": None})
     for chat, sent in ((False, "'<|endoftext|>1 + 1 ='"), (True, "'<|im_start|>system\\nYou")):
         data = config.data.model_copy(update={"chat": chat})
-        found = [one.found for one in inputs._prompts(config.model_copy(update={"data": data}), Addresses(), None)]
+        found = [one.result for one in inputs._prompts(config.model_copy(update={"data": data}), Addresses(), None)]
         assert sent in found[1]
 
 

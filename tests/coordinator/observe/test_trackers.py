@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from services.common.errors import InvalidInput, PreconditionFailed
-from services.coordinator.daemon.runs import HostedRun
+from services.coordinator.daemon.runs import RunInProgress
 from services.coordinator.fleet.running import recorded_run
 from services.coordinator.observe import trackers
 from services.coordinator.observe.reporters import Prometheus, watchers
@@ -381,7 +381,7 @@ def test_every_reporter_takes_what_a_run_tells_it():
     while kinds:
         kinds += kinds[0].__subclasses__()
         found.append(kinds.pop(0))
-    assert {HostedRun, Terminal, Prometheus} <= {*found}
+    assert {RunInProgress, Terminal, Prometheus} <= {*found}
     for kind in found:
         for name in ("watch", "begin_phase", "end_phase", "step", "evaluation", "note_ending", "close"):
             arguments = inspect.signature(getattr(Reporter, name)).parameters

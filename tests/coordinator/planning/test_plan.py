@@ -17,6 +17,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli.main import app, main
 from services.coordinator.planning.plan import check_model, show_plan
 from tests.coordinator.planning.small_models import DENSE, MOE, make, sizes, write
+from tests.support import raises
 
 
 def shown(config: Config, width: int = 80) -> str:
@@ -103,7 +104,7 @@ def test_shape_rules_are_checked(dense: Path, tmp_path: Path) -> None:
     check_model(make(dense, num_ranks=8, strategy="fsdp")[0])
     elsewhere = config.model_copy(update={"model": str(tmp_path / "on-another-host")})
     check_model(elsewhere)
-    with pytest.raises(NotFound, match=r"on-another-host/config\.json"):
+    with raises(NotFound):
         shown(elsewhere)
 
 
@@ -169,7 +170,7 @@ def test_illegal_layout_starts_nothing(
 def test_models_that_the_trainer_refuses_are_refused(tmp_path: Path, strategy: str, changes: dict[str, Any]) -> None:
     config, _ = make(write(tmp_path / "model", DENSE | changes), strategy=strategy)
     for check in (check_model, shown):
-        with pytest.raises(InvalidInput, match=f"{next(iter(changes.values()))}|dynamic") as caught:
+        with raises(InvalidInput) as caught:
             check(config)
         assert "by any strategy" in caught.value.message
 
@@ -178,7 +179,7 @@ def test_a_model_of_another_family_needs_no_plan_with_fsdp(tmp_path: Path) -> No
     config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
     (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
     check_model(config)
-    with pytest.raises(InvalidInput, match="fsdp can train most others: `lockstep run --dry-run`"):
+    with raises(InvalidInput, field="model"):
         shown(config)
 
 
@@ -186,8 +187,7 @@ def test_a_model_of_dense_layers_and_experts_is_only_not_estimated_with_fsdp(tmp
     config, _ = make(write(tmp_path / "model", MOE), strategy="fsdp")
     (tmp_path / "model" / "config.json").write_text(json.dumps(MOE | {"mlp_only_layers": [0]}))
     check_model(config)
-    words = "plan estimates the memory of models whose layers are all dense or all experts, .* can train most others"
-    with pytest.raises(InvalidInput, match=words):
+    with raises(InvalidInput, field="model"):
         shown(config)
 
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from services.common.errors import DataLoss, NotFound
 from services.coordinator.cli.main import app
 from services.coordinator.data.order import seed_of
+from services.coordinator.verify.samples import _scores_of
 from services.coordinator.verify.session import verify
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
 
@@ -164,16 +165,19 @@ def test_other_rewards_than_the_ledger_has_are_named(run_dir: Path):
 
 
 def test_a_forger_of_rewards_and_metrics_contradicts_the_history_and_the_trainer(run_dir: Path):
+    batch = run_dir / "batches" / "step-000002.parquet"
+    answered = _scores_of(pq.read_table(batch))
     change_batch(run_dir, 2, lambda rows: rows[1].update(reward=rows[1]["reward"] + 0.5))
-    mean = float(pq.read_table(run_dir / "batches" / "step-000002.parquet")["reward"].to_numpy().mean())
-    change_row(run_dir, "finished", 3, **{"reward/mean": mean})
-    prompt = pq.read_table(run_dir / "batches" / "step-000002.parquet")["prompt_id"][1]
+    forged = pq.read_table(batch)
+    change_row(run_dir, "finished", 3, **{"reward/mean": float(forged["reward"].to_numpy().mean())})
+    prompt = forged["prompt_id"][1].as_py()
     assert verify(run_dir).violation == f"the scores of prompt {prompt} are not those that were answered"
     for path in (run_dir / "history").iterdir():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines:
             for answer in line.get("got", ()):
-                answer.pop("scores", None)
+                if answer.get("scores") == answered[prompt]:
+                    answer["scores"] = _scores_of(forged)[prompt]
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert "the trainer has applied other samples as batch" in verify(run_dir).violation
 
