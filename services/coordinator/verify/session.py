@@ -95,8 +95,8 @@ def _wrong_lines(path: Path, rows: Sequence[LedgerRow]) -> Iterator[str]:
     evaluations = {row.required_version: row.body for row in rows if row.kind == Kind.EVALUATED}
     newest = next((row.required_version for row in reversed(rows) if row.kind in (Kind.FINISHED, Kind.BEGUN)), 0)
     before = 0
-    for line in metrics_lines(path):
-        place, step, metrics = f"line {line.number} of {path.name}", line.step, line.metrics
+    for number, line in enumerate(metrics_lines(path), 1):
+        place, step, metrics = f"line {number} of {path.name}", line.step, line.metrics
         if not line.is_step:  # the time of an evaluation is in this line only
             evaluated = evaluations.get(step, {})
             if any(_text({name: metrics.get(name)}) != _text({name: value}) for name, value in evaluated.items()):
