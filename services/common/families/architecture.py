@@ -227,13 +227,19 @@ def require_counts(content: JsonObject, source: str) -> None:
             raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
 
 
+def text_of(content: JsonObject) -> JsonObject:
+    """Returns the config of the text part of a model that also sees or hears; of others, `content`."""
+    text = content.get("text_config")
+    if not isinstance(text, Mapping):
+        return content
+    return {**cast(JsonObject, text), **{key: content[key] for key in _OF_WHOLE if key in content}}
+
+
 def require_supported(content: JsonObject, strategy: str, source: str) -> None:
     """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
     transformers."""
     require_counts(content, source)
-    text = content.get("text_config")  # of a model that also sees or hears, whose other keys do not describe layers
-    if isinstance(text, Mapping):
-        content = {**cast(JsonObject, text), **{key: content[key] for key in _OF_WHOLE if key in content}}
+    content = text_of(content)
     rules = (_of_both,) if strategy == "fsdp" else (_of_both, _of_megatron)
     for rule in rules:
         for problem in rule(content):

@@ -71,7 +71,8 @@ def _arithmetic(
         "train": problems("train", num_train, seed),
         "test": problems("test", num_test, seed),
     }
-    files = write_splits({split: pa.Table.from_pylist(part, schema) for split, part in rows.items()}, out)
+    tables: dict[Split, pa.Table] = {split: pa.Table.from_pylist(part, schema) for split, part in rows.items()}
+    files = write_splits(tables, out)
     num_rows: dict[Split, int] = {split: len(part) for split, part in rows.items()}
     _show(ConversionReport("arithmetic", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0))
 

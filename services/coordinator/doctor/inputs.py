@@ -1,6 +1,7 @@
 """Checks what a run reads and plays: its models and data, and short episodes of its environment."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from importlib.util import find_spec
 from pathlib import Path
 
 from services.common.config.environment import EnvironmentConfig
@@ -8,20 +9,25 @@ from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.counted import counted
-from services.common.errors import DeadlineExceeded, LockstepError
+from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError
+from services.common.families.architecture import read_content
+from services.common.families.registry import FAMILIES
 from services.common.files.model_card import read_model_card, require_whole_weights
 from services.coordinator.clients.environment import row_of
+from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.probes import ENVIRONMENT, OPEN_TIMEOUT_S, Answer, EnvironmentProbe
+from services.coordinator.fleet.probes import ENVIRONMENT, MODEL, OPEN_TIMEOUT_S, Answer, EnvironmentProbe, problem
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
 
 _MAX_CHARS = 400
+# The proof takes seconds; importing torch and transformers on a slow disk takes longer.
+_MODEL_TIMEOUT_S = 300.0
 
 
 def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool = False) -> None:
@@ -46,6 +52,30 @@ def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool
             require_whole_weights(directory)
 
 
+def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
+    """Asks the trainer's code whether it computes the models exactly, in a process with torch, as it will at start.
+
+    For the families of the registry the rules of check_model are the answer.
+
+    Raises:
+        InvalidInput: It would refuse a model.
+    """
+    for name, settings in config.models.items():
+        role = role_section(config, name)
+        directory = Path((role.model if role else None) or config.model)
+        if addresses.of(name) or not directory.is_dir() or read_content(directory).get("model_type") in FAMILIES:
+            continue
+        if find_spec("torch") is None:
+            yield Finding("model", f"{directory}: torch is not here to compare it with transformers", Verdict.WARN, "")
+            return
+        dtype = settings.compute_dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if visible_gpus() else "float32"
+        request = {"model": str(directory), "strategy": settings.strategy, "dtype": dtype}
+        if why := problem(MODEL, request, _MODEL_TIMEOUT_S):
+            raise InvalidInput(why, field="model")
+
+
 def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
     """Checks that the run would accept its model and data, if they are on this host. Adds the first prompt to
     `prompts`.
@@ -57,6 +87,7 @@ def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt
         read_model_card(config.model)
         check_model(config)
         check_weights(config, addresses, may_download=True)
+        yield from _ask_trainer(config, addresses)
     except LockstepError as error:
         fix = "set model to a directory in the Hugging Face format that this strategy can train"
         yield Finding("model", error.message, Verdict.FAIL, fix)

@@ -14,7 +14,7 @@ from services.common.config.observability import TrackerConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
-from services.common.families.architecture import read_architecture, read_content
+from services.common.families.architecture import read_architecture, read_content, text_of
 from services.common.memory import MEMINFO, host_memory
 from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
@@ -128,7 +128,7 @@ def check_suffix_decoding() -> Finding:
 
 def check_lengths(config: AnyConfig) -> Iterator[Finding]:
     """Compares the longest samples with the number of positions that the model was made for."""
-    content = read_content(config.model)
+    content = text_of(read_content(config.model))
     limit = content.get("max_position_embeddings")
     if not isinstance(limit, int):
         return

@@ -29,6 +29,7 @@ SANDBOX, SCORERS, ENVIRONMENT = (
     ("-m", "services.reward.probe", name) for name in ("sandbox", "scorers", "environment")
 )
 ENGINE, FUNCTIONS = ("-m", "services.rollout.probe", "engine"), ("-m", "services.common.probe", "functions")
+MODEL = ("-m", "services.trainer.probe", "model")
 OPEN_TIMEOUT_S = 300.0
 """Time limit for opening an environment, which may import torch or index a corpus."""
 # An environment limits its replies itself. The process may take this much longer.

@@ -108,7 +108,7 @@ def planned_architecture(config: AnyConfig) -> Architecture:
         known = f"{', '.join(FAMILIES)} models only" if is_other else "models whose layers are all dense or all experts"
         raise InvalidInput(
             f"plan estimates the memory of {known}, and {config.model} is none. Strategy fsdp can train most others: "
-            "`lockstep run --dry-run` checks the config, and the trainer checks the model when it opens it",
+            "`lockstep run --dry-run` says if it can train this one",
             field="model",
         )
     return read_architecture(config.model)

@@ -143,7 +143,7 @@ class ConversionReport:
 
     dataset: str
     source: str
-    files: Mapping[str, Path]
+    files: Mapping[Split, Path]
     num_rows: Mapping[Split, int]
     dropped: tuple[str, ...]
     """`<file> <row or line>: <reason>` of every bad row."""
