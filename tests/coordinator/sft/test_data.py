@@ -18,7 +18,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.sft.rows import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
-from tests.support import _write_tokenizer, raises
+from tests.support import write_tokenizer, raises
 
 # The character tokenizer: <pad> 0, <eos> 1, digits from 2, + 12, - 13, = 14, space 15.
 EOS = 1
@@ -53,7 +53,7 @@ TWO_TURNS = [user("2+2"), assistant("4"), user("3+3"), assistant("06")]
 @pytest.fixture
 def characters(tmp_path: Path) -> Callable[..., Tokenizer]:
     def load(template: str | None = None) -> Tokenizer:
-        _write_tokenizer(tmp_path)
+        write_tokenizer(tmp_path)
         path = tmp_path / "template.jinja"
         path.write_text(template or "")
         return Tokenizer.load(tmp_path, chat_template=path if template else None)
