@@ -252,3 +252,16 @@ def lora_layer(parameter: str) -> str | None:
     module, _, kind = parameter.rpartition(".")
     layer = module.rpartition(".")[2]
     return layer if kind == "weight" and layer in FUSED else None
+
+
+# Model type -> why vLLM's log-probabilities are known to differ from those of transformers, seen with vLLM 0.32.
+ENGINE_DIFFERENCES: Mapping[str, str] = {
+    "apertus": "vLLM computes the activation xIELU in another way, for about 0.01 nats",
+    "cohere2": "vLLM's sliding window has one token more; samples within the window are not affected",
+    "deepseek_v32": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
+    "ernie4_5_moe": "vLLM on CPU leaves the correction bias of the router out",
+    "glm4_moe_lite": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
+    "glm_moe_dsa": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
+    "ministral3": "vLLM does not scale queries by llama_4_scaling_beta, which acts beyond "
+    "original_max_position_embeddings tokens",
+}

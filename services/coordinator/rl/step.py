@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -18,7 +19,9 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.batches.blocks import begins_of_groups, blocks_of
 from services.common.config.run import Config
 from services.common.config.streaming import block_cutter, streams
-from services.common.errors import DataLoss, LockstepError, Reason
+from services.common.errors import DataLoss, LockstepError, PreconditionFailed, Reason
+from services.common.families.registry import ENGINE_DIFFERENCES
+from services.common.files.storage import parse_object
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer
 from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_table
@@ -123,9 +126,26 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: in
 
 async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:
     """Applies `batch` to the models, which hold `stamp`. Returns the new version and the metrics."""
-    with run.phase(Phase.TRAINING):
-        updated = await batch.stream.commit(batch.samples) if batch.stream else None
-        return updated or await update(run, context, batch, stamp)
+    cause = _known_difference(context)
+    try:
+        with run.phase(Phase.TRAINING):
+            updated = await batch.stream.commit(batch.samples) if batch.stream else None
+            version, metrics = updated or await update(run, context, batch, stamp)
+    except PreconditionFailed as error:
+        if error.reason is not Reason.LOGPROB_DIFF or not cause:
+            raise
+        message = f"{error.message}. Likely cause: {cause}"
+        raise PreconditionFailed(message, reason=error.reason, **error.metadata) from error
+    if cause and stamp.version == 0 and (largest := metrics.get("logprob_diff_max")):
+        log.warning("engine and trainer differ by up to %.2g nats in the first batch: %s", largest, cause)
+    return version, metrics
+
+
+def _known_difference(context: LoopContext) -> str:
+    """Returns why the engine is known to compute this type of model otherwise than the trainer; "" if it is not."""
+    content = context.trainer.opened.model_card.files["config.json"]
+    model_type = parse_object(content, Path("config.json"), field="model").get("model_type")
+    return ENGINE_DIFFERENCES.get(str(model_type), "")
 
 
 async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:

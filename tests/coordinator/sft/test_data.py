@@ -18,7 +18,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.sft.rows import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
-from tests.support import write_tokenizer, raises
+from tests.support import raises, write_tokenizer
 
 # The character tokenizer: <pad> 0, <eos> 1, digits from 2, + 12, - 13, = 14, space 15.
 EOS = 1
