@@ -1,5 +1,6 @@
 """Tests that the pages agree with the repository: README.md quotes the loop, and files that a page names exist."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.models import table
 from services.coordinator.cli.main import app
 from tests.support import ROOT
 
@@ -68,3 +70,8 @@ def test_every_page_is_in_the_manual() -> None:
 def test_a_missing_file_is_found() -> None:
     text = "services/common/errors.py, services/nowhere.py, `loop.json`, `loop-lost.json`, deploy/<service>.Dockerfile"
     assert missing_files(text) == {"services/nowhere.py", "benchmarks/results/loop-lost.json"}
+
+
+def test_the_table_of_models_is_the_measured_one() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text(encoding="utf-8"))
+    assert table(measured) in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

@@ -91,7 +91,8 @@ def compare(harness: Harness, directory: Path) -> dict[str, Any]:
         for key, grad in plain.items()
     }
     worst = max(relative, key=relative.__getitem__)
-    return {"logprob": logprob, "gradient": relative[worst], "of": worst}
+    layout = harness.backend._model.layout.value
+    return {"logprob": logprob, "gradient": relative[worst], "of": worst, "layout": layout}
 
 
 def _gathered(frames: list[bytes], order: list[int]) -> list[list[float]]:
