@@ -64,6 +64,71 @@ _SMOLLM2_135M = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+# Layers of the sizes of published models, and few of them, with a layer of each kind; strategy fsdp only.
+_GPT_OSS_20B = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+_GEMMA_3_4B = {
+    "vocab_size": 262208,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "max_position_embeddings": 131072,
+}
+_DEEPSEEK_V3 = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "max_position_embeddings": 4096,
+}
+_QWEN_3_5 = {
+    "vocab_size": 248320,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "max_position_embeddings": 32768,
+}
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
 _8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,6 +140,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-a3b-16-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 16}),
     "qwen2.5-3b": ("qwen2", _QWEN25_3B),
     "qwen2.5-7b": ("qwen2", _QWEN25_7B),
+    "gpt-oss-20b-2-layers": ("gpt_oss", _GPT_OSS_20B),
+    "gemma-3-4b-6-layers": ("gemma3_text", _GEMMA_3_4B),
+    "deepseek-v3-2-layers": ("deepseek_v3", _DEEPSEEK_V3),
+    "qwen3.5-4-layers": ("qwen3_5_text", _QWEN_3_5),
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
 }
 # Four GPUs have no room for float32 gradients of 30 B weights, and for float32 weights in addition to bfloat16 ones.
