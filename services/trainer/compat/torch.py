@@ -1,5 +1,6 @@
 """Wraps private functions of torch that the trainer needs. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from services.common.compat.versions import require_version
 
 require_version("torch")
 
+# Grouped-query attention of varlen_attn: torch before 2.12 has no argument for it and always allows it.
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 GROUPED_ALIGN_BYTES = 16
 """torch's grouped matrix product, which computes experts, needs rows of a multiple of this."""
 
@@ -76,9 +79,8 @@ class _WithSinks(torch.autograd.Function):
     ) -> torch.Tensor:
         cu_seqlens, longest, window, scale = settings
         qkv, lengths = (query_THD, key_TKD, value_TKD), (cu_seqlens, cu_seqlens, longest, longest)
-        more: dict[str, Any] = {"enable_gqa": True} if query_THD.size(1) != key_TKD.size(1) else {}
         aux = AuxRequest(lse=True)
-        out_THD, log_sum_HT = varlen_attn(*qkv, *lengths, window_size=window, scale=scale, return_aux=aux, **more)
+        out_THD, log_sum_HT = varlen_attn(*qkv, *lengths, window_size=window, scale=scale, return_aux=aux, **GROUPED)
         larger_HT = torch.logaddexp(log_sum_HT, sinks_H.float()[:, None])
         out_THD = out_THD * (log_sum_HT - larger_HT).exp().T[:, :, None].to(out_THD.dtype)
         ctx.settings = settings

@@ -7,7 +7,6 @@ Suffixes: T tokens of all sequences, B sequences, L tokens of the longest, H que
 head.
 """
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
-from services.trainer.compat.torch import varlen_attn_with_sinks
+from services.trainer.compat.torch import GROUPED, varlen_attn_with_sinks
 
 NAME = "lockstep_packed"
-# Grouped-query attention: torch before 2.12 has no argument for it and always allows it.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 # The largest heads of FlashAttention's kernels.
 _MOST_OF_HEAD = 256
 # What models hand to every attention, and what changes nothing here: there is no cache, no dropout in evaluation, and
@@ -109,7 +106,7 @@ def _unpadded(
         out_THD = varlen_attn_with_sinks(*qkv, attention.sinks_H, (cu_seqlens, longest, window, attention.scale))
     else:
         several = (cu_seqlens, cu_seqlens, longest, longest)
-        out_THD = varlen_attn(*qkv, *several, window_size=window, scale=attention.scale, **_GROUPED)
+        out_THD = varlen_attn(*qkv, *several, window_size=window, scale=attention.scale, **GROUPED)
         assert isinstance(out_THD, torch.Tensor)  # return_aux is not set
     return out_THD[..., :width]
 
