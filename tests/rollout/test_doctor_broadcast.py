@@ -73,7 +73,7 @@ async def test_every_replica_receives_what_the_trainer_sends(addresses: Addresse
     for address in addresses.rollout:
         finding = findings[f"broadcast to {address}"]
         assert finding.verdict is OK, finding
-        assert "64 MiB in" in finding.found and "GB/s, by gloo from lo 127.0.0.1 to lo 127.0.0.1" in finding.found
+        assert "64 MiB in" in finding.result and "GB/s, by gloo from lo 127.0.0.1 to lo 127.0.0.1" in finding.result
 
 
 async def test_a_store_that_cannot_be_reached_is_named_with_its_port(addresses: Addresses, monkeypatch):
@@ -88,7 +88,7 @@ async def test_a_store_that_cannot_be_reached_is_named_with_its_port(addresses: 
     one = Addresses(addresses.rollout[:1], trainer=addresses.trainer)
     (finding,) = await check_publication(one, idle(one), timeout_s=2)
     assert (finding.verdict, finding.check) == (FAIL, f"broadcast to {one.rollout[0]}")
-    assert f"the trainer's store at 127.0.0.1:{closed} cannot be reached" in finding.found
+    assert f"the trainer's store at 127.0.0.1:{closed} cannot be reached" in finding.result
     assert f"open port {closed} of 127.0.0.1" in finding.fix
     assert f"rollout {one.rollout[0]}, which uses interface lo 127.0.0.1" in finding.fix
 
@@ -126,9 +126,9 @@ async def test_services_of_a_run_or_without_an_answer_are_left_alone():
     addresses = Addresses(("b:1",), trainer="a:1")
     run = types_pb2.ServiceInfo(run_id="r")
     (finding,) = await check_publication(addresses, idle(addresses) | {"rollout b:1": run})
-    assert (finding.verdict, "rollout b:1 has run r open" in finding.found) == (WARN, True)
+    assert (finding.verdict, "rollout b:1 has run r open" in finding.result) == (WARN, True)
     (finding,) = await check_publication(addresses, {"rollout b:1": run})
-    assert (finding.verdict, "not tried: no answer from trainer a:1" in finding.found) == (WARN, True)
+    assert (finding.verdict, "not tried: no answer from trainer a:1" in finding.result) == (WARN, True)
 
 
 def sent(digest: str = "same", route: str = "eth0 10.0.0.1") -> types_pb2.TestBroadcast:
@@ -158,7 +158,7 @@ async def test_which_replica_it_is(monkeypatch: pytest.MonkeyPatch):
     together = {"b:1": gave_up, "c:1": blocked, "sent": gave_up}
     good, bad = await judged(monkeypatch, together, {"b:1": sent()}, {"c:1": blocked, "sent": gave_up})
     assert (good.verdict, bad.verdict) == (OK, FAIL)
-    assert bad.found == "no way to the store; waited 20 s"
+    assert bad.result == "no way to the store; waited 20 s"
     assert "open port 7 of a" in bad.fix and "eth0 10.0.0.1" in bad.fix and "eth9 10.9.9.9" in bad.fix
     assert "NCCL_SOCKET_IFNAME" in bad.fix
 
@@ -168,7 +168,7 @@ async def test_which_replica_it_is(monkeypatch: pytest.MonkeyPatch):
 
     same, other = await judged(monkeypatch, {"b:1": sent(), "c:1": sent("other")})
     assert (same.verdict, other.verdict) == (OK, FAIL)
-    assert "64 MiB in 0.500 s, 0.1 GB/s, by nccl" in same.found and "the bytes differ from those sent" in other.found
+    assert "64 MiB in 0.500 s, 0.1 GB/s, by nccl" in same.result and "the bytes differ from those sent" in other.result
 
     (refused,) = await judged(monkeypatch, {"b:1": PermissionDenied("wrong role"), "c:1": gave_up})
-    assert (refused.verdict, refused.found) == (WARN, "not tried: wrong role")
+    assert (refused.verdict, refused.result) == (WARN, "not tried: wrong role")

@@ -199,9 +199,10 @@ MISTAKES: dict[str, tuple[Callable[[MegatronHarness], Any], list[str]]] = {
 
 def tensors_of(backend: Any) -> list[torch.Tensor]:
     """Returns this rank's part of every parameter, not copies: to write to them changes the model."""
-    if hasattr(backend, "_parameter_tensors"):
-        return list(backend._parameter_tensors())
-    return [parameter.to_local() for parameter in backend._model.parameters()]
+    model = backend._model
+    if isinstance(model, torch.nn.Module):
+        return [parameter.to_local() for parameter in model.parameters()]
+    return [parameter.data for chunk in model.chunks for parameter in chunk.parameters()]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lockstep.types.v1.types_pb2 import PublicationCost
@@ -256,7 +257,6 @@ class Cost:
         return {"digest_s": digest_s, "extra_bytes": extra}
 
 
-def highest_cost(costs: Sequence[dict[str, float]]) -> PublicationCost:
+def highest_cost(costs: Sequence[dict[str, Any]]) -> PublicationCost:
     """Returns the largest of each cost over members, which work at the same time."""
-    digest_s, extra_bytes = (max(cost[name] for cost in costs) for name in ("digest_s", "extra_bytes"))
-    return PublicationCost(digest_s=digest_s, extra_bytes=int(extra_bytes))
+    return PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
