@@ -20,6 +20,7 @@ APART = {
     "services.trainer.merging_gpu": "imports triton",
     "services.coordinator.observe.trackers.mlflow": "a kind of tracker, which needs its package",
     "services.coordinator.observe.trackers.wandb": "a kind of tracker, which needs its package",
+    "services.coordinator.cli.config": "the commands would have more than 400 lines with it",
     "services.reward.environments.python": "a kind of environment",
     "services.reward.sandboxed.checks": "is read late in the sandbox, because it imports ast",
     "services.rollout.metrics": "its metrics are listed without vLLM",

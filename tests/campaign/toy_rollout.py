@@ -36,7 +36,7 @@ class Sample:
     num_cached_tokens: int
     drafts: rollout_pb2.Drafts = field(default_factory=rollout_pb2.Drafts)
     routed_experts: bytes = b""
-    kept: bytes = b""
+    sampling_mask: bytes = b""
 
 
 class Receiver:

@@ -26,6 +26,7 @@ from services.trainer.megatron import optimizer as megatron_optimizer
 from services.trainer.megatron import torch_dist
 from tests.support import PATIENCE_S, descendants
 from tests.trainer.fsdp_harness import SMALL, samples, write
+from tests.trainer.loss_harness import tensors_of
 from tests.trainer.megatron_harness import MegatronHarness, run_ranks
 from tests.trainer.megatron_layouts import CP, EP, PP, TP, VPP, Layout
 
@@ -195,7 +196,7 @@ def stage_all(harness: MegatronHarness, directory: Path) -> None:
         harness.train(samples())
         alive = {
             t.untyped_storage().data_ptr()
-            for t in (*harness.backend._parameter_tensors(), *harness.backend._state_tensors())
+            for t in (*tensors_of(harness.backend), *megatron_optimizer.state_tensors(harness.backend._optimizer))
         }
 
         def stage(sharded: dict[str, Any], *, copied: Any, name: str = name, alive: set[int] = alive) -> Any:

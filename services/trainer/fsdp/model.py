@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from services.trainer.fsdp import attention
 from services.trainer.fsdp.structure import structure_of
@@ -158,5 +164,5 @@ def make_model(hf_config: PretrainedConfig, **kwargs: object) -> PreTrainedModel
 def class_of(hf_config: PretrainedConfig) -> Any:
     """Returns the class of transformers that makes and loads such models."""
     is_composite = hf_config.get_text_config() is not hf_config
-    has_class = type(hf_config) in AutoModelForImageTextToText._model_mapping
+    has_class = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if is_composite and has_class else AutoModelForCausalLM

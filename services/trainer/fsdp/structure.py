@@ -1,7 +1,7 @@
 """Finds the parts of a causal language model, whatever transformers calls them, and what it does to its logits."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from services.common.errors import InvalidInput
 
 
-class Structure(NamedTuple):
+@dataclass(frozen=True)
+class Structure:
     """The parts of a model by their names in it, and what becomes of the output layer's logits.
 
     The logits are `softcap` * tanh(`scale` * logits / softcap), or `scale` * logits if softcap is 0.
@@ -43,7 +44,7 @@ def structure_of(causal_lm: PreTrainedModel) -> Structure:
         raise _refusal(f"model_type {causal_lm.config.model_type}, whose layers are not in a list,")
     layers = max(lists, key=lambda one: sum(1 for _ in one.parameters()))
     found = Structure(names[id(decoder)], names[id(layers)], names[id(head)])
-    return found._replace(**_logits_of(causal_lm, found))
+    return replace(found, **_logits_of(causal_lm, found))
 
 
 class _Output(dict[str, object]):

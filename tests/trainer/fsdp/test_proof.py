@@ -1,6 +1,7 @@
 """Tests that the proof at start finds what would silently train another model than the one that is served."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def attending(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
 
 def structured(**changes: float) -> Patch:
     def changed(causal_lm: Any) -> Structure:
-        return structure_of(causal_lm)._replace(**changes)
+        return replace(structure_of(causal_lm), **changes)
 
     return lambda patch: patch.setattr(models, "structure_of", changed)
 
