@@ -5,20 +5,24 @@
 
 import torch
 
+from services.common.config.trainer import TrainerConfig
 from services.common.probe import Answers, Requests, answer_with
+from services.trainer.backend import compute_dtype
 
 
 async def model(requests: Requests) -> Answers:
-    """Refuses what the trainer would. A request has `model`, a directory; `strategy`; and `dtype`, that of compute."""
+    """Refuses what a trainer on this host would. A request has `model`, a directory, and `config`, a TrainerConfig."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     async for request in requests:
-        if request["strategy"] == "megatron":
+        config = TrainerConfig.model_validate_json(request["config"])
+        if config.strategy == "megatron":
             from services.trainer.megatron.settings import model_architecture, read_config
 
             model_architecture(read_config(request["model"]))
         else:
             from services.trainer.fsdp.loading import make_empty
 
-            dtype = getattr(torch, request["dtype"])
+            dtype = compute_dtype(config, device)
             make_empty(request["model"], compute_dtype=dtype, weight_dtype=dtype)
         yield {}
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.harness_processes import start_harness
+from services.coordinator.fleet.probes import MODEL, problem
+from tests.support import PATIENCE_S
+from tests.trainer.fsdp_harness import config
 from tests.trainer.zoo import ZOO
+from tests.trainer.zoo_harness import SETTINGS, make_zoo_model, played
 
 # Sums of float32 numbers in another order: 4e-5 nats and, in decays of recurrent layers, 1.3e-4 of the largest entry of
 # a gradient were measured. A window that is one too long, a sink that is left out, a scale that is dropped or a state
@@ -17,18 +20,6 @@ LOGPROB_NATS, GRADIENT = 1e-4, 1e-3
 REFUSED = {"deepseek_v32", "glm_moe_dsa"}
 # One of each kind of layer, in every run of the tests; the whole zoo takes minutes.
 FEW = ("gemma3", "gpt_oss", "llama4_text", "nemotron_h", "qwen3_5_moe")
-
-
-def played(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    ranks = [start_harness("zoo_harness", rank, 2, directory, names) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.join(1800)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
 
 
 def assert_exact(found: dict[str, Any], name: str) -> None:
@@ -51,3 +42,10 @@ def test_the_whole_zoo_is_exact_or_refused(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(results, indent=1))
     for name, found in results.items():
         assert_exact(found, name)
+
+
+def test_a_dry_run_says_what_the_trainer_says(tmp_path: Path) -> None:
+    for name, said in (("lfm2", ""), ("glm_moe_dsa", "in padded rows: log-probabilities differ by up to")):
+        request = {"model": str(make_zoo_model(name, tmp_path / name)), "config": config(SETTINGS).model_dump_json()}
+        why = problem(MODEL, request, PATIENCE_S)
+        assert said in why and bool(said) == bool(why), why

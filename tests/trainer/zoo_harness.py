@@ -15,11 +15,13 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from services.common.batches import batch as batches
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
+from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.fsdp.model import class_of, make_model
 from services.trainer.samples import forward_parts
 from tests.support import write_tokenizer
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, config, samples
+from tests.trainer.harness_processes import start_harness
 from tests.trainer.zoo import ZOO
 
 SETTINGS: dict[str, Any] = {"max_tokens_per_microbatch": 64}
@@ -98,10 +100,21 @@ def compare(harness: Harness, directory: Path) -> dict[str, Any]:
 def _gathered(frames: list[bytes], order: list[int]) -> list[list[float]]:
     """Returns the log-probabilities of all ranks in the batch's order."""
     rows = batches.decode(frames)["logprobs"].to_pylist()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, rows)
-    flat = [row for rank in gathered for row in rank]
+    flat = [row for rank in gather_json(rows, torch.device("cpu")) for row in rank]
     return [flat[index] for index in order]
+
+
+def played(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Runs the ranks on the models; returns what `compare` found, or the refusal, by the model's name."""
+    ranks = [start_harness("zoo_harness", rank, 2, directory, names) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.join(1800)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
 
 
 def main(rank: int, world: int, directory: Path, names: list[str]) -> None:

@@ -8,13 +8,13 @@ from services.common.config.environment import EnvironmentConfig
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
+from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
 from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError
 from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES
 from services.common.files.model_card import read_model_card, require_whole_weights
 from services.coordinator.clients.environment import row_of
-from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
@@ -41,15 +41,20 @@ def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool
     Raises:
         InvalidInput: A file is missing or damaged.
     """
-    for name, settings in config.models.items():
-        role = role_section(config, name)
-        directory = Path((role.model if role else None) or config.model)
+    for name, settings, directory in _models(config):
         # Megatron reads its own format then, and only the config and the tokenizer of the directory.
         is_converted = settings.strategy == "megatron" and bool(settings.megatron.dist_checkpointing_path)
         in_cache = directory.parent.name == "snapshots"  # of the Hub: models--OWNER--NAME/snapshots/REVISION
         is_left = may_download and in_cache and not any(directory.glob("*.safetensors"))
         if directory.is_dir() and not (addresses.of(name) or is_converted or is_left):
             require_whole_weights(directory)
+
+
+def _models(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig, Path]]:
+    """Yields each model's section, the settings of its ranks, and its directory."""
+    for name, settings in config.models.items():
+        role = role_section(config, name)
+        yield name, settings, Path((role.model if role else None) or config.model)
 
 
 def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
@@ -60,18 +65,13 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     Raises:
         InvalidInput: It would refuse a model.
     """
-    for name, settings in config.models.items():
-        role = role_section(config, name)
-        directory = Path((role.model if role else None) or config.model)
+    for name, settings, directory in _models(config):
         if addresses.of(name) or not directory.is_dir() or read_content(directory).get("model_type") in FAMILIES:
             continue
         if find_spec("torch") is None:
             yield Finding("model", f"{directory}: torch is not here to compare it with transformers", Verdict.WARN, "")
             return
-        dtype = settings.compute_dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if visible_gpus() else "float32"
-        request = {"model": str(directory), "strategy": settings.strategy, "dtype": dtype}
+        request = {"model": str(directory), "config": settings.model_dump_json()}
         if why := problem(MODEL, request, _MODEL_TIMEOUT_S):
             raise InvalidInput(why, field="model")
 

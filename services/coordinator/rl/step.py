@@ -126,17 +126,17 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: in
 
 async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:
     """Applies `batch` to the models, which hold `stamp`. Returns the new version and the metrics."""
-    cause = _known_difference(context)
     try:
         with run.phase(Phase.TRAINING):
             updated = await batch.stream.commit(batch.samples) if batch.stream else None
             version, metrics = updated or await update(run, context, batch, stamp)
     except PreconditionFailed as error:
-        if error.reason is not Reason.LOGPROB_DIFF or not cause:
+        if error.reason is not Reason.LOGPROB_DIFF or not (cause := _known_difference(context)):
             raise
         message = f"{error.message}. Likely cause: {cause}"
         raise PreconditionFailed(message, reason=error.reason, **error.metadata) from error
-    if cause and stamp.version == 0 and (largest := metrics.get("logprob_diff_max")):
+    largest = metrics.get("logprob_diff_max") if stamp.version == 0 else None
+    if largest and (cause := _known_difference(context)):
         log.warning("engine and trainer differ by up to %.2g nats in the first batch: %s", largest, cause)
     return version, metrics
 

@@ -48,6 +48,18 @@ class _Attention:
         return self.sinks_H is None and self.softcap is None
 
 
+def token_mask(cu_seqlens_B1: torch.Tensor, longest: int) -> torch.Tensor:
+    """Returns where rows of B sequences, padded on the right to L tokens, have tokens: bool [B, L]."""
+    return torch.arange(longest, device=cu_seqlens_B1.device)[None, :] < cu_seqlens_B1.diff()[:, None]
+
+
+def to_rows(packed_TX: torch.Tensor, is_token_BL: torch.Tensor) -> torch.Tensor:
+    """Returns rows [B, L, ...] of packed values [T, ...], zero where a row has no token."""
+    rows = packed_TX.new_zeros(*is_token_BL.shape, *packed_TX.shape[1:])
+    rows[is_token_BL] = packed_TX
+    return rows
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -118,18 +130,11 @@ def _padded(
     lengths: tuple[torch.Tensor, int],
     attention: _Attention,
 ) -> torch.Tensor:
-    cu_seqlens, longest = lengths
-    positions_L = torch.arange(longest, device=cu_seqlens.device)
-    is_token_BL = positions_L[None, :] < cu_seqlens.diff()[:, None]
-
-    def pad(x: torch.Tensor) -> torch.Tensor:
-        padded = x.new_zeros(*is_token_BL.shape, *x.shape[1:])
-        padded[is_token_BL] = x
-        return padded.transpose(1, 2)
-
-    query, key, value = map(pad, (query_THD, key_TKD, value_TKD))
+    is_token_BL, longest = token_mask(*lengths), lengths[1]
+    query, key, value = (to_rows(x, is_token_BL).transpose(1, 2) for x in (query_THD, key_TKD, value_TKD))
     is_seen_LL = None
     if attention.window is not None or not attention.is_plain:
+        positions_L = torch.arange(longest, device=query.device)
         before_LL = positions_L[:, None] - positions_L[None, :]
         is_seen_LL = (before_LL >= 0) & (before_LL < (attention.window or longest))
     if attention.is_plain:

@@ -83,9 +83,8 @@ def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, c
                 )
     of_convolutions = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Conv1d)}
     for name, parameter in causal_lm.named_parameters():
-        if id(parameter) in of_convolutions:
-            continue
-        if parameter.ndim == 3 and parameter.shape[-1] * compute_dtype.itemsize % GROUPED_ALIGN_BYTES:
+        is_experts = parameter.ndim == 3 and id(parameter) not in of_convolutions
+        if is_experts and parameter.shape[-1] * compute_dtype.itemsize % GROUPED_ALIGN_BYTES:
             multiple = GROUPED_ALIGN_BYTES // compute_dtype.itemsize
             raise InvalidInput(
                 f"model: {name} of shape {list(parameter.shape)} (moe_intermediate_size, hidden_size): the last size "

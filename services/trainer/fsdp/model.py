@@ -15,7 +15,7 @@ from transformers import (
 
 from services.trainer.fsdp import attention
 from services.trainer.fsdp.structure import structure_of
-from services.trainer.updates.logprobs import capped_logprobs, linear_logprobs
+from services.trainer.updates.logprobs import capped_logprobs
 from services.trainer.updates.packing import Microbatch
 
 
@@ -40,23 +40,20 @@ class Rows:
 
     def begin(self, cu_seqlens_B1: torch.Tensor, longest: int) -> None:
         """Sets the sequences of the forward passes that follow, and of their backward passes."""
-        positions_L = torch.arange(longest, device=cu_seqlens_B1.device)
-        self._is_token_BL = positions_L[None, :] < cu_seqlens_B1.diff()[:, None]
+        self._is_token_BL = attention.token_mask(cu_seqlens_B1, longest)
 
     def scatter(self, packed_TX: torch.Tensor) -> torch.Tensor:
-        """Returns rows [B, L, ...] of packed values [T, ...], zero where a row has no token."""
+        """Returns the rows [B, L, ...] of packed values [T, ...]."""
         assert self._is_token_BL is not None, "begin was called"
-        rows = packed_TX.new_zeros(*self._is_token_BL.shape, *packed_TX.shape[1:])
-        rows[self._is_token_BL] = packed_TX
-        return rows
+        return attention.to_rows(packed_TX, self._is_token_BL)
 
     def gather(self, rows_BLX: torch.Tensor) -> torch.Tensor:
         """Returns the packed values [T, ...] of rows [B, L, ...]."""
         assert self._is_token_BL is not None, "begin was called"
         return rows_BLX[self._is_token_BL]
 
-    def add_to(self, decoder: nn.Module) -> bool:
-        """Makes every module that owns a convolution over tokens compute rows. Returns whether there is any.
+    def add_to(self, decoder: nn.Module) -> None:
+        """Makes every module that owns a convolution over tokens compute rows.
 
         In transformers' models, whatever keeps a state from token to token begins with such a convolution.
         """
@@ -65,7 +62,6 @@ class Rows:
         ]
         for owner in owners:
             self._compute_rows(owner)
-        return bool(owners)
 
     def _compute_rows(self, module: nn.Module) -> None:
         forward = module.forward
@@ -136,9 +132,7 @@ class LogprobModel(_Model):
         weight_VD = self.head.get_parameter("weight")
         hidden, targets, mask = self.hidden(microbatch), microbatch.targets_N, microbatch.sampling_mask_NK
         scale, softcap = self.structure.scale, self.structure.softcap
-        if softcap:
-            return capped_logprobs(hidden, weight_VD, targets, temperature / scale, softcap / scale, mask)
-        return linear_logprobs(hidden, weight_VD, targets, temperature / scale, mask_MK=mask)
+        return capped_logprobs(hidden, weight_VD, targets, temperature / scale, softcap / scale, mask)
 
 
 class ValueModel(_Model):

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.errors import InvalidInput
 from services.trainer.fsdp.model import Layout, LogprobModel, make_model
+from services.trainer.fsdp.structure import structure_of
 from services.trainer.updates.packing import Microbatch
 
 # Sequences of these lengths, the window and the chunk below make a query lose sight of keys, and states leak.
@@ -39,9 +40,9 @@ _SMALLER: Mapping[str, int] = {
     "n_routed_experts": 16,
     "moe_num_experts": 16,
 }
-_Content = dict[str, Any]
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "video_token_id")
 
+_Content = dict[str, Any]
 
 _proven: dict[str, Layout] = {}
 
@@ -171,10 +172,8 @@ def _is_possible(kind: type[PretrainedConfig], content: _Content, change: Callab
 def _first_layers(config: PretrainedConfig) -> int:
     """Returns how many of the first layers have all kinds of layers among them."""
     with init_empty_weights(include_buffers=False):
-        decoder = make_model(config).get_decoder()
-    lists = [child for child in decoder.modules() if isinstance(child, nn.ModuleList)]
-    layers = max(lists, key=len)
-    kinds = [_kind(layer) for layer in layers]
+        model = make_model(config)
+    kinds = [_kind(layer) for layer in model.get_submodule(structure_of(model).layers).children()]
     return max(kinds.index(kind) for kind in set(kinds)) + 1
 
 

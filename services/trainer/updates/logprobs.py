@@ -79,7 +79,10 @@ def capped_logprobs(
     softcap: float,
     mask_MK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns what `linear_logprobs` does, for logits softcap * tanh(hidden W^T / softcap) (Gemma 2, 2408.00118)."""
+    """Returns what `linear_logprobs` does, for logits softcap * tanh(hidden W^T / softcap) (Gemma 2, 2408.00118).
+
+    0 is no cap.
+    """
     keeps_logits = hidden_MD.size(0) * weight_VD.size(0) <= _KEPT_ENTRIES[hidden_MD.device.type]
     wanted = _Wanted(targets_M, mask_MK, keeps_logits, softcap)
     return _LinearLogprobs.apply(hidden_MD, weight_VD, wanted, temperature, None)
@@ -114,8 +117,7 @@ class _LinearLogprobs(torch.autograd.Function):
         local_MK = None if mask_MK is None else torch.where(mask_MK < 0, _PADDING, mask_MK.long() - first)
         scores, kept_MV = [], None
         for part in _chunks(hidden_MD, weight_VD, keeps_logits):
-            local = local_M[part]
-            logits = _logits(hidden_MD[part], weight_VD, local_MK if local_MK is None else local_MK[part], ctx.softcap)
+            local, logits = local_M[part], _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
             top, sums = _statistics(logits, local, temperature)
             kept_MV = logits if keeps_logits else None
             del logits
@@ -136,8 +138,7 @@ class _LinearLogprobs(torch.autograd.Function):
         is_direct = sum_VD is not None and (is_whole or sum_VD.dtype == _precision(weight_VD))
         grad_weight = sum_VD if is_direct else None
         for part in _chunks(hidden_MD, weight_VD, is_whole):
-            local_CK = local_MK if local_MK is None else local_MK[part]
-            logits = kept_MV if is_whole else _logits(hidden_MD[part], weight_VD, local_CK, ctx.softcap)
+            logits = kept_MV if is_whole else _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
             grad = _gradient(
                 logits, local_M[part], log_norm_M[part], entropy_M[part], grad_2M[:, part], ctx.temperature
             )
@@ -172,18 +173,18 @@ def _megatron_sum(weight_VD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _logits(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, local_CK: torch.Tensor | None, softcap: float
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, local_MK: torch.Tensor | None, part: slice, softcap: float
 ) -> torch.Tensor:
-    """Returns the logits of a chunk, [C, V], _REMOVED where `local_CK` does not have the token.
+    """Returns the logits of a chunk, [C, V], _REMOVED where `local_MK` does not have the token.
 
-    `local_CK` counts from this rank's first token, so that those of other ranks are negative or at least V.
+    `local_MK` counts from this rank's first token, so that those of other ranks are negative or at least V.
     """
-    logits_CV = hidden_CD @ weight_VD.T
+    logits_CV = hidden_MD[part] @ weight_VD.T
     if softcap:
         logits_CV = logits_CV.div_(softcap).tanh_().mul_(softcap)
-    if local_CK is None:
+    if local_MK is None:
         return logits_CV
-    size = weight_VD.size(0)
+    local_CK, size = local_MK[part], weight_VD.size(0)
     column_CK = torch.where((local_CK >= 0) & (local_CK < size), local_CK, size)  # one more column takes the others
     is_kept_CV = torch.zeros(len(logits_CV), size + 1, dtype=torch.bool, device=logits_CV.device)
     is_kept_CV = is_kept_CV.scatter_(1, column_CK, True)[:, :size] | (local_CK == _PADDING).all(1, keepdim=True)
