@@ -4,7 +4,9 @@ Run `python -m benchmarks.colocated NAME SHAPE [key=value ...]`, where SHAPE is 
 benchmarks.megatron_layouts.MODELS. Weights are random, and the config is that of the step benchmark with one trainer
 rank and one engine, changed by the overrides, such as trainer.strategy=megatron or trainer.lora.rank=32. The first
 publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples. The
-timeline of all services is saved as results/NAME.trace.json.gz. Give it at least ten minutes: before the first step,
+timeline of all services is saved as results/NAME.trace.json.gz. MFU counts six operations per sampled token and
+parameter of a matrix that the token meets, in the time that the trainer trains; prompts, attention, recomputation and
+the forward before the update do not count. Give it at least ten minutes: before the first step,
 the model is made and vLLM compiles it, which alone takes minutes where it never ran before.
 """
 
@@ -23,6 +25,7 @@ from benchmarks.loop import kept
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep, keep_trace
 from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
+from benchmarks.train import PEAK_FLOPS
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.coordinator.fleet.launch import Addresses
@@ -56,6 +59,36 @@ class Phases(logging.Handler):
                 self.samples[f"{what} {unit}"].append(float(str(number)))
 
 
+def active_parameters(model: Path) -> int:
+    """Returns the number of entries of all matrices that a token of text meets, with its share of the experts."""
+    import torch
+    from transformers import AutoConfig
+
+    from services.trainer.fsdp.model import make_model
+
+    config = AutoConfig.from_pretrained(model)
+    text = config.get_text_config()
+    num_experts = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0)
+    num_experts = num_experts or getattr(text, "n_routed_experts", 0)
+    total = 0.0
+    with torch.device("meta"):
+        parameters = make_model(config, dtype=torch.bfloat16).named_parameters()
+    for name, parameter in parameters:
+        if parameter.ndim < 2 or "visual" in name or ("embed_tokens" in name and not text.tie_word_embeddings):
+            continue
+        total += parameter.numel() * (text.num_experts_per_tok / num_experts if ".experts." in name else 1)
+    return round(total)
+
+
+def speed(steps: list[dict[str, float]], num_parameters: int) -> dict[str, list[float]]:
+    """Returns the speed of the trainer in each step, and its MFU against the dense bfloat16 rate of H100 and H200."""
+    rates = [step["batch/tokens"] / step["time/train_busy_s"] for step in steps]
+    return {
+        "sampled tokens trained [tokens/s]": rates,
+        "MFU [share]": [6 * num_parameters * rate / PEAK_FLOPS for rate in rates],
+    }
+
+
 def measure(config: Config) -> dict[str, list[float]]:
     """Runs `config`. Returns the samples of its phases and of its steps, after the warm-up."""
     phases, log = Phases(), logging.getLogger(colocated.__name__)
@@ -65,7 +98,8 @@ def measure(config: Config) -> dict[str, list[float]]:
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line][_WARM_UP:]
     samples = {name: values[_WARM_UP:] for name, values in phases.samples.items()}
-    return {name: values for name, values in samples.items() if any(values)} | kept(steps)
+    trained = speed(steps, active_parameters(Path(config.model)))
+    return {name: values for name, values in samples.items() if any(values)} | kept(steps) | trained
 
 
 def main() -> None:

@@ -143,7 +143,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-20b-2-layers": ("gpt_oss", _GPT_OSS_20B),
     "gemma-3-4b-6-layers": ("gemma3_text", _GEMMA_3_4B),
     "deepseek-v3-2-layers": ("deepseek_v3", _DEEPSEEK_V3),
-    "qwen3.5-4-layers": ("qwen3_5_text", _QWEN_3_5),
+    "qwen3.5-4-layers": ("qwen3_5", {"text_config": _QWEN_3_5, "vision_config": {"depth": 1, "out_hidden_size": 2560}}),
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
 }
 # Four GPUs have no room for float32 gradients of 30 B weights, and for float32 weights in addition to bfloat16 ones.

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from benchmarks.megatron_layouts import MODELS, TINY, samples
+from services.trainer.fsdp.model import make_model as make_causal_model
+from tests.trainer.zoo import PUBLISHED
 
 
 def make_model(directory: Path, name: str, is_tiny: bool, is_for_weights: bool) -> None:
@@ -25,8 +27,9 @@ def make_model(directory: Path, name: str, is_tiny: bool, is_for_weights: bool) 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = make_causal_model(config, dtype=dtype)
     model.save_pretrained(path)
+    add_published_keys(path, kind)
     if is_for_weights:
         return
     rows = []
@@ -37,6 +40,12 @@ def make_model(directory: Path, name: str, is_tiny: bool, is_for_weights: bool) 
         start = len(row["prompt_tokens"]) - 1
         rows.append(logprobs.gather(1, ids[0, 1:, None])[start:, 0].cpu().tolist())
     (directory / f"{name}.logprobs.json").write_text(json.dumps(rows))
+
+
+def add_published_keys(directory: Path, kind: str) -> None:
+    """Adds to config.json what vLLM reads in published models of the type and transformers does not write."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | PUBLISHED.get(kind, {})))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from benchmarks.train_cases import WORKLOADS, Case, cases, forward_operations, s
 from services.common.config.layout import Layout
 from services.common.families.architecture import read_architecture
 
-_PEAK_FLOPS = 989e12
+PEAK_FLOPS = 989e12
 
 Samples = defaultdict[str, list[float]]
 
@@ -155,7 +155,7 @@ def _derive(samples: Samples, case: Case, model: Path, *, is_tiny: bool) -> None
     workload, world, per_gpu = WORKLOADS[case.model], case.world, int(samples["samples per GPU"][0])
     pairs = sample_lengths(case.model, per_gpu * world, is_tiny=is_tiny)
     num_tokens, architecture = int(pairs.sum()), read_architecture(model)
-    operations = forward_operations(architecture, pairs.sum(1)) / (world * _PEAK_FLOPS)
+    operations = forward_operations(architecture, pairs.sum(1)) / (world * PEAK_FLOPS)
     align = Layout.of(case.config.megatron, world).align if case.strategy == "megatron" else 1
     padded = int((-(-(pairs.sum(1) - 1) // align) * align).sum())
     samples["padding share"].append(1 - (num_tokens - len(pairs)) / padded)

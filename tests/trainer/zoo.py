@@ -364,3 +364,15 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+
+_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1, "moe_layer_freq": 1}
+_CONV = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128}
+# Keys of published models, by type, that vLLM reads and transformers does not write.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax"},
+    "deepseek_v3": _ROUTER,
+    "glm4_moe_lite": _ROUTER,
+    "lfm2": _CONV,
+    "lfm2_moe": _CONV,
+    "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": 32},
+}

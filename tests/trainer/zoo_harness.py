@@ -28,15 +28,15 @@ SETTINGS: dict[str, Any] = {"max_tokens_per_microbatch": 64}
 """Several micro-batches on each rank, of several sequences."""
 
 
-def zoo_config(name: str) -> PretrainedConfig:
+def zoo_config(name: str, **sizes: int) -> PretrainedConfig:
     kind, settings = ZOO[name]
-    return CONFIG_MAPPING[kind](**json.loads(json.dumps(settings)))  # some classes change what they are given
+    return CONFIG_MAPPING[kind](**json.loads(json.dumps(settings)) | sizes)  # some classes change what they are given
 
 
-def make_zoo_model(name: str, directory: Path) -> Path:
-    """Writes the model with a character tokenizer; returns `directory`."""
+def make_zoo_model(name: str, directory: Path, **sizes: int) -> Path:
+    """Writes the model with a character tokenizer; `sizes` replace the zoo's. Returns `directory`."""
     torch.manual_seed(0)
-    model = make_model(zoo_config(name), dtype=torch.float32)
+    model = make_model(zoo_config(name, **sizes), dtype=torch.float32)
     randomize(model)
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory)

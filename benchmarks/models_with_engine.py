@@ -1,0 +1,92 @@
+"""Trains every model of the tests' zoo for three steps with the real services on CPU: vLLM, trainer, reward.
+
+`python -m benchmarks.models_with_engine [MODEL ...]` measures the named models, or all, one after another, and keeps
+what earlier calls measured. Writes results/models-with-engine.json: the largest difference between the engine's and
+the trainer's log-probabilities in each step, or why the model cannot be served. Takes most of an hour on two cores.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.report import RESULTS, keep
+from tests.e2e.lockstep_command import LOCKSTEP, make_sums
+from tests.trainer.zoo import ZOO
+
+_NAME = "models-with-engine"
+_RUN_S = 600
+_SCORER = """
+def score(*, completion, **_):
+    return sum(character.isdigit() for character in completion) / max(1, len(completion))
+"""
+# The only sizes that vLLM's latent attention has on CPU.
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+# Sizes in which a model differs from the zoo's, because the engine serves no others.
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v3_yarn": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "kimi_linear": _LATENT,
+}
+
+
+def main() -> None:
+    path = RESULTS / f"{_NAME}.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {"samples": {}, "settings": {"failed": {}}}
+    samples, failed = dict(earlier["samples"]), dict(earlier["settings"]["failed"])
+    for model in sys.argv[1:] or list(ZOO):
+        label = f"{model}: largest difference in a step [nats]"
+        samples.pop(label, None)
+        failed.pop(model, None)
+        with tempfile.TemporaryDirectory() as name:
+            result = train(model, Path(name))
+        if isinstance(result, str):
+            failed[model] = result
+        else:
+            samples[label] = result
+        libraries = ("torch", "transformers", "vllm")
+        keep(_NAME, dict(sorted(samples.items())), libraries=libraries, failed=dict(sorted(failed.items())))
+
+
+def train(model: str, workspace: Path) -> list[float] | str:
+    """Returns the largest difference of log-probabilities in each of three steps, in nats, or why the run failed."""
+    from benchmarks.megatron_model import add_published_keys  # imports torch
+    from tests.trainer.zoo_harness import make_zoo_model
+
+    make_zoo_model(model, workspace / "model", **SIZES.get(model, {}))
+    add_published_keys(workspace / "model", ZOO[model][0])
+    make_sums(workspace / "data")
+    (workspace / "digits.py").write_text(_SCORER)
+    (workspace / "run.yaml").write_text(yaml.safe_dump(_run_config()))
+    command = [LOCKSTEP, "run", "run.yaml"]
+    try:
+        ended = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=_RUN_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no three steps within {_RUN_S} s"
+    if ended.returncode:
+        return ended.stdout[-2000:] + ended.stderr[-2000:]
+    lines = (workspace / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return [step["train/logprob_diff_max"] for step in map(json.loads, lines) if "train/logprob_diff_max" in step]
+
+
+def _run_config() -> dict[str, Any]:
+    return {
+        "name": "run",
+        "model": "model",
+        "num_steps": 3,
+        "data": {"train": "data/train.parquet", "prompts_per_step": 4, "max_prompt_tokens": 16},
+        "rollout": {"completions_per_prompt": 4, "max_model_len": 64, "sampling": {"max_tokens": 32}},
+        "trainer": {"max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}, "max_logprob_diff": 100.0},
+        "reward": {"scorers": [{"kind": "python", "path": "digits:score"}], "num_workers": 1},
+    }
+
+
+if __name__ == "__main__":
+    main()
