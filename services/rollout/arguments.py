@@ -36,6 +36,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
         "model": model_path,
         "load_format": "dummy",  # the first publication fills in the weights
         "skip_tokenizer_init": True,
+        "language_model_only": True,  # leaves out the towers of models that also see or hear: samples are text
         "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_samples,

@@ -23,6 +23,10 @@ _OPTIONAL = (
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
+    # vLLM reads these of models that also see or hear, although samples are text.
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 # What transformers converts where there is no tokenizer.json. These are not text.
 _CONVERTED = ("tokenizer.model", "tiktoken.model")
