@@ -4,12 +4,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.lockstep_command import invoke
 from tests.support import ROOT
 
 DEPLOY = ROOT / "deploy"
 
 
+@pytest.mark.long
 def test_the_quickstart_learns_on_megatron(tmp_path: Path, lent: Sequence[str]):
     made = invoke("data", "arithmetic", "--out", "data/arithmetic", cwd=tmp_path)
     assert made.returncode == 0, made.stderr

@@ -18,6 +18,7 @@ from tests.support import running
 
 COORDINATOR, TRAINER, REWARD, ROLLOUT, TORCHRUN = 7000, 7001, 7003, 7002, 29500
 NUM_STEPS = 1
+pytestmark = pytest.mark.long
 
 
 def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:

@@ -114,6 +114,7 @@ def test_the_time_of_all_services_is_in_one_trace(workspace: Path):
     assert "Score" in spans["reward"]
 
 
+@pytest.mark.long
 def test_a_replay_trains_both_models_again_and_names_what_differs(workspace: Path, tmp_path: Path):
     copy = shutil.copytree(workspace, tmp_path / "copy")
     name = "train/critic_grad_norm"

@@ -62,8 +62,9 @@ MUTATIONS_OF_MODES: dict[tuple[str, str], tuple[Sequence[str], Callable[[World],
 }
 
 
-def test_the_protocol_keeps_its_promises_in_every_state(record_property: Record):
-    found = _reported(search(PROTOCOL, max_faults=2), record_property)
+@pytest.mark.parametrize("max_faults", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_protocol_keeps_its_promises_in_every_state(max_faults: int, record_property: Record):
+    found = _reported(search(PROTOCOL, max_faults=max_faults), record_property)
     assert found.violated == "", "\n".join(found.path)
     assert found.num_finished > 1
 

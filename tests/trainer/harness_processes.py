@@ -3,15 +3,30 @@
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(
     ["services.trainer.megatron.backend", "services.trainer.fsdp.backend", "tests.trainer.megatron_harness"]
 )
+
+
+def marked(names: Iterable[str], long: Collection[str]) -> list[Any]:
+    """Returns parameters of a test; only make test-long runs those in `long`."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
+
+
+def to_run(request: pytest.FixtureRequest, file: str, names: Iterable[str], long: Collection[str]) -> list[str]:
+    """Returns the names that the chosen tests of `file` need: those in `long` only if one of these tests is."""
+    items = [item for item in request.session.items if item.path == Path(file)]
+    is_long = any(item.get_closest_marker("long") for item in items)
+    return [name for name in names if is_long or name not in long]
 
 
 def start_harness(name: str, *arguments: object) -> BaseProcess:

@@ -85,6 +85,8 @@ LONG = {
     "untied-tp2-on_policy",
     "untied-dp2-plain",
     "untied-1-kl",
+    *("tied-cp2", "untied-cp2-kl", "untied-cp2-lora", "untied-pp2-kl", "untied-dp2-kl", "untied-tp2-lora"),
+    *("moe-ep2-gathered", "tied-pp2-overlap", "moe-ep2-overlap", "untied-pp2-recompute-auto_offload"),
 }
 
 

@@ -188,3 +188,12 @@ FAMILY_LAYOUTS = {
     "qwen3-bf16": Layout("qwen3-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
     "qwen3_moe-bf16": Layout("qwen3_moe-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
 }
+# Only make test-long runs these layouts: others have what they have, each together with something else.
+LONG = {
+    *("tied-cp2", "tied-dp2", "tied-dp2-plain", "tied-tp2-pp2", "tied-tp2-cp2", "untied-pp2-dp2", "untied-tp2-cp2"),
+    *("untied-cp2-unpacked", "moe-ep2-unpacked-gathered", "deep-vpp2-unpacked", "deep-vpp2-tp2"),
+    *("moe-ep2-pp2", "moe-ep2-pp2-gathered", "moe-ep4-gathered", "moe-tp2-ep2-etp1", "moe-cp2-ep2-gathered"),
+    *("routed-cp2-unpacked", "routed-ep2-gathered", "routed-ep2-pp2", "moe-tp4-ep2-etp1-overlap"),
+    *("moe-tp2-aux", "moe-pp2-aux", "moe-cp2-aux", "untied-dp2-plain-auto_offload"),
+    *("untied-dp2-param_offload", "untied-dp2-grad_offload", "untied-dp2-optimizer_offload"),
+}

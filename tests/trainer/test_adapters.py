@@ -19,9 +19,9 @@ from services.common.errors import InvalidInput, Reason
 from tests.support import make_model, raises
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, read, samples
-from tests.trainer.harness_processes import run_harness
+from tests.trainer.harness_processes import marked, run_harness, to_run
 from tests.trainer.lora_engine import PROMPTS
-from tests.trainer.lora_harness import ALPHA, LAYOUTS, LOADS, RANK
+from tests.trainer.lora_harness import ALPHA, LAYOUTS, LOADS, LONG, RANK
 from tests.trainer.megatron_harness import MegatronHarness
 from tests.trainer.megatron_layouts import Layout
 
@@ -43,13 +43,13 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
     for kind in ("untied", "tied", "moe", "deep", "phi3", "qwen2_moe"):
         make_model(directory / "models" / kind, kind)
     out = directory / "out"
     out.mkdir()
-    run_harness("lora_harness", out, out)
+    run_harness("lora_harness", out, out, to_run(request, __file__, LAYOUTS, LONG))
     return out
 
 
@@ -78,12 +78,12 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(LAYOUTS, LONG))
 def test_published_weights_are_the_merged_ones(results: Path, name: str) -> None:
     assert read(results, name)[1]["sends_merged"]
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", marked(SPLITS, LONG))
 def test_training_is_the_same_in_every_layout(results: Path, name: str) -> None:
     one = next(f"{group}-1" for group in GROUPS if name.startswith(group + "-"))
     _, got = read(results, name)
@@ -97,7 +97,7 @@ def test_training_is_the_same_in_every_layout(results: Path, name: str) -> None:
         assert_close(part(results, f"{name}-after", which), part(results, f"{one}-after", which), tolerance)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(LAYOUTS, LONG))
 def test_only_adapters_are_trained(results: Path, name: str) -> None:
     before, after = part(results, f"{name}-before", "base"), part(results, f"{name}-after", "base")
     assert_same(after, before)
@@ -107,7 +107,7 @@ def test_only_adapters_are_trained(results: Path, name: str) -> None:
     assert all(not torch.equal(adapters[1][key], tensor) for key, tensor in adapters[0].items())
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.startswith("bfloat16")])
+@pytest.mark.parametrize("name", marked([name for name in LAYOUTS if not name.startswith("bfloat16")], LONG))
 def test_base_and_adapter_are_the_merged_weights(results: Path, name: str) -> None:
     base, merged = part(results, f"{name}-after", "base"), part(results, f"{name}-after", "merged")
     adapter = part(results, f"{name}-after", "adapter")

@@ -40,21 +40,23 @@ _MINIBATCHES = {"trainer": {**_STREAMED["trainer"], "num_minibatches": 2}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "trains"),
+    ("changes", "trains", "every"),
     [
-        pytest.param({}, {"Train"}, marks=pytest.mark.long),
-        (_STREAMED, _STREAM),
-        pytest.param(_MINIBATCHES, _STREAM, marks=pytest.mark.long),
+        pytest.param({}, {"Train"}, 1, marks=pytest.mark.long),
+        pytest.param(_STREAMED, _STREAM, 1, marks=pytest.mark.long),
+        (_STREAMED, _STREAM, 3),
+        pytest.param(_MINIBATCHES, _STREAM, 1, marks=pytest.mark.long),
     ],
 )
 async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(
-    tmp_path: Path, deadline: Deadline, changes: dict[str, Any], trains: set[str]
+    tmp_path: Path, deadline: Deadline, changes: dict[str, Any], trains: set[str], every: int
 ):
+    """Kills it at all events of the run, or at every third."""
     async with surviving_services() as services:
         undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **changes)
         blocks = [*services.rank.blocks]
         assert {"batch recorded", "SendWeights", "SaveCheckpoint", "line 2", "ledger evaluated 2"} | trains <= {*events}
-        for num_events in range(1, len(events) + 1):
+        for num_events in range(1, len(events) + 1, every):
             where = f"killed after {num_events} events: {events[:num_events][-3:]}"
             config = _made(tmp_path / f"killed-{num_events}", **changes)
             services.rank.trained.clear()

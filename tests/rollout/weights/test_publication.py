@@ -41,7 +41,10 @@ MEGATRON = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", params=["untied", "tied", "moe", *MEGATRON])
+_LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("tied", "moe")]
+
+
+@pytest_asyncio.fixture(scope="module", params=["untied", *_LONG, *MEGATRON])
 async def opened(request: pytest.FixtureRequest, stack: Stack, model) -> Stack:
     layout = MEGATRON.get(request.param)
     changes = {"strategy": "megatron", "megatron": layout} if layout else {}

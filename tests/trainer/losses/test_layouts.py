@@ -16,8 +16,8 @@ from services.common.config.loss import Aggregation, LossConfig
 from services.trainer.losses import LOSSES as KINDS
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, config, read
-from tests.trainer.harness_processes import run_harness
-from tests.trainer.loss_harness import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERENCE, batch_of
+from tests.trainer.harness_processes import marked, run_harness, to_run
+from tests.trainer.loss_harness import HALVES, LAYOUTS, LONG, LOSSES, MISTAKES, REFERENCE, batch_of
 
 # Metrics are means of 70 terms of size 1 to 10, and the norm of 1e5 numbers. In float32, another order of additions
 # changes them by up to 8e-7 here. The losses jump where a ratio meets a bound; none of these tokens is so near to a
@@ -40,10 +40,10 @@ _read = functools.cache(read)
 
 
 @pytest.fixture(scope="module")
-def results(trainer_files: Path) -> Path:
+def results(request: pytest.FixtureRequest, trainer_files: Path) -> Path:
     """Runs loss_harness; returns the directory of its results."""
     out = trainer_files / "loss"
-    run_harness("loss_harness", out, out)
+    run_harness("loss_harness", out, out, to_run(request, __file__, LAYOUTS, LONG))
     return out
 
 
@@ -74,7 +74,7 @@ def worst_move(got: Tensors, want: Tensors, before: Tensors) -> float:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("layout", COMPARED)
+@pytest.mark.parametrize("layout", marked(COMPARED, LONG))
 def test_split_does_not_change_the_update(results: Path, before: Tensors, layout: str, loss: str) -> None:
     weights, metrics = result(results, layout, loss)
     want, want_metrics = result(results, REFERENCE, loss)

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from tests.support import make_model, with_routed_experts
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, Harness, samples
-from tests.trainer.harness_processes import run_harness
+from tests.trainer.harness_processes import marked, run_harness, to_run
 from tests.trainer.megatron_harness import content
-from tests.trainer.megatron_layouts import LAYOUTS, LOSS
+from tests.trainer.megatron_layouts import LAYOUTS, LONG, LOSS
 
 WORLDS = (1, 2, 4)
 # Log-probabilities are float32 logits of size 5 less their normalizer, which are a few roundings of 5 x 2^-24 = 3e-7. A
@@ -55,16 +55,17 @@ class Result:
 
 
 @pytest.fixture(scope="session")
-def megatron(trainer_files: Path) -> Path:
-    """Runs all layouts, one world size after the other; returns a directory with the results in world<n>."""
+def megatron(request: pytest.FixtureRequest, trainer_files: Path) -> Path:
+    """Runs the layouts, one world size after the other; returns a directory with the results in world<n>."""
     for kind in ("deep", "deep-moe"):
         make_model(trainer_files / "models" / kind, kind)
     directory = trainer_files / "megatron"
     directory.mkdir()
     (directory / "models").symlink_to(trainer_files / "models")
+    names = to_run(request, __file__, LAYOUTS, LONG)
     for world in WORLDS:
         of_world = directory / f"world{world}"
-        run_harness("megatron_harness", of_world, world, of_world, [n for n in LAYOUTS if LAYOUTS[n].world == world])
+        run_harness("megatron_harness", of_world, world, of_world, [n for n in names if LAYOUTS[n].world == world])
     return directory
 
 
@@ -88,7 +89,7 @@ def assert_updates_close(got: list[dict[str, float]], want: list[dict[str, float
         assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(LAYOUTS, LONG))
 def test_weights_of_a_fresh_model_are_the_checkpoints_bit_by_bit(
     megatron: Path, trainer_files: Path, name: str
 ) -> None:
@@ -102,7 +103,7 @@ def test_weights_of_a_fresh_model_are_the_checkpoints_bit_by_bit(
         assert torch.equal(exported[key], tensor.to(dtype)), key
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", marked(LAYOUTS, LONG))
 def test_every_weight_is_sent_by_one_rank_and_all_that_hold_weights_send(megatron: Path, name: str) -> None:
     result, sizes = Result(megatron, name), LAYOUTS[name].megatron
     assert sorted(name for _, name, _ in result.published) == sorted(result.before)
@@ -119,7 +120,7 @@ def test_experts_of_a_block_are_sent_together(megatron: Path, name: str, num_ten
     assert Result(megatron, name).most_sent_together == num_tensors
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", marked(COMPARED, LONG))
 def test_layout_does_not_change_the_result(megatron: Path, name: str) -> None:
     got, want = Result(megatron, name), Result(megatron, LAYOUTS[name].like)
     assert_rows_close(got.logprobs, want.logprobs, LOGPROB_TOLERANCE)
@@ -165,7 +166,7 @@ def test_the_comparison_sees_a_missing_all_reduce(megatron: Path) -> None:
         assert_updates_close(got.updates, want.updates[:1], METRIC_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", IDENTICAL)
+@pytest.mark.parametrize("name", marked(IDENTICAL, LONG))
 def test_where_things_are_kept_changes_not_one_bit(megatron: Path, name: str) -> None:
     got, want = Result(megatron, name), Result(megatron, LAYOUTS[name].like)
     assert got.logprobs == want.logprobs
@@ -174,7 +175,7 @@ def test_where_things_are_kept_changes_not_one_bit(megatron: Path, name: str) ->
     assert all(torch.equal(got.after[key], tensor) for key, tensor in want.after.items())
 
 
-@pytest.mark.parametrize("name", [name for name in IDENTICAL if "offload" in name])
+@pytest.mark.parametrize("name", marked([name for name in IDENTICAL if "offload" in name], LONG))
 def test_offloaded_tensors_are_away_between_phases(megatron: Path, name: str) -> None:
     layout = LAYOUTS[name]
     keys = {"params": "param_offload", "grads": "grad_offload", "optimizer": "optimizer_offload"}
@@ -246,8 +247,9 @@ def test_bfloat16_follows_float32(megatron: Path) -> None:
 def test_a_closed_run_leaves_neither_threads_nor_files(megatron: Path) -> None:
     # The process groups of a run bring some 60 threads and 90 files; a leak would add as many with every layout.
     # Layouts with a reference of their own hold more while they are open.
-    opened = [name for name, layout in LAYOUTS.items() if layout.world == 2 and "full" not in name]
-    answers = [json.loads((megatron / "world2" / f"{name}-after.json").read_text()) for name in opened]
+    files = {name: megatron / "world2" / f"{name}-after.json" for name in LAYOUTS if "full" not in name}
+    opened = [name for name, file in files.items() if file.exists()]
+    answers = [json.loads(files[name].read_text()) for name in opened]
     for key in ("num_threads", "num_files"):
         counts = [answer[key] for answer in answers]
         assert max(counts) - min(counts) < 20, dict(zip(opened, counts, strict=True))
