@@ -25,7 +25,7 @@ from services.trainer.checkpoint.model_files import (
 )
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 from services.trainer.compat.transformers import ignored_tensors
-from services.trainer.fsdp.lora import add_adapters
+from services.trainer.fsdp.lora import add_adapters, sites_of
 from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel, class_of, make_model
 from services.trainer.fsdp.proof import layout_of
 from services.trainer.fsdp.structure import structure_of
@@ -108,7 +108,8 @@ def build(
     with same_on_all_ranks():
         empty, layout = make_empty(model_path, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
         require_loadable(empty, model_path, has_head=has_head)
-        add_adapters(empty, config.lora, seed=seed)
+        sites = sites_of(empty, config.lora)
+        add_adapters(empty, config.lora, sites, seed=seed)
     model = kind(empty, layout)
     model.eval()  # the policy that is trained is the one that sampled: without dropout or a router's jitter
     if config.gradient_checkpointing:
@@ -124,7 +125,7 @@ def build(
     with same_on_all_ranks():
         if mesh.get_rank() == 0:
             whole = kind(load_weights(model_path, has_head=has_head, dtype=weight_dtype), layout)
-            add_adapters(whole.causal_lm, config.lora, seed=seed)
+            add_adapters(whole.causal_lm, config.lora, sites, seed=seed)
             full = whole.state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with same_on_all_ranks():
