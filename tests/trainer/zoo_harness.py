@@ -101,8 +101,8 @@ def compare_adapters(harness: Harness, directory: Path) -> dict[str, Any]:
     """Makes updates of adapters, exports the merged model and resumes from a checkpoint.
 
     Returns the largest differences: of merged weights from base + alpha / rank * B A, of the exported model's
-    log-probabilities from the trainer's, of these from those before the update, and of adapters after the update that is
-    made again after resuming; and which layers have adapters that an update has changed, and which parameters got
+    log-probabilities from the trainer's, of these from those before the update, and of adapters after the update that
+    is made again after resuming; and which layers have adapters that an update has changed, and which parameters got
     gradients.
     """
     name, export, checkpoint = directory.name, directory / "export", directory / "checkpoint"
@@ -153,7 +153,8 @@ def _distance_of_merged(harness: Harness) -> float:
 
 def _scores(harness: Harness, settings: dict[str, Any]) -> list[list[float]]:
     """Returns the policy's log-probabilities in the batch's order."""
-    parts, order = forward_parts(samples(), config(settings), harness.world)
+    pads_rows = harness.backend.pads_rows
+    parts, order = forward_parts(samples(), config(settings), harness.world, pads_rows=pads_rows)
     body = parts[harness.rank]
     answer = harness.worker.forward(role=Role.POLICY, **body.body, frames=body.frames, temperature=TEMPERATURE)
     return _gathered(answer.frames, order)

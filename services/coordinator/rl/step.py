@@ -9,7 +9,7 @@ on disk. A stream that is lost costs only time: the batch is then sent again, wh
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,9 +143,12 @@ async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
 
 def _known_difference(context: LoopContext) -> str:
     """Returns why the engine is known to compute this type of model otherwise than the trainer; "" if it is not."""
-    content = context.trainer.opened.model_card.files["config.json"]
-    model_type = parse_object(content, Path("config.json"), field="model").get("model_type")
-    return ENGINE_DIFFERENCES.get(str(model_type), "")
+    files = context.trainer.opened.model_card.files
+    content = parse_object(files["config.json"], Path("config.json"), field="model")
+    text = content.get("text_config")  # of a model that also sees, whose own type says nothing of its text part
+    parts = [content, text] if isinstance(text, Mapping) else [content]
+    causes = (ENGINE_DIFFERENCES.get(str(part.get("model_type"))) for part in parts)
+    return next(filter(None, causes), "")
 
 
 async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:
