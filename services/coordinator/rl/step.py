@@ -9,9 +9,10 @@ on disk. A stream that is lost costs only time: the batch is then sent again, wh
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -21,7 +22,7 @@ from services.common.config.run import Config
 from services.common.config.streaming import block_cutter, streams
 from services.common.errors import DataLoss, LockstepError, PreconditionFailed, Reason
 from services.common.families.registry import ENGINE_DIFFERENCES
-from services.common.files.storage import parse_object
+from services.common.files.storage import JsonObject, parse_object
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer
 from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_table
@@ -145,8 +146,8 @@ def _known_difference(context: LoopContext) -> str:
     """Returns why the engine is known to compute this type of model otherwise than the trainer; "" if it is not."""
     files = context.trainer.opened.model_card.files
     content = parse_object(files["config.json"], Path("config.json"), field="model")
-    text = content.get("text_config")  # of a model that also sees, whose own type says nothing of its text part
-    parts = [content, text] if isinstance(text, Mapping) else [content]
+    # The own type of a model that also sees says nothing of its text part.
+    parts = content, cast(JsonObject, content.get("text_config") or {})
     causes = (ENGINE_DIFFERENCES.get(str(part.get("model_type"))) for part in parts)
     return next(filter(None, causes), "")
 

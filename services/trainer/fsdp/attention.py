@@ -23,9 +23,6 @@ from services.common.errors import InvalidInput
 from services.trainer.compat.torch import GROUPED, varlen_attn_with_sinks
 
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
-if HAS_FLASH_ATTN:
-    from flash_attn import flash_attn_varlen_func
-
 NAME = "lockstep_packed"
 # The largest heads of FlashAttention's kernels.
 _MOST_OF_HEAD = 256
@@ -169,6 +166,8 @@ def _capped(
     attention: _Attention,
 ) -> torch.Tensor:
     """Calls flash-attn, for the arguments of 2.8. No host that has it has run this (docs/models.md)."""
+    from flash_attn import flash_attn_varlen_func  # late: it is an extra
+
     bounds, longest = lengths
     settings = {"softmax_scale": attention.scale, "window_size": window, "softcap": attention.softcap or 0.0}
     several = (bounds, bounds, longest, longest)
