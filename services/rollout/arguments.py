@@ -12,6 +12,8 @@ from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import Eagle3SpeculationConfig, RolloutConfig, SuffixSpeculationConfig
 from services.common.errors import InvalidInput
+from services.common.families.architecture import read_content
+from services.common.families.registry import FAMILIES
 from services.common.process import require_suffix_decoding
 from services.rollout.compat.vllm.recorded import EngineArguments
 from services.rollout.compat.vllm.scheduler import scheduler
@@ -78,8 +80,9 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in get_args(MaxLoRARanks) if rank >= needs.adapter_rank),
             "max_loras": 1,
-            "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         }
+        if read_content(model_path).get("model_type") in FAMILIES:  # of others, all that vLLM can adapt
+            arguments["lora_target_modules"] = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     return arguments | config.engine
 
 

@@ -5,7 +5,7 @@ import fnmatch
 import itertools
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
@@ -49,12 +49,15 @@ def adapter_sites(model: Architecture, lora: LoraConfig) -> dict[str, list[str]]
             would be for a part of a matrix that checkpoints store whole.
     """
     known = [part for parts in PARTS[lora.kind].values() for part in parts]
+    require_targets(lora, known, f"kind {lora.kind}")
+    return without_excluded(dict(_sites(model, lora, lora.target_modules or known)), lora)
+
+
+def require_targets(lora: LoraConfig, known: Collection[str], what: str) -> None:
+    """Raises InvalidInput if a target is not one of those that `what` has."""
     for target in lora.target_modules:
         if target not in known:
-            raise _refusal("trainer.lora.target_modules", f"kind {lora.kind} has no {target}, only {', '.join(known)}")
-    sites = dict(_sites(model, lora, lora.target_modules or known))
-    excluded = _excluded(lora, sites)
-    return {name: tensors for name, tensors in sites.items() if name not in excluded}
+            raise _refusal("trainer.lora.target_modules", f"{what} has no {target}, only {', '.join(known)}")
 
 
 def _sites(model: Architecture, lora: LoraConfig, targets: Collection[str]) -> Iterator[tuple[str, list[str]]]:
@@ -77,22 +80,28 @@ def _sites(model: Architecture, lora: LoraConfig, targets: Collection[str]) -> I
             yield f"decoder.layers.{number}.{parent}.{part}", tensors if part == layer else [tensors[place]]
 
 
-def _excluded(lora: LoraConfig, names: Collection[str]) -> set[str]:
+def without_excluded(sites: Mapping[str, list[str]], lora: LoraConfig) -> dict[str, list[str]]:
+    """Returns the adapters' sites without those that the config excludes.
+
+    Raises:
+        InvalidInput: An exclusion matches nothing, or no site is left.
+    """
     excluded: set[str] = set()
     for pattern in lora.exclude_modules:
-        matches = fnmatch.filter(names, pattern)
+        matches = fnmatch.filter(sites, pattern)
         if not matches:
-            example = min(names, default="decoder.layers.0.self_attention.linear_qkv")
+            example = min(sites, default="decoder.layers.0.self_attention.linear_qkv")
             raise _refusal(
                 "trainer.lora.exclude_modules", f"{pattern} excludes nothing; modules have names like {example}"
             )
         excluded |= set(matches)
-    if not set(names) - excluded:
+    left = {name: tensors for name, tensors in sites.items() if name not in excluded}
+    if not left:
         raise _refusal(
             "trainer.lora",
             "every target module of the model is excluded, or it has none, so there is nothing to train",
         )
-    return excluded
+    return left
 
 
 def _refusal(field: str, problem: str) -> InvalidInput:

@@ -44,6 +44,11 @@ class Backend(Protocol):
         """Returns this rank's number among the ranks with different samples. Ranks with the same samples share it."""
         ...
 
+    @property
+    def pads_rows(self) -> bool:
+        """Whether each sample of a micro-batch is computed as long as the longest; then its padding counts."""
+        return False
+
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         """Returns the model's outputs at each micro-batch's targets, float32 [K, N], without gradient."""
         ...

@@ -48,6 +48,7 @@ class OpenRole:
     data_ranks: Sequence[int]  # for each rank, the index of the samples that it gets
     state: TrainState
     digest: str = ""  # of the weights as they were published; empty if they have changed since
+    pads_rows: bool = False  # whether a micro-batch is padded to its longest sample
 
     @property
     def num_parts(self) -> int:

@@ -228,11 +228,17 @@ def minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarr
 
 
 def train_parts(
-    block: pa.Table, config: TrainerConfig, num_ranks: int, role: Role, rows: Mapping[int, np.ndarray]
+    block: pa.Table,
+    config: TrainerConfig,
+    num_ranks: int,
+    role: Role,
+    rows: Mapping[int, np.ndarray],
+    *,
+    pads_rows: bool = False,
 ) -> list[Message]:
     """Returns each rank's samples for `Worker.add_block`, in the order of its micro-batches, and how they are packed.
 
-    `rows` has the rows that belong to each mini-batch, by its number.
+    `rows` has the rows that belong to each mini-batch, by its number; `pads_rows` is the backend's.
 
     Raises:
         InvalidInput: The loss needs a column that is missing, or the samples cannot be split as the config asks.
@@ -243,7 +249,8 @@ def train_parts(
     sizes: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
     for number, of_minibatch in rows.items():
-        for rank, microbatches in enumerate(_assign(block.take(pa.array(of_minibatch)), config, num_ranks)):
+        assigned = _assign(block.take(pa.array(of_minibatch)), config, num_ranks, pads_rows=pads_rows)
+        for rank, microbatches in enumerate(assigned):
             orders[rank] += [int(of_minibatch[index]) for microbatch in microbatches for index in microbatch]
             sizes[rank].append((number, [len(microbatch) for microbatch in microbatches]))
     narrow = block.select(_columns(block, config, role))
@@ -254,7 +261,7 @@ def train_parts(
 
 
 def forward_parts(
-    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY
+    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY, *, pads_rows: bool = False
 ) -> tuple[list[Message], np.ndarray]:
     """Returns each rank's samples for `Worker.forward`, and the order that restores the rows of `samples`.
 
@@ -263,7 +270,7 @@ def forward_parts(
     narrow = samples.select(_columns(samples, config, role))
     parts: list[Message] = []
     order: list[int] = []
-    for microbatches in _assign(samples, config, num_ranks):
+    for microbatches in _assign(samples, config, num_ranks, pads_rows=pads_rows):
         rows = [index for microbatch in microbatches for index in microbatch]
         frames = list(batches.encode(narrow.take(pa.array(rows))))
         parts.append(Message({"microbatches": [len(microbatch) for microbatch in microbatches]}, frames))
@@ -292,10 +299,11 @@ def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
     return (*advantages, *(("ref_logprobs",) if config.loss.kl_coef else ()), *routed_experts)
 
 
-def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
+def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int, *, pads_rows: bool) -> list[list[list[int]]]:
     return assign(
         packed_lengths(samples).tolist(),
         num_ranks=num_ranks,
         max_tokens=config.max_tokens_per_microbatch,
         multiple_of=microbatches_multiple(config),
+        pads_rows=pads_rows,
     )

@@ -110,7 +110,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._released.require_here(self._stand_in(role), Part.PARAMETERS)
         contract.check_temperature(header.temperature)
         contract.check_values(samples, opened)
-        parts, order = forward_parts(samples, opened.config, opened.num_parts, role)
+        parts, order = forward_parts(samples, opened.config, opened.num_parts, role, pads_rows=opened.pads_rows)
         answers = await self._ranks.call(
             Worker.forward, [parts[rank] for rank in opened.data_ranks], role=role, temperature=header.temperature
         )
@@ -289,7 +289,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             opened.plan.ParseFromString(answers[0].frames[0])
         self._run_id = request.run_id
         data_ranks = [answer.body["data_rank"] for answer in answers]
-        self._roles[role] = contract.OpenRole(sha256, config, opened, data_ranks, state)
+        pads_rows = answers[0].body["pads_rows"]
+        self._roles[role] = contract.OpenRole(sha256, config, opened, data_ranks, state, pads_rows=pads_rows)
 
     async def _close_abandoned(self) -> None:
         async with self._saving, self._changing:

@@ -131,7 +131,8 @@ class BatchTraining:
         check_contract(self.header, block, self.role, self.opened)
         rows = self._rows_by_minibatch(block)
         begin = time.perf_counter()
-        parts = train_parts(block, self._config, self.opened.num_parts, self.role, rows)
+        pads_rows = self.opened.pads_rows
+        parts = train_parts(block, self._config, self.opened.num_parts, self.role, rows, pads_rows=pads_rows)
         own_parts = [parts[data_rank] for data_rank in self.opened.data_ranks]
         await self._ranks.call(Worker.add_block, own_parts, role=self.role)
         self._blocks.append(block)

@@ -46,7 +46,7 @@ class ToyRank:
         if checkpoint_path:
             content = (Path(checkpoint_path) / "state" / "weights").read_bytes()
             self._held = [content[begin : begin + 32] for begin in range(0, len(content), 32)]
-        return Message({"data_rank": 0}, [WeightPlan(num_senders=1).SerializeToString()])
+        return Message({"data_rank": 0, "pads_rows": False}, [WeightPlan(num_senders=1).SerializeToString()])
 
     @rank_command
     def begin_batch(self, **_: Any) -> None:

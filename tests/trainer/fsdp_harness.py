@@ -120,7 +120,8 @@ class Harness:
         return {name: parameter.detach().full_tensor().clone() for name, parameter in named}
 
     def train(self, batch: pa.Table, version: int = 0) -> dict[str, float]:
-        part, totals = whole_parts(batch, self._config, self.world)[self.rank], totals_of(batch, self._config)
+        parts = whole_parts(batch, self._config, self.world, pads_rows=self.backend.pads_rows)
+        part, totals = parts[self.rank], totals_of(batch, self._config)
         return train_whole(self.worker, part, totals, version=version, temperature=TEMPERATURE)
 
     def gradients_of(self, batch: pa.Table) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

@@ -1,14 +1,23 @@
 """Tests that strategy fsdp, packed and on two ranks, computes the models that people train as transformers does."""
 
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
 
-from services.coordinator.fleet.probes import MODEL, problem
-from tests.support import PATIENCE_S
-from tests.trainer.fsdp_harness import config
+from services.common.errors import InvalidInput
+from services.coordinator.doctor.inputs import examine_inputs
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.planning.measured import MeasuredModel
+from services.coordinator.planning.plan import planned_model, show_plan
+from tests.coordinator.planning.small_models import make
+from tests.trainer.fsdp_harness import Harness
 from tests.trainer.zoo import ZOO
 from tests.trainer.zoo_harness import SETTINGS, make_zoo_model, played
 
@@ -44,8 +53,54 @@ def test_the_whole_zoo_is_exact_or_refused(tmp_path: Path) -> None:
         assert_exact(found, name)
 
 
-def test_a_dry_run_says_what_the_trainer_says(tmp_path: Path) -> None:
-    for name, said in (("lfm2", ""), ("glm_moe_dsa", "in padded rows: log-probabilities differ by up to")):
-        request = {"model": str(make_zoo_model(name, tmp_path / name)), "config": config(SETTINGS).model_dump_json()}
-        why = problem(MODEL, request, PATIENCE_S)
-        assert said in why and bool(said) == bool(why), why
+def trainer_says(harness: Harness, name: str) -> str:
+    """Returns why a trainer refuses the model; "" if it opens it."""
+    try:
+        harness.open(name, SETTINGS)
+    except InvalidInput as error:
+        return error.message
+    return ""
+
+
+def assert_told(harness: Harness, directory: Path) -> None:
+    """Compares the trainer with a dry run (which makes doctor's checks) and with `lockstep plan`."""
+    name = make_zoo_model(directory.name, directory).name
+    said = trainer_says(harness, name)
+    settings = make(None, strategy="fsdp")[0].model_copy(update={"model": str(directory)})
+    findings = [finding for finding in examine_inputs(settings, Addresses()) if finding.check == "model"]
+    assert [finding.result for finding in findings] == [said or str(directory)]
+    console = Console(file=io.StringIO())
+    if said:
+        with pytest.raises(InvalidInput) as caught:
+            show_plan(settings, console, is_gpu=False)
+        assert caught.value.message == said
+        return
+    show_plan(settings, console, is_gpu=False)
+    planned, backend = planned_model(settings), harness.backend
+    specs = [spec.numel() for _, spec in backend.weight_specs()]
+    assert (planned.num_parameters, sorted(planned.tensor_sizes())) == (_count(backend._model), sorted(specs))
+    if isinstance(planned, MeasuredModel):
+        assert planned.layout == backend._model.layout.value
+        assert planned.num_trained == sum(one.numel() for one in backend._model.parameters() if one.requires_grad)
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(one.numel() for one in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    harness = Harness(dist.HashStore(), 0, 1, tmp_path_factory.mktemp("told"))
+    yield harness
+    harness.worker.close()
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "llama4_text", "qwen3_5_moe", "qwen3"])
+def test_dry_run_and_plan_say_what_the_trainer_says(harness: Harness, name: str) -> None:
+    assert_told(harness, harness._models / name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ZOO)
+def test_all_of_the_zoo_is_told(harness: Harness, name: str) -> None:
+    assert_told(harness, harness._models / name)

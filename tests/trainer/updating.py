@@ -13,9 +13,12 @@ from services.trainer.ranks.worker import Worker
 from services.trainer.samples import minibatch_rows, train_parts
 
 
-def whole_parts(batch: pa.Table, config: TrainerConfig, num_parts: int, role: Role = Role.POLICY) -> list[Message]:
+def whole_parts(
+    batch: pa.Table, config: TrainerConfig, num_parts: int, role: Role = Role.POLICY, *, pads_rows: bool = False
+) -> list[Message]:
     """Returns each rank's part of a batch that is one block."""
-    return train_parts(batch, config, num_parts, role, dict(enumerate(minibatch_rows(batch, config.num_minibatches))))
+    rows = dict(enumerate(minibatch_rows(batch, config.num_minibatches)))
+    return train_parts(batch, config, num_parts, role, rows, pads_rows=pads_rows)
 
 
 def totals_of(batch: pa.Table, config: TrainerConfig) -> list[dict[str, int]]:

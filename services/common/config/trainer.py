@@ -131,13 +131,16 @@ class LoraConfig(Strict):
     """Dropout probability of the adapter's input during training, with strategy megatron."""
     kind: Literal["lora", "canonical_lora"] = "lora"
     """lora: one adapter per fused matrix, so that q, k and v share their A matrix, as do gate and up; canonical_lora:
-    separate adapters for q, k, v, gate and up."""
+    separate adapters for q, k, v, gate and up. In a model that the registry does not know, which strategy fsdp trains,
+    each linear layer has an adapter of its own with both."""
     target_modules: tuple[str, ...] = ()
     """Modules that get an adapter; empty is all. The choices for lora are linear_qkv, linear_proj, linear_fc1 and
     linear_fc2; for canonical_lora they are linear_q, linear_k, linear_v, linear_proj, linear_fc1_gate, linear_fc1_up
-    and linear_fc2."""
+    and linear_fc2. In a model that the registry does not know, they are the last parts of the names of linear layers in
+    the checkpoint, such as q_proj."""
     exclude_modules: tuple[str, ...] = ()
-    """Shell patterns for the names of modules that get no adapter, such as decoder.layers.0.*."""
+    """Shell patterns for the names of modules that get no adapter, such as decoder.layers.0.*, or model.layers.0.* in a
+    model that the registry does not know."""
     publish: Literal["merged", "adapter"] = "merged"
     """What to publish to the engines. merged: all weights, with the adapters merged in; adapter: only the adapters,
     which the engine applies to its own copy of the base."""
@@ -193,7 +196,8 @@ class TrainerConfig(Strict):
     """Recompute each layer's activations in the backward pass instead of storing them."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Maximum number of tokens in one micro-batch of packed sequences on one rank. It must be at least the length of
-    the longest possible sequence."""
+    the longest possible sequence. For the few models that strategy fsdp computes as padded rows (docs/models.md),
+    padding counts."""
     num_minibatches: int = Field(default=1, ge=1)
     """Number of mini-batches per batch. Each is an equal share of the prompt groups and one optimizer update."""
     num_epochs: int = Field(default=1, ge=1)

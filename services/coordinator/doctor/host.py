@@ -17,8 +17,6 @@ from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError
-from services.common.families.architecture import read_architecture, read_content
-from services.common.families.registry import FAMILIES
 from services.common.process import socket_directory
 from services.common.rpc.address import PORTS, hold_free_port
 from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visible_gpus
@@ -26,6 +24,7 @@ from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
 from services.coordinator.fleet.probes import SANDBOX, problem
 from services.coordinator.planning.memory import colocated_phases, rank_memory, utilization
+from services.coordinator.planning.plan import planned_model
 from services.coordinator.runs.database import is_shared
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from services.coordinator.runs.reader import LedgerReader
@@ -46,11 +45,9 @@ def examine_gpus(config: AnyConfig | None, addresses: Addresses, driver: str, cu
     if not (Path(config.model) / "config.json").is_file():
         return
     try:
-        if read_content(config.model).get("model_type") in FAMILIES:
-            yield check_memory(config, read_gpus())
-        else:
-            fix = "watch nvidia-smi during the first steps"
-            yield Finding("GPU memory", "not estimated for this family of models", Verdict.WARN, fix)
+        yield check_memory(config, read_gpus())
+    except InvalidInput as error:  # see the check of the model
+        yield Finding("GPU memory", f"not estimated: {error.message}", Verdict.WARN, "watch nvidia-smi during a step")
     except LockstepError as error:
         yield Finding("GPU memory", "unknown", Verdict.FAIL, error.message)
 
@@ -82,7 +79,7 @@ def check_compiler(headers: Path) -> Finding:
 
 def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:
     """Checks that the fullest GPU has room for each phase that `lockstep plan` computes, and for the engine's share."""
-    model = read_architecture(config.model)
+    model = planned_model(config)
     phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
     shown = phases if config.placement == "colocated" else [phase for phase in phases if phase.name == "train"]
     least = min(gpus, key=lambda gpu: gpu.free_bytes)
@@ -306,9 +303,9 @@ def _needs_sandbox(config: AnyConfig | None) -> bool:
 
 
 def _bytes_needed(config: AnyConfig) -> int:
-    """Returns the bytes of a run's checkpoints; 0 if the model is on another host or of an unknown family."""
+    """Returns the bytes of a run's checkpoints; 0 if the model is on another host or its parameters are not known."""
     try:
-        parameters = read_architecture(config.model).num_parameters
+        parameters = planned_model(config).num_parameters
     except LockstepError:
         return 0
     settings = config.checkpoint

@@ -10,7 +10,7 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
-from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError
+from services.common.errors import DeadlineExceeded, LockstepError
 from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES
 from services.common.files.model_card import read_model_card, require_whole_weights
@@ -20,14 +20,12 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.probes import ENVIRONMENT, MODEL, OPEN_TIMEOUT_S, Answer, EnvironmentProbe, problem
+from services.coordinator.fleet.probes import ENVIRONMENT, OPEN_TIMEOUT_S, Answer, EnvironmentProbe, describe_model
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
 
 _MAX_CHARS = 400
-# The proof takes seconds; importing torch and transformers on a slow disk takes longer.
-_MODEL_TIMEOUT_S = 300.0
 
 
 def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool = False) -> None:
@@ -60,20 +58,23 @@ def _models(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig, Path]]:
 def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     """Asks the trainer's code whether it computes the models exactly, in a process with torch, as it will at start.
 
-    For the families of the registry the rules of check_model are the answer.
+    For the families of the registry the rules of check_model are the answer, unless adapters have targets.
 
     Raises:
         InvalidInput: It would refuse a model.
     """
     for name, settings, directory in _models(config):
-        if addresses.of(name) or not directory.is_dir() or read_content(directory).get("model_type") in FAMILIES:
+        if addresses.of(name) or not directory.is_dir():
+            continue
+        has_targets = settings.lora.rank and (settings.lora.target_modules or settings.lora.exclude_modules)
+        if read_content(directory).get("model_type") in FAMILIES and not has_targets:
             continue
         if find_spec("torch") is None:
             yield Finding("model", f"{directory}: torch is not here to compare it with transformers", Verdict.WARN, "")
             return
-        request = {"model": str(directory), "config": settings.model_dump_json()}
-        if why := problem(MODEL, request, _MODEL_TIMEOUT_S):
-            raise InvalidInput(why, field="model")
+        answer = describe_model(str(directory), settings)
+        if "attention" in answer:
+            yield Finding("attention", f"{name}: {answer['attention']}")
 
 
 def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:

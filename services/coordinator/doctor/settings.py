@@ -14,7 +14,7 @@ from services.common.config.observability import TrackerConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
-from services.common.families.architecture import read_architecture, read_content, text_of
+from services.common.families.architecture import read_content, text_of
 from services.common.memory import MEMINFO, host_memory
 from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
@@ -22,6 +22,7 @@ from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
 from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, problem
 from services.coordinator.planning.memory import rank_memory
+from services.coordinator.planning.plan import planned_model
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
@@ -150,7 +151,7 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
     try:
         if visible_gpus() or (memory := host_memory(meminfo)) is None:
             return
-        model = read_architecture(config.model)
+        model = planned_model(config)
     except LockstepError:  # reported by the checks of GPUs and of the model
         return
     total, free = memory

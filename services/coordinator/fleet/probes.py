@@ -4,6 +4,7 @@ A run also asks its environment in this way for its tools, before any service st
 schemas.
 """
 
+import functools
 import json
 import logging
 import subprocess
@@ -13,11 +14,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Self
 
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config
-from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError, PreconditionFailed
 from services.coordinator.fleet.launch import Addresses
 
 Tools = Sequence[Mapping[str, object]]
@@ -32,6 +35,8 @@ ENGINE, FUNCTIONS = ("-m", "services.rollout.probe", "engine"), ("-m", "services
 MODEL = ("-m", "services.trainer.probe", "model")
 OPEN_TIMEOUT_S = 300.0
 """Time limit for opening an environment, which may import torch or index a corpus."""
+# The trainer's proof of a model takes seconds; importing torch and transformers on a slow disk takes longer.
+_MODEL_TIMEOUT_S = 300.0
 # An environment limits its replies itself. The process may take this much longer.
 _MARGIN_S = 30.0
 
@@ -120,6 +125,28 @@ def problem(command: Sequence[str], request: object, timeout_s: float) -> str:
     except LockstepError as error:
         return error.message
     return ""
+
+
+def describe_model(directory: str, trainer: TrainerConfig) -> Answer:
+    """Asks the trainer's code, in a process with torch, whether it would train the model in a directory of this host.
+
+    Returns its sizes with strategy fsdp, and nothing with megatron. An answer is kept.
+
+    Raises:
+        InvalidInput: The trainer would refuse it, and says why.
+    """
+    kept = {name: getattr(trainer, name) for name in ("strategy", "lora", "compute_dtype")}
+    settings = TrainerConfig(**kept).model_dump_json()
+    return _described(directory, settings, (Path(directory) / "config.json").read_bytes())
+
+
+@functools.lru_cache(maxsize=8)
+def _described(directory: str, settings: str, content: bytes, command: Sequence[str] = MODEL) -> Answer:
+    try:
+        with Probe(command) as probe:
+            return probe.ask({"model": directory, "config": settings}, _MODEL_TIMEOUT_S)
+    except LockstepError as error:
+        raise InvalidInput(error.message, field="model") from error
 
 
 def known_tools(config: Config, addresses: Addresses) -> Tools | None:

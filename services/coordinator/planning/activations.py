@@ -2,7 +2,8 @@
 
 On GPU, the activations are those of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2), with this
 model's widths in every term. The 5as/h term is left out, because flash attention keeps no scores. torch.compile keeps
-the same tensors.
+the same tensors. Of a model that the registry does not know, the matrices' own results are counted, which are the same
+tensors: attention and experts are matrices, and what a recurrent layer keeps besides is not counted.
 
 On CPU, every operator of a layer keeps its own inputs, which is about twice as much; flash attention keeps no scores
 there either. Tensors below 32 MiB are in the heap of glibc, which the process does not give back, and temporary results
@@ -16,6 +17,7 @@ from services.common.config.load import AnyConfig
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import Architecture
+from services.coordinator.planning.measured import MeasuredModel
 
 _FLOAT32 = 4
 # As services.trainer.updates.logprobs computes the logits: entries at a time, the most that are kept for the backward
@@ -60,7 +62,7 @@ class MicrobatchMemory:
 
 
 def microbatch_memory(
-    config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool
+    config: AnyConfig, model: Architecture | MeasuredModel, layout: Layout, *, is_gpu: bool, is_last: bool
 ) -> MicrobatchMemory:
     """Returns the bytes of the largest micro-batch; only the last pipeline stage (`is_last`) computes logits."""
     trainer, tokens = config.trainer, microbatch_tokens(config) // layout.cp
@@ -74,7 +76,8 @@ def microbatch_memory(
     num_whole, num_inputs = _layers(trainer, model.num_layers // layout.pp)
     kept = tokens * (num_whole * layer.kept + num_inputs * layer.inputs)
     # By the width of the feed-forward layer, which has most of the bytes.
-    widest = max(model.intermediate_size, model.hidden_size) // layout.tp
+    is_measured = isinstance(model, MeasuredModel)
+    widest = max(model.widest if is_measured else model.intermediate_size, model.hidden_size) // layout.tp
     if is_gpu or tokens * widest * weight_bytes(trainer, is_gpu=False) >= _LARGEST_IN_HEAP:
         return MicrobatchMemory(kept, forward, backward)
     num_holes = num_inputs if trainer.strategy == "fsdp" else 0
@@ -125,8 +128,10 @@ def _layers(trainer: TrainerConfig, num_layers: int) -> tuple[int, int]:
     return 0, -(-num_layers // every)
 
 
-def _layer(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool) -> LayerBytes:
+def _layer(trainer: TrainerConfig, model: Architecture | MeasuredModel, layout: Layout, *, is_gpu: bool) -> LayerBytes:
     size = weight_bytes(trainer, is_gpu=is_gpu)
+    if isinstance(model, MeasuredModel):
+        return _measured_layer(model, size, is_frozen=trainer.lora.rank > 0, is_gpu=is_gpu)
     # Only sequence parallelism shards the hidden states between the matrices.
     is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
     hidden_ranks = layout.tp if is_sharded else 1
@@ -134,6 +139,15 @@ def _layer(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gp
     widest = max(model.intermediate_size + model.shared_expert_intermediate_size, model.query_size)
     working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
     return LayerBytes(common // hidden_ranks + cut // layout.tp, size * model.hidden_size // hidden_ranks, working)
+
+
+def _measured_layer(model: MeasuredModel, size: int, *, is_frozen: bool, is_gpu: bool) -> LayerBytes:
+    """Returns what `_fused` and `_plain` do for the layers that they know, less up to a fifth: norms of heads."""
+    norms = 2 * size if is_gpu else 2 * (_FLOAT32 + (0 if is_frozen else size))
+    # Without fused kernels, an activation function and the rotation keep their inputs besides.
+    matrices = model.layer_width if is_gpu else model.layer_width * 4 // 3
+    working = size * 3 * (model.widest + model.hidden_size)
+    return LayerBytes(norms * model.hidden_size + size * matrices, size * model.hidden_size, working)
 
 
 def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
@@ -172,7 +186,7 @@ def _plain(trainer: TrainerConfig, model: Architecture, layout: Layout, size: in
 
 
 def _logits(
-    trainer: TrainerConfig, model: Architecture, layout: Layout, tokens: int, *, is_gpu: bool
+    trainer: TrainerConfig, model: Architecture | MeasuredModel, layout: Layout, tokens: int, *, is_gpu: bool
 ) -> tuple[int, int]:
     """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
     rows, size = model.vocab_size // layout.tp, weight_bytes(trainer, is_gpu=is_gpu)
@@ -184,12 +198,19 @@ def _logits(
     return forward, backward + gradient * rows * model.hidden_size
 
 
-def _output_gradient(trainer: TrainerConfig, model: Architecture, *, is_kept: bool, is_gpu: bool) -> int:
+def _output_gradient(
+    trainer: TrainerConfig, model: Architecture | MeasuredModel, *, is_kept: bool, is_gpu: bool
+) -> int:
     """Returns the bytes of a weight's gradient in the output layer, while the backward pass computes it."""
     size = weight_bytes(trainer, is_gpu=is_gpu)
     if is_kept:
         return size
     is_float32 = size == _FLOAT32 or trainer.megatron.ddp_config.get("grad_reduce_in_fp32", True)
-    if trainer.strategy == "megatron" and is_float32 and not model.tie_word_embeddings:
+    if (
+        isinstance(model, Architecture)
+        and trainer.strategy == "megatron"
+        and is_float32
+        and not model.tie_word_embeddings
+    ):
         return size  # added to the gradients directly; what autograd gets has no values
     return _FLOAT32

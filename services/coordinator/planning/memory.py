@@ -20,6 +20,9 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.registry import FUSED, PARTS, Weight, lora_layer
 from services.coordinator.planning.activations import MicrobatchMemory, in_flight, microbatch_memory, weight_bytes
+from services.coordinator.planning.measured import MeasuredModel
+
+Model = Architecture | MeasuredModel
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -128,9 +131,9 @@ def _num_bytes(options: Mapping[str, object], name: str) -> int:
     return _BYTES[dtype]
 
 
-def rank_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> dict[str, Memory]:
+def rank_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> dict[str, Memory]:
     """Returns the memory of each kind of rank by its name: of each pipeline stage, or with strategy fsdp of all."""
-    if config.trainer.strategy == "fsdp":
+    if isinstance(model, MeasuredModel) or config.trainer.strategy == "fsdp":
         return {"all": fsdp_memory(config, model, is_gpu=is_gpu)}
     layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
     return {f"pp {pp}": stage_memory(config, model, pp, is_gpu=is_gpu) for pp in range(layout.pp)}
@@ -163,8 +166,9 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
     )
 
 
-def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memory:
-    """Returns the memory of any rank with strategy fsdp. Trained weights are float32, and everything is sharded.
+def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
+    """Returns the memory of any rank with strategy fsdp. Weights are float32, or with adapters those, and everything is
+    sharded.
 
     Unless `reduce_each_microbatch` is set, gradients are unsharded until the last micro-batch. They are freed after the
     update.
@@ -172,12 +176,19 @@ def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memo
     trainer, fsdp, ranks = config.trainer, config.trainer.fsdp, config.trainer.num_ranks
     count, weight = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
     layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
-    trained = adapter_parameters(trainer, model, layout) if trainer.lora.rank else model.num_parameters
-    own, frozen = -(-trained // ranks), weight * count if trainer.lora.rank else 0
-    ends = sum(map(model.weight_parameters, model.outside_layers))
-    layer = model.layer_parameters() + model.num_experts * model.expert_parameters()
+    if isinstance(model, MeasuredModel):
+        trained = sum(model.adapter_sizes) if trainer.lora.rank else model.num_trained
+        ends, layer, all_layers = model.end_parameters, max(model.layer_sizes), sum(model.layer_sizes)
+    else:
+        trained = adapter_parameters(trainer, model, layout) if trainer.lora.rank else model.num_parameters
+        ends = sum(map(model.weight_parameters, model.outside_layers))
+        layer = model.layer_parameters() + model.num_experts * model.expert_parameters()
+        all_layers = model.num_layers * layer
+    # A vision tower is float32 as well, and without gradient.
+    own = -(-trained // ranks)
+    frozen = weight * count if trainer.lora.rank else _MASTER * (count - own)
     # The next layer is gathered while one computes; without resharding all stay gathered.
-    gathered = ends + (2 * layer if fsdp.reshard_after_forward else model.num_layers * layer)
+    gathered = ends + (2 * layer if fsdp.reshard_after_forward else all_layers)
     return Memory(
         parameters=count,
         weights=frozen + _MASTER * own,
@@ -216,10 +227,12 @@ def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layo
     return total * (model.num_layers // layout.pp)
 
 
-def publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> tuple[int, int]:
+def publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> tuple[int, int]:
     """Returns the bytes and buckets of one publication: all weights, or each adapter's two factors."""
     trainer, sizes = config.trainer, model.tensor_sizes()
-    if rank := trainer.lora.published_rank:
+    if isinstance(model, MeasuredModel):
+        sizes = model.adapter_sizes if trainer.lora.published_rank else sizes
+    elif rank := trainer.lora.published_rank:
         layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
         sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
     weight = weight_bytes(trainer, is_gpu=is_gpu)
@@ -252,7 +265,7 @@ def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:
     return total, buckets + (offset > 0)
 
 
-def _in_publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:
+def _in_publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> int:
     """Returns the bytes of the buckets in flight, up to three, on a rank that sends."""
     if isinstance(config, SftConfig):
         return 0
@@ -283,7 +296,7 @@ class Phase:
         return self.trainer + self.engine
 
 
-def colocated_phases(config: Config, model: Architecture, ranks: Collection[Memory]) -> list[Phase]:
+def colocated_phases(config: Config, model: Model, ranks: Collection[Memory]) -> list[Phase]:
     """Returns the phases of a step; `ranks` has the memory of each kind of rank, and the largest counts."""
     weights = max(rank.weights for rank in ranks)
     engine = engine_weights(config, model)
@@ -299,13 +312,13 @@ def host_bytes(ranks: Collection[Memory]) -> int:
     return max(rank.weights + rank.optimizer + rank.reference for rank in ranks)
 
 
-def buffer_bytes(config: Config, model: Architecture) -> int:
+def buffer_bytes(config: Config, model: Model) -> int:
     """Returns the bytes of a publication's largest bucket."""
     sizes = [size * weight_bytes(config.trainer, is_gpu=True) for size in model.tensor_sizes()]
     return min(sum(sizes), max(config.bucket_bytes, *sizes))
 
 
-def engine_weights(config: Config, model: Architecture) -> int:
+def engine_weights(config: Config, model: Model) -> int:
     """Returns the bytes of an engine worker's weights."""
     size = 4 if config.rollout.dtype == "float32" else 2
     return size * model.num_parameters // _workers_per_copy(config)
@@ -317,7 +330,7 @@ def utilization(config: Config) -> float:
     return float(config.rollout.engine.get("gpu_memory_utilization", default))
 
 
-def cache_token_bytes(config: Config, model: Architecture) -> int:
+def cache_token_bytes(config: Config, model: Model) -> int:
     """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16."""
     return 2 * 2 * model.num_layers * model.key_value_size // _workers_per_copy(config)
 

@@ -15,7 +15,6 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
-from services.common.errors import InvalidInput
 from services.common.families.architecture import (
     Architecture,
     mixes_layers,
@@ -25,8 +24,10 @@ from services.common.families.architecture import (
 )
 from services.common.families.registry import FAMILIES
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
+from services.coordinator.planning.measured import MeasuredModel, measure
 from services.coordinator.planning.memory import (
     Memory,
+    Model,
     StateBytes,
     colocated_phases,
     host_bytes,
@@ -36,6 +37,12 @@ from services.coordinator.planning.memory import (
 )
 
 _GPUS_PER_HOST = 8
+_MEASURED = (
+    "This type of model is not in the registry. Parameters are those that the trainer's code has counted; activations "
+    "are the results of the matrices, without scores of attention that no kernel computes, states of recurrent layers "
+    "and their padding."
+)
+_ROWS = " All layers compute padded samples, which count in a micro-batch with their padding."
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
@@ -95,23 +102,20 @@ def check_model(config: AnyConfig) -> None:
         _check(config, read_architecture(config.model))
 
 
-def planned_architecture(config: AnyConfig) -> Architecture:
-    """Returns the shape of the model, from which its memory is estimated.
+def planned_model(config: AnyConfig) -> Model:
+    """Returns the sizes of the model, from which its memory is estimated.
+
+    Those of a model that the registry does not know are counted by the trainer's code, which takes seconds.
 
     Raises:
         NotFound: The model has no config.json on this host.
-        InvalidInput: It is of no known family; the message says if it may be trained all the same.
+        InvalidInput: The trainer would refuse the model, or torch, which counts its parameters, is not installed here.
     """
     content = read_content(config.model)
-    is_other, is_mixed = content.get("model_type") not in FAMILIES, mixes_layers(content)
-    if config.trainer.strategy == "fsdp" and (is_other or is_mixed):
-        known = f"{', '.join(FAMILIES)} models only" if is_other else "models whose layers are all dense or all experts"
-        raise InvalidInput(
-            f"plan estimates the memory of {known}, and {config.model} is none. Strategy fsdp can train most others: "
-            "`lockstep run --dry-run` says if it can train this one",
-            field="model",
-        )
-    return read_architecture(config.model)
+    is_known = content.get("model_type") in FAMILIES and not mixes_layers(content)
+    if is_known or any(_layouts(config)):
+        return read_architecture(config.model)
+    return measure(config.model, config.trainer)
 
 
 def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
@@ -122,8 +126,9 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         InvalidInput: See `check_model`.
     """
     _check_supported(config)
-    model = planned_architecture(config)
-    _check(config, model)
+    model = planned_model(config)
+    if isinstance(model, Architecture):
+        _check(config, model)
     where = "on GPUs" if is_gpu else "on CPU (for GPUs, add --device gpu)"
     size = f"{counted(model.num_layers, 'layer')}, {_count(model.num_parameters)} parameters"
     lines = [f"{model.model_type}: {size}, {where}"]
@@ -133,7 +138,7 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         if model.num_experts:
             lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
     _print_lines(console, lines)
-    if config.trainer.strategy == "megatron":
+    if isinstance(model, Architecture) and config.trainer.strategy == "megatron":
         console.print(_rank_table(Layout.of(config.trainer.megatron, config.trainer.num_ranks), model))
     memories = rank_memory(config, model, is_gpu=is_gpu)
     console.print(_parts_table(memories))
@@ -156,6 +161,8 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         if config.placement == "colocated" and is_gpu:
             lines.append(_shared(config, model, memories.values(), console))
         lines += environment_plan(config)
+    if isinstance(model, MeasuredModel):
+        lines.append(_MEASURED + (_ROWS if model.layout == "rows" else ""))
     _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
 
@@ -212,7 +219,7 @@ def _phases_table(memories: Mapping[str, Memory]) -> Table:
     return table
 
 
-def _shared(config: Config, model: Architecture, ranks: Collection[Memory], console: Console) -> str:
+def _shared(config: Config, model: Model, ranks: Collection[Memory], console: Console) -> str:
     """Prints the memory of a GPU that trainer and engine share, in each phase. Returns an explanation of it."""
     phases = colocated_phases(config, model, ranks)
     unit, size = _unit(max(phase.total for phase in phases))
@@ -237,7 +244,7 @@ def _offloaded(config: AnyConfig) -> Iterator[str]:
         yield f"offloaded to host memory between phases (idle): {', '.join(names)}"
 
 
-def _publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> str:
+def _publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> str:
     num_bytes, buckets = publication(config, model, is_gpu=is_gpu)
     unit, size = _unit(num_bytes)
     rank = config.trainer.lora.published_rank

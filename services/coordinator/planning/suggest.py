@@ -20,7 +20,7 @@ from services.common.errors import InvalidInput
 from services.coordinator.clients.gpus import split_gpus
 from services.coordinator.fleet.launch import Addresses, started_ranks
 from services.coordinator.planning import memory
-from services.coordinator.planning.plan import check_model, planned_architecture
+from services.coordinator.planning.plan import check_model, planned_model
 
 _GIB = 2**30
 # Contexts, CUDA graphs and libraries of both processes: 1.5 to 2.4 GiB were seen on an H100.
@@ -85,10 +85,10 @@ def search(args: Sequence[str], gpus: Sequence[int]) -> Search:
 
     Raises:
         NotFound: The model has no config.json on this host.
-        InvalidInput: The config is invalid, or the model is of no known family.
+        InvalidInput: The config is invalid, or see `planned_model`.
     """
     config = load(Config, [*args, "placement=disaggregated"])
-    planned_architecture(config)
+    planned_model(config)
     own = started_ranks(config, Addresses())
     own_ranks = sum(own.values()) - own["trainer"]
     refused: dict[str, str] = {}
@@ -168,7 +168,7 @@ def _proposal(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]
     config = load(Config, args)
     check_model(config)
     split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)
-    model, usable = planned_architecture(config), min(gpus) - _BESIDE_BYTES
+    model, usable = planned_model(config), min(gpus) - _BESIDE_BYTES
     phases = memory.colocated_phases(config, model, memory.rank_memory(config, model, is_gpu=True).values())
     needed = {phase.name: phase.total for phase in phases}
     cache_bytes = memory.utilization(config) * min(gpus) - memory.engine_weights(config, model) - _BESIDE_BYTES

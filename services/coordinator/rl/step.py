@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -21,7 +22,7 @@ from services.common.config.run import Config
 from services.common.config.streaming import block_cutter, streams
 from services.common.errors import DataLoss, LockstepError, PreconditionFailed, Reason
 from services.common.families.registry import ENGINE_DIFFERENCES
-from services.common.files.storage import parse_object
+from services.common.files.storage import JsonObject, parse_object
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer
 from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_table
@@ -143,9 +144,12 @@ async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
 
 def _known_difference(context: LoopContext) -> str:
     """Returns why the engine is known to compute this type of model otherwise than the trainer; "" if it is not."""
-    content = context.trainer.opened.model_card.files["config.json"]
-    model_type = parse_object(content, Path("config.json"), field="model").get("model_type")
-    return ENGINE_DIFFERENCES.get(str(model_type), "")
+    files = context.trainer.opened.model_card.files
+    content = parse_object(files["config.json"], Path("config.json"), field="model")
+    # The own type of a model that also sees says nothing of its text part.
+    parts = content, cast(JsonObject, content.get("text_config") or {})
+    causes = (ENGINE_DIFFERENCES.get(str(part.get("model_type"))) for part in parts)
+    return next(filter(None, causes), "")
 
 
 async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStamp) -> Updated:

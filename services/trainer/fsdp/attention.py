@@ -1,14 +1,17 @@
 """Computes attention over packed sequences, for any transformers model that uses the common attention interface.
 
-In half precision on GPU it uses torch's variable-length kernel. Otherwise it pads the sequences on the right: causal
-attention never looks at later positions, so the padding needs no mask.
+In half precision on GPU it uses torch's variable-length kernel, and flash-attn's, if that is installed, for caps of the
+scores. Otherwise it pads the sequences on the right: causal attention never looks at later positions, so the padding
+needs no mask.
 
 Suffixes: T tokens of all sequences, B sequences, L tokens of the longest, H query heads, K key heads, D numbers of a
 head.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from transformers import AttentionInterface
 from services.common.errors import InvalidInput
 from services.trainer.compat.torch import GROUPED, varlen_attn_with_sinks
 
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 NAME = "lockstep_packed"
 # The largest heads of FlashAttention's kernels.
 _MOST_OF_HEAD = 256
@@ -46,6 +50,34 @@ class _Attention:
     @property
     def is_plain(self) -> bool:
         return self.sinks_H is None and self.softcap is None
+
+
+class Kernel(enum.StrEnum):
+    """What computes attention."""
+
+    TORCH = "torch's variable-length FlashAttention"
+    FLASH_ATTN = "flash-attn"
+    PADDED = "padded samples in torch's operators"
+
+
+def choose(device: torch.device, dtype: torch.dtype, head_size: int, *, has_cap: bool) -> Kernel:
+    """Returns the kernel for heads of a size; a cap of the scores is known to flash-attn alone."""
+    if device.type != "cuda" or dtype is torch.float32 or head_size > _MOST_OF_HEAD:
+        return Kernel.PADDED
+    if not has_cap:
+        return Kernel.TORCH
+    return Kernel.FLASH_ATTN if HAS_FLASH_ATTN else Kernel.PADDED
+
+
+def chosen(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """Names the kernels that a model's layers will use."""
+    names = dict[str, None]()
+    for module in decoder.modules():
+        head_size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        if isinstance(head_size, int) and hasattr(module, "o_proj"):
+            has_cap = getattr(module, "attn_logit_softcapping", None) is not None
+            names[choose(device, dtype, head_size, has_cap=has_cap)] = None
+    return ", ".join(names)
 
 
 def token_mask(cu_seqlens_B1: torch.Tensor, longest: int) -> torch.Tensor:
@@ -82,9 +114,9 @@ def packed_attention(
         kwargs.get("softcap"),
     )
     query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    has_kernel = query.is_cuda and query.dtype is not torch.float32
-    has_kernel = has_kernel and query.size(-1) <= _MOST_OF_HEAD and attention.softcap is None
-    attend = _unpadded if has_kernel else _padded
+    kernel = choose(query.device, query.dtype, query.size(-1), has_cap=attention.softcap is not None)
+    is_both = attention.softcap is not None and attention.sinks_H is not None  # which no kernel computes
+    attend = _padded if kernel is Kernel.PADDED or is_both else _unpadded
     return attend(query_THD, key_TKD, value_TKD, lengths, attention).unsqueeze(0), None
 
 
@@ -114,13 +146,32 @@ def _unpadded(
     if width < query_THD.size(-1):  # multi-head latent attention; the kernel has one size for all
         value_TKD = F.pad(value_TKD, (0, query_THD.size(-1) - width))
     qkv = (query_THD, key_TKD, value_TKD)
-    if attention.sinks_H is not None:
+    if attention.softcap is not None:
+        out_THD = _capped(*qkv, lengths, window, attention)
+    elif attention.sinks_H is not None:
         out_THD = varlen_attn_with_sinks(*qkv, attention.sinks_H, (cu_seqlens, longest, window, attention.scale))
     else:
         several = (cu_seqlens, cu_seqlens, longest, longest)
         out_THD = varlen_attn(*qkv, *several, window_size=window, scale=attention.scale, **GROUPED)
         assert isinstance(out_THD, torch.Tensor)  # return_aux is not set
     return out_THD[..., :width]
+
+
+def _capped(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    lengths: tuple[torch.Tensor, int],
+    window: tuple[int, int],
+    attention: _Attention,
+) -> torch.Tensor:
+    """Calls flash-attn, for the arguments of 2.8. No host that has it has run this (docs/models.md)."""
+    from flash_attn import flash_attn_varlen_func  # late: it is an extra
+
+    bounds, longest = lengths
+    settings = {"softmax_scale": attention.scale, "window_size": window, "softcap": attention.softcap or 0.0}
+    several = (bounds, bounds, longest, longest)
+    return flash_attn_varlen_func(query_THD, key_TKD, value_TKD, *several, causal=True, **settings)
 
 
 def _padded(

@@ -1,5 +1,6 @@
 """Implements the FSDP2 backend: every rank holds a shard of every weight and trains on its own samples."""
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,12 +26,14 @@ from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_error
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.loading import build, reshard
 from services.trainer.fsdp.lora import AdapterStream
-from services.trainer.fsdp.model import LogprobModel, ValueModel
+from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, Offloader, Part
 from services.trainer.router_replay import LayerReplay, ModelReplay
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Microbatch
+
+_log = logging.getLogger(__name__)
 
 
 class Replay:
@@ -75,6 +78,8 @@ class FsdpBackend(Backend):
         kept = dtype if role is Role.REFERENCE or config.lora.rank else torch.float32  # what is trained is float32
         self._model = build(kind, model_path, config, self._mesh, weight_dtype=kept, compute_dtype=dtype)
         groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
+        if self.data_rank == 0:
+            _log.info("%s: attention is computed by %s", role, self._model.attention(device, dtype))
         if role is Role.REFERENCE:
             self._model.requires_grad_(False)
         else:
@@ -92,6 +97,10 @@ class FsdpBackend(Backend):
     @property
     def data_rank(self) -> int:
         return self._mesh.get_rank()
+
+    @property
+    def pads_rows(self) -> bool:
+        return self._model.layout is Layout.ROWS
 
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import require_supported as require_config_supported
-from services.trainer.checkpoint.agreement import same_on_all_ranks
+from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
 from services.trainer.checkpoint.model_files import (
     load_config,
     require_finite,
@@ -25,7 +25,7 @@ from services.trainer.checkpoint.model_files import (
 )
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 from services.trainer.compat.transformers import ignored_tensors
-from services.trainer.fsdp.lora import add_adapters
+from services.trainer.fsdp.lora import add_adapters, sites_of
 from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel, class_of, make_model
 from services.trainer.fsdp.proof import layout_of
 from services.trainer.fsdp.structure import structure_of
@@ -70,8 +70,8 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTra
     return loaded
 
 
-def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> Layout:
-    """Checks the model, whose weights are on the meta device; returns the layout in which it computes exactly."""
+def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    """Checks the structure of the model, whose weights are on the meta device."""
     structure, text_config = structure_of(causal_lm), hf_config.get_text_config()
     if structure.scale == 1 and not structure.softcap:
         for name in _LOGIT_SETTINGS:
@@ -91,7 +91,6 @@ def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel, c
                 f"must be a multiple of {multiple} in {compute_dtype}; it is not supported with strategy fsdp",
                 field="model",
             )
-    return layout_of(hf_config)
 
 
 def build(
@@ -106,9 +105,11 @@ def build(
     """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`."""
     has_head, seed = kind is not ValueModel, torch.initial_seed() % 2**31
     with same_on_all_ranks():
-        empty, layout = make_empty(model_path, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
+        empty = make_empty(model_path, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
         require_loadable(empty, model_path, has_head=has_head)
-        add_adapters(empty, config.lora, seed=seed)
+        sites = sites_of(empty, config.lora)
+        add_adapters(empty, config.lora, sites, seed=seed)
+    layout = _agreed_layout(model_path, mesh)
     model = kind(empty, layout)
     model.eval()  # the policy that is trained is the one that sampled: without dropout or a router's jitter
     if config.gradient_checkpointing:
@@ -124,7 +125,7 @@ def build(
     with same_on_all_ranks():
         if mesh.get_rank() == 0:
             whole = kind(load_weights(model_path, has_head=has_head, dtype=weight_dtype), layout)
-            add_adapters(whole.causal_lm, config.lora, seed=seed)
+            add_adapters(whole.causal_lm, config.lora, sites, seed=seed)
             full = whole.state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with same_on_all_ranks():
@@ -132,13 +133,20 @@ def build(
     return model
 
 
-def make_empty(
-    model_path: str, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype
-) -> tuple[PreTrainedModel, Layout]:
-    """Returns the model on the meta device, with its buffers on the CPU, and its layout.
+def _agreed_layout(model_path: str, mesh: DeviceMesh) -> Layout:
+    """Proves the model on rank 0, which takes seconds, and returns its layout on all ranks, or its error."""
+    layout = ""
+    with same_on_all_ranks():
+        if mesh.get_rank() == 0:
+            layout = layout_of(load_config(model_path)).value
+    return Layout(gather_json(layout, torch.device("cpu"))[0])
+
+
+def make_empty(model_path: str, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model on the meta device, with its buffers on the CPU; `layout_of` proves it.
 
     Raises:
-        InvalidInput: The model is not supported.
+        InvalidInput: The model is not supported, by its config or its structure.
     """
     hf_config = load_config(model_path)
     require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
@@ -147,13 +155,13 @@ def make_empty(
             empty = make_model(hf_config, dtype=weight_dtype)
     except Exception as error:  # nothing but the config is read, and a wrong size may raise anything
         raise InvalidInput(f"model: {model_path}/config.json: {error!r}", field="model") from error
-    layout = require_supported(hf_config, empty, compute_dtype)
+    require_supported(hf_config, empty, compute_dtype)
     empty.tie_weights()
     for module in empty.modules():
         if isinstance(module, nn.Embedding):
             # With it torch would leave out the gradient of the pad token, which prompts may contain as an end token.
             module.padding_idx = None
-    return empty, layout
+    return empty
 
 
 def _recompute(layer: nn.Module) -> None:

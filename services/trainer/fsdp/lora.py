@@ -1,10 +1,14 @@
 """Adds low-rank adapters (arXiv 2106.09685) to linear layers: W x + alpha / rank * B A x.
 
-A [rank, in] and B [out, rank] are parameters of the layer itself, so all other parameters keep their names. Targets and
-kinds are named as with strategy megatron, which stacks q, k and v in one layer, and gate and up: with kind lora these
-share one A. The rest of the model is frozen.
+A [rank, in] and B [out, rank] are parameters of the layer itself, so all other parameters keep their names. The rest of
+the model is frozen.
+
+For the families of the registry, targets and kinds are named as with strategy megatron, which stacks q, k and v in one
+layer, and gate and up: with kind lora these share one A. In any other model each linear layer is a target of its own,
+with the checkpoint's name.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -15,8 +19,17 @@ from transformers import PreTrainedModel
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import make_architecture
-from services.trainer.adapters import AdaptedLayer, adapter_sites, initial_a, peft_name, write_merged
+from services.trainer.adapters import (
+    AdaptedLayer,
+    adapter_sites,
+    initial_a,
+    peft_name,
+    require_targets,
+    without_excluded,
+    write_merged,
+)
 from services.trainer.compat.torch import set_class
+from services.trainer.fsdp.structure import structure_of
 from services.trainer.fsdp.weights import WeightStream
 
 _Named = Iterator[tuple[str, torch.Tensor]]
@@ -36,20 +49,51 @@ class _Adapted(AdaptedLayer, nn.Linear):
         return out + F.linear(F.linear(input, self.lora_A) * self.lora_scale, self.lora_B)
 
 
-def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
-    """Freezes the model and adds adapters, unless `lora.rank` is 0. They are float32 and change no output at first."""
+def sites_of(causal_lm: PreTrainedModel, lora: LoraConfig) -> dict[str, list[str]]:
+    """Returns the name of each adapter with the layers that share its A; none if `lora.rank` is 0.
+
+    Raises:
+        InvalidInput: A target or an exclusion is none of this model, or nothing is left to train.
+    """
     if not lora.rank:
-        return
+        return {}
     try:
         model = make_architecture(causal_lm.config.to_dict(), "its config.json")
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"trainer.lora: the layers of the model are not known; {error.message}", field="trainer.lora"
-        ) from error
-    causal_lm.requires_grad_(False)
-    for name, tensors in adapter_sites(model, lora).items():
-        layers = (causal_lm.get_submodule(tensor.removesuffix(".weight")) for tensor in tensors)
-        _adapt(layers, name, lora, seed)
+    except InvalidInput:  # not of the registry
+        return _sites_by_structure(causal_lm, lora)
+    sites = adapter_sites(model, lora).items()
+    return {name: [tensor.removesuffix(".weight") for tensor in tensors] for name, tensors in sites}
+
+
+def _sites_by_structure(causal_lm: PreTrainedModel, lora: LoraConfig) -> dict[str, list[str]]:
+    """Finds the linear layers of the decoder's layers, each with a matrix of the checkpoint.
+
+    Experts that are one tensor, convolutions, recurrent weights, a weight that several layers share, and a matrix that
+    is no larger than its adapter have none.
+    """
+    base = WeightStream(causal_lm, torch.float32, torch.device("cpu"))
+    uses = Counter(id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Linear))
+    layers, found = structure_of(causal_lm).layers, dict[str, list[str]]()
+    for name, layer in causal_lm.get_submodule(layers).named_modules(prefix=layers):
+        if type(layer) is not nn.Linear or uses[id(layer.weight)] > 1:
+            continue
+        rows, columns = layer.weight.shape
+        stored = base.checkpoint_name(f"{name}.weight")
+        if stored and lora.rank * (rows + columns) < rows * columns:
+            found[stored.removesuffix(".weight")] = [name]
+    kinds = {name: name.rpartition(".")[2] for name in found}
+    what = f"model_type {causal_lm.config.model_type} (experts and recurrent weights get no adapters)"
+    require_targets(lora, sorted(set(kinds.values())), what)
+    wanted = {name: of for name, of in found.items() if kinds[name] in (lora.target_modules or kinds.values())}
+    return without_excluded(wanted, lora)
+
+
+def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, sites: dict[str, list[str]], *, seed: int) -> None:
+    """Freezes the model and adds adapters at `sites`, if any. They are float32 and change no output at first."""
+    if sites:
+        causal_lm.requires_grad_(False)
+    for name, layers in sites.items():
+        _adapt(map(causal_lm.get_submodule, layers), name, lora, seed)
 
 
 def _adapt(layers: Iterable[nn.Module], name: str, lora: LoraConfig, seed: int) -> None:
@@ -71,7 +115,10 @@ class AdapterStream:
     def __init__(self, causal_lm: nn.Module, base: WeightStream):
         self._base = base
         named = causal_lm.named_modules()
-        self._layers = {f"{name}.weight": layer for name, layer in named if isinstance(layer, _Adapted)}
+        adapted = {
+            base.checkpoint_name(f"{name}.weight"): layer for name, layer in named if isinstance(layer, _Adapted)
+        }
+        self._layers = {name: layer for name, layer in adapted.items() if name}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         """Returns names and meta tensors of the adapters."""

@@ -105,6 +105,12 @@ class _Model(nn.Module):
     def layers(self) -> list[nn.Module]:
         return list(self.causal_lm.get_submodule(self.structure.layers).children())
 
+    def attention(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Names what computes attention on a device, in the compute dtype."""
+        if self.layout is Layout.ROWS:
+            return "transformers' own operators, over padded samples"
+        return attention.chosen(self.decoder, device, dtype)
+
     def hidden(self, microbatch: Microbatch) -> torch.Tensor:
         """Returns the last hidden state [N, D] before each target."""
         self._rows.begin(microbatch.cu_seqlens_B1, microbatch.max_seqlen)

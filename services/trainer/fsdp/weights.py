@@ -37,6 +37,11 @@ class WeightStream:
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.to("meta")) for specs in self._specs.values() for name, tensor in specs]
 
+    def checkpoint_name(self, parameter: str) -> str | None:
+        """Returns the checkpoint's name of a whole parameter; None if checkpoints have it in other tensors."""
+        specs, shape = self._specs[parameter], self._causal_lm.get_parameter(parameter).shape
+        return specs[0][0] if [spec.shape for _, spec in specs] == [shape] else None
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for run in self._runs:
             for (name, _), whole in zip(run, self.gather([parameter for _, parameter in run]), strict=True):

@@ -105,7 +105,7 @@ class Worker(MemoryCommands):
             self._profiler, self._num_updates = Profiler(config.profiler, self._rank), 0
             self._plan, self._base_sums = self._make_plan(bucket_bytes), None
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
-        return Message({"data_rank": backend.data_rank}, frames)
+        return Message({"data_rank": backend.data_rank, "pads_rows": backend.pads_rows}, frames)
 
     @rank_command
     def close(self) -> None:

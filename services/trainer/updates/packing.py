@@ -1,4 +1,4 @@
-"""Packs samples into micro-batches without padding, equally many per rank and balanced by tokens. Pure functions."""
+"""Packs samples into micro-batches, equally many per rank and balanced by tokens. Pure functions."""
 
 import heapq
 from collections.abc import Sequence
@@ -56,13 +56,17 @@ class Microbatch:
         return np.split(values_N.cpu().numpy(), np.cumsum(self.completion_lengths)[:-1])
 
 
-def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> list[list[list[int]]]:
+def assign(
+    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1, pads_rows: bool = False
+) -> list[list[list[int]]]:
     """Assigns samples to ranks and micro-batches. Returns [rank][micro-batch] -> sample indices, ascending.
 
     Makes as few micro-batches of at most `max_tokens` tokens as possible, and puts the longest sample that is left into
-    the micro-batch with the fewest tokens (LPT, Graham 1969). Every rank gets about the same number of tokens and
-    exactly the same number of micro-batches, because the forward of a sharded model is a collective. That number is a
-    multiple of `multiple_of`, which an interleaved pipeline sets to its number of stages.
+    the micro-batch with the fewest tokens (LPT, Graham 1969). With `pads_rows` each sample is padded to the longest of
+    its micro-batch, and the padding counts: then samples of about the same length are put together. Every rank gets
+    about the same number of tokens and exactly the same number of micro-batches, because the forward of a sharded model
+    is a collective. That number is a multiple of `multiple_of`, which an interleaved pipeline sets to its number of
+    stages.
 
     Raises:
         InvalidInput: A sample is longer than `max_tokens`, there are fewer samples than ranks, or no equal split
@@ -75,12 +79,11 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_
         )
     if len(lengths) < num_ranks:
         raise InvalidInput(f"{len(lengths)} samples cannot be spread over {num_ranks} ranks", field="frame")
-    most, fewest = len(lengths) // num_ranks, -(-sum(lengths) // (max_tokens * num_ranks))
-    for microbatches_per_rank in range(fewest + -fewest % multiple_of, most + 1, multiple_of):
-        microbatches = _longest_first(lengths, microbatches_per_rank * num_ranks)
-        if max(tokens for tokens, _ in microbatches) <= max_tokens:
-            break
+    if pads_rows:
+        microbatches = _rows_by_length(lengths, num_ranks * multiple_of, max_tokens)
     else:
+        microbatches = _packed(lengths, num_ranks, max_tokens, multiple_of)
+    if not microbatches:
         raise InvalidInput(
             f"{len(lengths)} samples of up to {max(lengths)} tokens cannot be split into the same number of "
             f"micro-batches for each of {num_ranks} ranks; raise trainer.max_tokens_per_microbatch from {max_tokens} "
@@ -98,9 +101,46 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_
     return ranks
 
 
-def _longest_first(lengths: Sequence[int], num_microbatches: int) -> list[tuple[int, list[int]]]:
+_Microbatches = list[tuple[int, list[int]]]
+"""The tokens of each micro-batch, and its samples."""
+
+
+def _packed(lengths: Sequence[int], num_ranks: int, max_tokens: int, multiple_of: int) -> _Microbatches:
+    """Returns the fewest micro-batches that fit; none if that is impossible."""
+    most, fewest = len(lengths) // num_ranks, -(-sum(lengths) // (max_tokens * num_ranks))
+    for microbatches_per_rank in range(fewest + -fewest % multiple_of, most + 1, multiple_of):
+        microbatches = _longest_first(lengths, microbatches_per_rank * num_ranks)
+        if max(tokens for tokens, _ in microbatches) <= max_tokens:
+            return microbatches
+    return []
+
+
+def _rows_by_length(lengths: Sequence[int], multiple_of: int, max_tokens: int) -> _Microbatches:
+    """Returns micro-batches of neighbors in the order of length, with their padding; none if there are too few samples.
+
+    As many samples as fit go together, from the longest on. Then the largest micro-batches are halved until the number
+    is a multiple of `multiple_of`.
+    """
+    groups: list[list[int]] = []
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    number = len(groups) + -len(groups) % multiple_of
+    if number > len(lengths):
+        return []
+    while len(groups) < number:
+        halved = max(groups, key=lambda group: (len(group) > 1, len(group) * lengths[group[0]]))
+        middle = len(halved) // 2
+        groups[groups.index(halved)] = halved[:middle]
+        groups.append(halved[middle:])
+    return [(len(group) * lengths[group[0]], sorted(group)) for group in groups]
+
+
+def _longest_first(lengths: Sequence[int], num_microbatches: int) -> _Microbatches:
     emptiest = [(0, index) for index in range(num_microbatches)]
-    microbatches: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_microbatches)]
+    microbatches: _Microbatches = [(0, []) for _ in range(num_microbatches)]
     for sample in sorted(
         range(len(lengths)), key=lambda i: (-lengths[i], i)
     ):  # ties in a fixed order, so that runs repeat

@@ -154,7 +154,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         free["free"] = left
         assert host.check_disk(None).verdict is host.check_disk(config).verdict is verdict
     # Four checkpoints and an export of a model of 8 GiB of parameters.
-    monkeypatch.setattr(host, "read_architecture", lambda model: SimpleNamespace(num_parameters=8 * GIB))
+    monkeypatch.setattr(host, "planned_model", lambda config: SimpleNamespace(num_parameters=8 * GIB))
     free["free"] = 8 * (4 * 14 + 4) * GIB - 1
     assert_fails(host.check_disk(config), FAIL, "the run needs 480.00", "max_ckpts_to_keep")
     free["free"] = 2 * 8 * (4 * 14 + 4) * GIB

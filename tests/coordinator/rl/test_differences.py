@@ -17,8 +17,8 @@ from tests.support import raises
 class FakeTrainer:
     """Answers an update with a difference of 0.3 nats, or with `error`."""
 
-    def __init__(self, model_type: str, error: LockstepError | None = None):
-        card = ModelCard(files={"config.json": json.dumps({"model_type": model_type}).encode()})
+    def __init__(self, model_type: str, error: LockstepError | None = None, **config: Any):
+        card = ModelCard(files={"config.json": json.dumps({"model_type": model_type, **config}).encode()})
         self.opened, self._error = SimpleNamespace(model_card=card), error
 
     async def train(self, *args: object, **kwargs: object) -> tuple[int, dict[str, float]]:
@@ -38,6 +38,9 @@ async def test_the_first_step_says_how_much_and_why(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         assert (await committed(FakeTrainer("cohere2")))[0] == 1
         assert "0.3 nats" in caplog.text and "sliding window has one token more" in caplog.text
+        caplog.clear()
+        await committed(FakeTrainer("mistral3", text_config={"model_type": "ministral3"}))
+        assert "beyond original_max_position_embeddings" in caplog.text
         caplog.clear()
         await committed(FakeTrainer("cohere2"), version=1)
         await committed(FakeTrainer("qwen3"))

@@ -53,7 +53,7 @@ class CountingRank:
 
     @rank_command
     def open(self, **_: Any) -> Message:
-        return Message({"data_rank": 0}, [b""])
+        return Message({"data_rank": 0, "pads_rows": False}, [b""])
 
     @rank_command
     def forward(self, *, frames: Sequence[bytes], **_: Any) -> Message:

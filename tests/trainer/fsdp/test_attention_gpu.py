@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.fsdp.attention import packed_attention
+from services.trainer.fsdp.attention import HAS_FLASH_ATTN, packed_attention
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -41,6 +41,15 @@ def results(case: dict[str, Any], sizes: tuple[int, int], dtype: torch.dtype) ->
         torch.nn.Identity(), *inputs[:3], None, cu_seqlens=bounds, max_seqlen=max(LENGTHS), **case
     )
     return [out, *torch.autograd.grad((out.float() * weights).sum(), inputs)]
+
+
+@pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs flash-attn")
+@pytest.mark.parametrize("case", [{"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 16}], ids=str)
+@pytest.mark.parametrize("size", [64, 256])
+def test_flash_attn_computes_capped_scores(case: dict[str, Any], size: int) -> None:
+    got, want = (results(case, (size, size), dtype) for dtype in (torch.bfloat16, torch.float32))
+    for one, other in zip(got, want, strict=True):
+        assert float((one.float() - other).abs().max()) <= TOLERANCE * float(other.abs().max())
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (96, 64)], ids=str)

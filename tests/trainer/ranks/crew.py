@@ -74,7 +74,7 @@ class FakeWorker:
 
     @rank_command
     def open(self, **_: Any) -> Message:
-        return Message({"data_rank": self.rank}, [b""])
+        return Message({"data_rank": self.rank, "pads_rows": False}, [b""])
 
     @rank_command
     def begin_batch(self, **_: Any) -> None:

@@ -3,7 +3,9 @@ microbatches."""
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pyarrow as pa
@@ -11,16 +13,21 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
 from services.common.batches import batch as batches
 from services.common.batches.batch import decode_sampling_masks, encode_sampling_masks
+from services.common.batches.blocks import packed_lengths
 from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
+from services.trainer.contract import OpenRole, TrainState
 from services.trainer.samples import check_routed_experts, check_sampling_masks, forward_parts
+from services.trainer.stream import BatchTraining
 from services.trainer.updates.packing import assign, build_microbatch
-from tests.support import raises, with_routed_experts, with_sampling_masks
+from tests.support import make_batch, raises, with_routed_experts, with_sampling_masks
 from tests.trainer.fsdp_harness import samples
 from tests.trainer.updating import whole_parts
 
@@ -32,15 +39,22 @@ SHAPE = RoutedExpertsShape(2, 4, 2)
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     num_ranks=st.integers(1, 5),
     spare=st.integers(0, 100),
+    pads_rows=st.booleans(),
 )
 @example(
-    lengths=[10, 10, 10], num_ranks=2, spare=0
+    lengths=[10, 10, 10], num_ranks=2, spare=0, pads_rows=False
 )  # 3 micro-batches cannot be dealt to 2 ranks, and none can be filled
-@example(lengths=[10, 10, 1], num_ranks=2, spare=1)
-def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
+@example(lengths=[10, 10, 1], num_ranks=2, spare=1, pads_rows=False)
+@example(lengths=[10, 10, 1], num_ranks=2, spare=1, pads_rows=True)
+def test_assignment(lengths: list[int], num_ranks: int, spare: int, pads_rows: bool) -> None:
     budget = max(lengths) + spare
+
+    def tokens(samples: list[int]) -> int:
+        each = [lengths[i] for i in samples]
+        return max(each) * len(each) if pads_rows else sum(each)
+
     try:
-        ranks = assign(lengths, num_ranks=num_ranks, max_tokens=budget)
+        ranks = assign(lengths, num_ranks=num_ranks, max_tokens=budget, pads_rows=pads_rows)
     except InvalidInput:
         # It is refused only if there are too few samples, or where not even pairs could be formed.
         assert len(lengths) < num_ranks or (len(lengths) % num_ranks and budget < 2 * max(lengths))
@@ -50,8 +64,35 @@ def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
     assert len(ranks) == num_ranks
     assert len({len(rank) for rank in ranks}) == 1
     assert all(microbatch and microbatch == sorted(microbatch) for microbatch in microbatches)
-    assert max(sum(lengths[i] for i in microbatch) for microbatch in microbatches) <= budget
-    assert ranks == assign(lengths, num_ranks=num_ranks, max_tokens=budget)
+    assert max(map(tokens, microbatches)) <= budget
+    assert ranks == assign(lengths, num_ranks=num_ranks, max_tokens=budget, pads_rows=pads_rows)
+
+
+def test_padded_rows_of_about_the_same_length_are_together() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 0.9, 256).astype(int).clip(1, 2048).tolist()
+    for num_ranks in (1, 4):
+        ranks = assign(lengths, num_ranks=num_ranks, max_tokens=8192, pads_rows=True)
+        padded = [[max(lengths[i] for i in one) * len(one) for one in rank] for rank in ranks]
+        assert sum(map(sum, padded)) <= 1.25 * sum(lengths)  # in any order it is more than twice as much
+        assert max(map(sum, padded)) <= 1.25 * min(map(sum, padded))
+
+
+async def test_a_backend_that_pads_gets_samples_by_length() -> None:
+    stamp = PolicyStamp(version=0, digest="d")
+    batch, config = make_batch(4, 3, stamp), TrainerConfig(max_tokens_per_microbatch=64)
+    header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
+    card = ModelCard(files={"config.json": b'{"vocab_size": 64}'})
+    opened = OpenRole("", config, pb.OpenRunResponse(model_card=card), [0], TrainState(0, "", {}), digest="d")
+    opened = replace(opened, pads_rows=True)
+    ranks = AsyncMock()
+    training = BatchTraining(ranks, header, Role.POLICY, opened)
+    await training.add(batch)
+    (part,) = ranks.call.call_args.args[1]
+    ((_, sizes),) = part.body["minibatches"]
+    sent, begin = packed_lengths(batches.decode(part.frames)).tolist(), 0
+    for size in sizes:
+        assert max(sent[begin : begin + size]) * size <= 64
+        begin += size
 
 
 @settings(max_examples=100, deadline=None)
