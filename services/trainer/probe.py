@@ -19,6 +19,10 @@ async def model(requests: Requests) -> Answers:
             from services.trainer.megatron.settings import model_architecture, read_config
 
             model_architecture(read_config(request["model"]))
+            if config.megatron.use_mbridge:
+                from services.trainer.megatron.mbridge import prove_alone
+
+                prove_alone(request["model"], config)
         else:
             from services.trainer.fsdp.loading import make_empty
 

@@ -60,13 +60,16 @@ def _models(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig, Path]]:
 def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     """Asks the trainer's code whether it computes the models exactly, in a process with torch, as it will at start.
 
-    For the families of the registry the rules of check_model are the answer.
+    For the families of the registry the rules of check_model are the answer, unless mbridge builds the model.
 
     Raises:
         InvalidInput: It would refuse a model.
     """
     for name, settings, directory in _models(config):
-        if addresses.of(name) or not directory.is_dir() or read_content(directory).get("model_type") in FAMILIES:
+        is_bridged = settings.strategy == "megatron" and settings.megatron.use_mbridge
+        if addresses.of(name) or not directory.is_dir():
+            continue
+        if not is_bridged and read_content(directory).get("model_type") in FAMILIES:
             continue
         if find_spec("torch") is None:
             yield Finding("model", f"{directory}: torch is not here to compare it with transformers", Verdict.WARN, "")
