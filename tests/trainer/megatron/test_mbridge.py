@@ -18,6 +18,9 @@ DENSE = ("llama", "llama-linear", "llama-llama3", "qwen2", "qwen2-tied", "qwen3"
 EXPERTS = ("mixtral", "qwen2_moe", "qwen2_moe-normalized", "qwen3_moe", "qwen3_moe-unnormalized")
 ETP1 = {"expert_tensor_parallel_size": 1}
 ONE_BY_ONE = {"moe": {"grouped_gemm": False}}
+# Types that mbridge registers and Lockstep does not build with it: MLA fails under Megatron-Core 0.16, and layers of
+# different kinds were not tried.
+NOT_BUILT = {"deepseek_v3", "glm4_moe"}
 # What decides which weights a rank has.
 _SIZES = ("parallel_size", "sequence_parallel")
 
@@ -130,7 +133,9 @@ def test_proof_refuses_what_mbridge_has_wrong(answers: Answers, mutant: str) -> 
 
 
 def test_types_are_those_that_both_know() -> None:
-    assert set(MBRIDGE_TYPES) == known_types() & FAMILIES.keys()
+    both = known_types() & FAMILIES.keys()
+    assert set(MBRIDGE_TYPES) <= both
+    assert both - set(MBRIDGE_TYPES) <= NOT_BUILT
 
 
 @pytest.mark.long
