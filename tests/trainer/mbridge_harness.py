@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.checkpoint.agreement import gather_json
+from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron import mbridge as bridging
 from services.trainer.megatron.mbridge import Bridged
 from services.trainer.megatron.model import Chunk, LogprobModel, build_chunks, maker
@@ -127,11 +128,17 @@ def of_all_ranks(problems: list[str]) -> list[str]:
     return [problem for theirs in gather_json(problems, _CPU) for problem in theirs]
 
 
-def compare(models: Path, cases: Mapping[str, tuple[str, Mapping[str, Any]]], world: int) -> dict[str, list[str]]:
-    """Returns the differences of all ranks in each case, a model and its parallel sizes."""
-    return {
-        name: of_all_ranks(Comparison(models / kind, world, megatron).run()) for name, (kind, megatron) in cases.items()
-    }
+def compare(harness: MegatronHarness, models: Path, kind: str, megatron: Mapping[str, Any]) -> list[str]:
+    """Returns the differences of all ranks for a model with these parallel sizes."""
+    start_anew(harness)
+    return of_all_ranks(Comparison(models / kind, harness.world, megatron).run())
+
+
+def start_anew(harness: MegatronHarness) -> None:
+    """Frees models and process groups, each of which has threads."""
+    set_groups(NO_GROUPS)
+    harness.worker.close()
+    harness.worker._start_process_group(timedelta(minutes=5))
 
 
 def update(harness: MegatronHarness, kind: str, megatron: Mapping[str, Any], directory: Path) -> list[str]:
@@ -160,9 +167,25 @@ def update(harness: MegatronHarness, kind: str, megatron: Mapping[str, Any], dir
     return wrong if changed else [*wrong, "the update changed nothing"]
 
 
-def refusal(path: Path, world: int, **config: Any) -> str:
+def made_once(make: Function) -> Function:
+    made: dict[str, Any] = {}
+
+    def make_once(hf: Any) -> Any:
+        key = hf.to_json_string(use_diff=False)
+        if key not in made:
+            made[key] = make(hf)
+        return made[key]
+
+    return make_once
+
+
+vars(bridging)["make_reference"] = made_once(bridging.make_reference)  # it takes most of the time of a proof
+
+
+def refusal(harness: MegatronHarness, path: Path) -> str:
     """Returns why the proof refuses the model, or an empty string."""
-    changes = {"strategy": "megatron", "num_ranks": world, "megatron": {"use_mbridge": True}, **config}
+    start_anew(harness)
+    changes = {"strategy": "megatron", "num_ranks": harness.world, "megatron": {"use_mbridge": True}}
     trainer = TrainerConfig.model_validate({**BASE, **changes})
     bridging._proven.clear()
     try:
@@ -217,19 +240,18 @@ def first_expert(name_of: Function) -> Function:
 
 def act(harness: MegatronHarness, directory: Path, work: Mapping[str, Any]) -> None:
     """Does the `work` of a test module on one rank; rank 0 writes the answers."""
-    models, world = directory.parent / "models", harness.world
+    models = directory.parent / "models"
     answers: dict[str, dict[str, Any]] = {name: {} for name in work}
     for name, case in work["updates"].items():
         answers["updates"][name] = of_all_ranks(update(harness, *case, directory))
-    if not dist.is_initialized():  # as an update does
-        harness.worker._start_process_group(timedelta(minutes=5))
-    answers["cases"] = compare(models, work["cases"], world)
-    answers["proofs"] = {kind: refusal(models / kind, world) for kind in work["proofs"]}
+    for name, case in work["cases"].items():
+        answers["cases"][name] = compare(harness, models, *case)
+    answers["proofs"] = {kind: refusal(harness, models / kind) for kind in work["proofs"]}
     for name, (kind, megatron, target, change) in work["mutants"].items():
         with patched(target, change):
             is_proof = megatron is None
-            answer = refusal(models / kind, world) if is_proof else compare(models, {name: (kind, megatron)}, world)
-            answers["mutants"][name] = answer if isinstance(answer, str) else answer[name]
+            answer = refusal(harness, models / kind) if is_proof else compare(harness, models, kind, megatron)
+            answers["mutants"][name] = answer
     if harness.rank == 0:
         for name, content in answers.items():
             (directory / f"{name}.json").write_text(json.dumps(content))

@@ -256,8 +256,7 @@ class TrainerConfig(Strict):
                 )
         if self.strategy == "megatron" and self.megatron.use_mbridge and self.lora.rank:
             raise ValueError(
-                "megatron.use_mbridge: the layers that mbridge's models have take no adapters; leave it out, or set "
-                "lora.rank to 0"
+                "megatron.use_mbridge: mbridge does not join the parts of adapters; leave it out, or set lora.rank to 0"
             )
         if self.lora.dropout and self.strategy != "megatron":
             raise ValueError("lora.dropout is above 0: it needs strategy megatron")
