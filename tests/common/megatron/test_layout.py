@@ -67,11 +67,6 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(8, {TP: 4, EP: 3, ETP: 2}, {})],
         ["nearest legal EP: 2 or 4", "num_ranks: 12"],
     ),
-    "mbridge knows the type": (
-        (1, {"use_mbridge": True}, {MODEL: DENSE}),
-        [(1, {"use_mbridge": True}, {MODEL: replace(DENSE, model_type="mistral")})],
-        ["use_mbridge true", "llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe", "not mistral"],
-    ),
     "TP divides the heads": (
         (8, {TP: 4}, {MODEL: DENSE}),
         [(8, {TP: 8}, {MODEL: DENSE, TOKENS: 1001})],  # and not the tokens, which would be the next rule

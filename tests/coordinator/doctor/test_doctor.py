@@ -28,7 +28,7 @@ from services.common.rpc.tls import Role
 from services.common.weights import trial
 from services.coordinator.cli.main import app, main
 from services.coordinator.clients import gpus as devices
-from services.coordinator.doctor import host, inputs, session
+from services.coordinator.doctor import host, session
 from services.coordinator.doctor import services as running
 from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
@@ -215,19 +215,6 @@ def test_an_environment_is_opened_where_its_reward_service_will_run() -> None:
 def test_the_probe_of_the_sandbox_says_why_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert_fails(host.check_sandbox(None), WARN, "bwrap not found: install bubblewrap", "bubblewrap")
-
-
-@pytest.mark.parametrize("use_mbridge", [False, True])
-def test_a_model_that_mbridge_builds_is_compared_by_the_trainer(
-    use_mbridge: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(inputs, "problem", lambda command, request, timeout_s: asked.append(request) or "differs")
-    trainer = {"strategy": "megatron", "num_ranks": 1, "megatron": {"use_mbridge": use_mbridge}}
-    model, *_ = examine_inputs(config_with(trainer=trainer), Addresses())
-    assert len(asked) == use_mbridge
-    if use_mbridge:
-        assert_fails(model, FAIL, "differs", "this strategy can train")
 
 
 def test_model_and_data(tmp_path: Path) -> None:
