@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from services.common.config.layout import check_layout
 from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput
 from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
@@ -51,6 +52,8 @@ class MegatronBackend(Backend):
                 max_tokens=config.max_tokens_per_microbatch,
                 key=key,
             )
+            if role is Role.CRITIC and config.megatron.use_mbridge:
+                raise InvalidInput(f"{key}.use_mbridge: mbridge builds no value models", field=f"{key}.use_mbridge")
             if not config.megatron.dist_checkpointing_path:
                 require_loadable(architecture, model_path, is_critic=role is Role.CRITIC)
         self._map = WeightMap(architecture)
