@@ -64,7 +64,7 @@ def active_parameters(model: Path) -> int:
     import torch
     from transformers import AutoConfig
 
-    from services.trainer.fsdp.model import make_model
+    from services.trainer.structure import make_model
 
     config = AutoConfig.from_pretrained(model)
     text = config.get_text_config()

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.megatron_layouts import MODELS, TINY, samples
-from services.trainer.fsdp.model import make_model as make_causal_model
+from services.trainer.structure import make_model as make_causal_model
 from tests.trainer.zoo import PUBLISHED
 
 

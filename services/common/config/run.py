@@ -224,6 +224,12 @@ class Config(AnyRun):
                 f"advantage.kind {self.advantage.kind} {'needs' if self.advantage.needs_values else 'does not use'} a "
                 "critic: set both advantage.kind gae and critic (critic: {} for its defaults), or neither"
             )
+        critic = self.models.get("critic")
+        if critic and critic.strategy == "megatron" and critic.megatron.use_mbridge:
+            raise ValueError(
+                "critic.megatron.use_mbridge: mbridge builds no value models; set critic.megatron to sizes for the "
+                "critic, without use_mbridge"
+            )
         if self.critic and self.trainer.lag.versions:
             raise ValueError(
                 "trainer.lag.versions is above 0: a critic's values would come from weights that change meanwhile; set "

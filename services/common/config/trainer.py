@@ -258,6 +258,10 @@ class TrainerConfig(Strict):
                     f"moe.router_replay on: with {setting} Megatron's router ignores routed experts; leave that out, "
                     "or set moe.router_replay to off"
                 )
+        if self.strategy == "megatron" and self.megatron.use_mbridge and self.lora.rank:
+            raise ValueError(
+                "megatron.use_mbridge: mbridge does not join the parts of adapters; leave it out, or set lora.rank to 0"
+            )
         if self.lora.dropout and self.strategy != "megatron":
             raise ValueError("lora.dropout is above 0: it needs strategy megatron")
 

@@ -267,3 +267,6 @@ ENGINE_DIFFERENCES: Mapping[str, str] = {
     "ministral3": "vLLM does not scale queries by llama_4_scaling_beta, which acts beyond "
     "original_max_position_embeddings tokens",
 }
+
+# Model types that mbridge 0.15.1 registers, and of which it is known what must be corrected in it.
+MBRIDGE_TYPES = ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")

@@ -58,7 +58,8 @@ def _models(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig, Path]]:
 def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     """Asks the trainer's code whether it computes the models exactly, in a process with torch, as it will at start.
 
-    For the families of the registry the rules of check_model are the answer, unless adapters have targets.
+    For the families of the registry the rules of check_model are the answer, unless adapters have targets or mbridge
+    builds the model.
 
     Raises:
         InvalidInput: It would refuse a model.
@@ -67,7 +68,9 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
         if addresses.of(name) or not directory.is_dir():
             continue
         has_targets = settings.lora.rank and (settings.lora.target_modules or settings.lora.exclude_modules)
-        if read_content(directory).get("model_type") in FAMILIES and not has_targets:
+        is_bridged = settings.strategy == "megatron" and settings.megatron.use_mbridge
+        is_known = read_content(directory).get("model_type") in FAMILIES
+        if is_known and not has_targets and not is_bridged:
             continue
         if find_spec("torch") is None:
             yield Finding("model", f"{directory}: torch is not here to compare it with transformers", Verdict.WARN, "")

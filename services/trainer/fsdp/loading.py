@@ -26,10 +26,10 @@ from services.trainer.checkpoint.model_files import (
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 from services.trainer.compat.transformers import ignored_tensors
 from services.trainer.fsdp.lora import add_adapters, sites_of
-from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel, class_of, make_model
+from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
 from services.trainer.fsdp.proof import layout_of
-from services.trainer.fsdp.structure import structure_of
 from services.trainer.fsdp.weights import WeightStream, local_shard
+from services.trainer.structure import class_of, make_model, structure_of
 
 # Settings of architectures that change logits after the output layer, also by vLLM's code for other model types.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")

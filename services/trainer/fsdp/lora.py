@@ -29,8 +29,8 @@ from services.trainer.adapters import (
     write_merged,
 )
 from services.trainer.compat.torch import set_class
-from services.trainer.fsdp.structure import structure_of
 from services.trainer.fsdp.weights import WeightStream
+from services.trainer.structure import structure_of
 
 _Named = Iterator[tuple[str, torch.Tensor]]
 

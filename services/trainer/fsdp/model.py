@@ -5,16 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from services.trainer.fsdp import attention
-from services.trainer.fsdp.structure import structure_of
+from services.trainer.structure import structure_of
 from services.trainer.updates.logprobs import capped_logprobs
 from services.trainer.updates.packing import Microbatch
 
@@ -154,15 +148,3 @@ class ValueModel(_Model):
     def forward(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
         """Returns the values, float32 [1, N], computed so too: the bfloat16 number after 1 is about 1.01."""
         return nn.functional.linear(self.value_head.weight.float(), self.hidden(microbatch).float())
-
-
-def make_model(hf_config: PretrainedConfig, **kwargs: object) -> PreTrainedModel:
-    """Makes a model without its weights. One that also sees is made whole: its text part has the names of the files."""
-    return class_of(hf_config).from_config(hf_config, **kwargs)
-
-
-def class_of(hf_config: PretrainedConfig) -> Any:
-    """Returns the class of transformers that makes and loads such models."""
-    is_composite = hf_config.get_text_config() is not hf_config
-    has_class = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if is_composite and has_class else AutoModelForCausalLM

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from services.common.config.layout import check_layout
 from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput
 from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
@@ -20,11 +21,11 @@ from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
 from services.trainer.megatron.microbatch import MicrobatchShard
-from services.trainer.megatron.model import LogprobModel, ValueModel, build_chunks, half_precision, wrap_chunks
+from services.trainer.megatron.model import LogprobModel, ValueModel, build_chunks, half_precision, maker, wrap_chunks
 from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
-from services.trainer.megatron.settings import model_architecture, read_config, transformer_config
+from services.trainer.megatron.settings import layer_settings, model_architecture, read_config, transformer_config
 from services.trainer.megatron.stream import WeightStream
 from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
 from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, Offloader
@@ -40,6 +41,7 @@ class MegatronBackend(Backend):
         self.device = device
         self._role, self._config, self._dtype = role, config, compute_dtype(config, device)
         self._model_path, self.saves_in_background = model_path, config.megatron.async_save
+        key = f"{'trainer' if role is Role.POLICY else role}.megatron"
         with same_on_all_ranks():
             self._hf = read_config(model_path)
             architecture = model_architecture(self._hf)
@@ -48,11 +50,17 @@ class MegatronBackend(Backend):
                 dist.get_world_size(),
                 architecture=architecture,
                 max_tokens=config.max_tokens_per_microbatch,
-                key=f"{'trainer' if role is Role.POLICY else role}.megatron",
+                key=key,
             )
+            if role is Role.CRITIC and config.megatron.use_mbridge:
+                raise InvalidInput(f"{key}.use_mbridge: mbridge builds no value models", field=f"{key}.use_mbridge")
             if not config.megatron.dist_checkpointing_path:
                 require_loadable(architecture, model_path, is_critic=role is Role.CRITIC)
         self._map = WeightMap(architecture)
+        if config.megatron.use_mbridge:
+            from services.trainer.megatron import mbridge  # late, because it needs an extra
+
+            mbridge.prove(self._hf, config, device, key=key)
         self._has_blocks = False
         self._closing = contextlib.ExitStack()
         self._closing.callback(set_groups, NO_GROUPS)  # the groups exist until torch.distributed shuts down
@@ -181,9 +189,16 @@ class MegatronBackend(Backend):
         megatron, seed = self._config.megatron, torch.initial_seed() % 2**31
         is_adapted = self._config.lora.rank > 0
         parallelism = Parallelism(megatron, timeout_s=self._config.collective_timeout_s, seed=seed)
-        config = transformer_config(self._hf, self._config, self._dtype)
-        kind = ValueModel if self._role is Role.CRITIC else LogprobModel
-        built = build_chunks(kind, config, self._hf, megatron, is_adapted=is_adapted)
+        is_gpu = torch.cuda.is_available()
+        if megatron.use_mbridge:
+            from services.trainer.megatron.mbridge import Bridged
+
+            bridged = Bridged.of(self._hf, self._config, self._dtype, is_gpu=is_gpu)
+            config, self._map, make_chunk = bridged.config, bridged.weights, bridged.make_chunk
+        else:
+            config = transformer_config(layer_settings(self._hf), self._config, self._dtype, is_gpu=is_gpu)
+            make_chunk = maker(ValueModel if self._role is Role.CRITIC else LogprobModel, config, self._hf)
+        built = build_chunks(make_chunk, config, megatron, is_adapted=is_adapted, is_gpu=is_gpu)
         bare = [chunk.to(self.device) for chunk in built]
         parameters = local_parameters(bare, parallelism)
         if megatron.dist_checkpointing_path:

@@ -1,12 +1,13 @@
 """Builds a model as Megatron chunks: one per rank, or several with an interleaved pipeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -93,6 +94,17 @@ class LogprobModel(Chunk):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._set_head()
+
+    @classmethod
+    def of(cls, model: GPTModel) -> "LogprobModel":
+        """Turns a model that another library has built into a LogprobModel."""
+        set_class(model, cls)
+        assert isinstance(model, cls)
+        model._set_head()
+        return model
+
+    def _set_head(self) -> None:
         if self.post_process:
             set_class(self.output_layer, LogprobHead)
 
@@ -118,18 +130,39 @@ class ValueModel(Chunk):
         return self.output_layer(hidden_SBD, shard)
 
 
+# Takes a layer spec, whether the chunk has the embedding and the output layer, and its stage with VPP.
+MakeChunk = Callable[[TransformerBlockSubmodules, tuple[bool, bool], int | None], Chunk]
+
+
+def maker(kind: type[Chunk], config: TransformerConfig, hf: PretrainedConfig) -> MakeChunk:
+    """Returns what makes a chunk of `kind`."""
+
+    def make_chunk(spec: TransformerBlockSubmodules, ends: tuple[bool, bool], stage: int | None) -> Chunk:
+        return kind(
+            config=config,
+            # Megatron's annotation leaves out specs of several layers.
+            transformer_layer_spec=spec,  # pyright: ignore[reportArgumentType]
+            pre_process=ends[0],
+            post_process=ends[1],
+            **model_settings(hf),
+            vp_stage=stage,
+        )
+
+    return make_chunk
+
+
 def build_chunks(
-    kind: type[Chunk],
+    make_chunk: MakeChunk,
     config: TransformerConfig,
-    hf: PretrainedConfig,
     megatron: MegatronConfig,
     *,
     is_adapted: bool = False,
+    is_gpu: bool = False,
 ) -> list[Chunk]:
     """Makes this rank's chunks on the current device; their weights are not loaded yet.
 
-    With `is_adapted` the norms are separate layers, since the adapter needs the normalized input, which a fused layer
-    does not return.
+    With `is_gpu` they have TransformerEngine's layers. With `is_adapted` the norms are separate layers, since the
+    adapter needs the normalized input, which a fused layer does not return.
     """
     is_grouped = megatron.moe.grouped_gemm and config.num_moe_experts is not None
     if is_grouped:
@@ -138,16 +171,10 @@ def build_chunks(
     chunks = []
     for index in range(vpp or 1):
         stage = index if vpp else None
-        spec = _layer_spec(config, stage, is_adapted=is_adapted)
-        chunk = kind(
-            config=config,
-            # Megatron's annotation leaves out specs of several layers.
-            transformer_layer_spec=with_grouped_experts(spec) if is_grouped else spec,  # pyright: ignore[reportArgumentType]
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            **model_settings(hf),
-            vp_stage=stage,
-        )
+        spec = _layer_spec(config, stage, is_adapted=is_adapted, is_gpu=is_gpu)
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        chunk = make_chunk(with_grouped_experts(spec) if is_grouped else spec, (is_first, is_last), stage)
         chunk.model_type = ModelType.encoder_or_decoder
         if is_grouped:
             use_faster_dispatchers(chunk, gathers=gathers_tokens(megatron, config.moe_router_topk))
@@ -196,8 +223,10 @@ def unwrap(chunk: torch.nn.Module) -> Chunk:
     return chunk
 
 
-def _layer_spec(config: TransformerConfig, stage: int | None, *, is_adapted: bool) -> TransformerBlockSubmodules:
-    if torch.cuda.is_available():
+def _layer_spec(
+    config: TransformerConfig, stage: int | None, *, is_adapted: bool, is_gpu: bool
+) -> TransformerBlockSubmodules:
+    if is_gpu:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         return _with_own_norms(spec) if is_adapted else spec
     from services.trainer.compat.megatron.attention import with_torch_modules

@@ -46,12 +46,17 @@ def model_architecture(hf: PretrainedConfig) -> Architecture:
     return make_architecture(hf.to_dict(), f"{hf.name_or_path}/config.json")
 
 
-def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
-    """Makes Megatron's config for one role."""
-    is_gpu, megatron = torch.cuda.is_available(), trainer.megatron
+def transformer_config(
+    of_model: Mapping[str, object], trainer: TrainerConfig, dtype: torch.dtype, *, is_gpu: bool
+) -> TransformerConfig:
+    """Makes Megatron's config for one role from the fields that the model determines (`layer_settings`).
+
+    With `is_gpu` it is for TransformerEngine's layers.
+    """
+    megatron = trainer.megatron
     vpp = megatron.virtual_pipeline_model_parallel_size
     settings: dict[str, object] = {
-        **_model_settings(hf),
+        **of_model,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "sequence_parallel": megatron.has_sequence_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
@@ -85,7 +90,7 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
     return config
 
 
-def _model_settings(hf: PretrainedConfig) -> dict[str, object]:
+def layer_settings(hf: PretrainedConfig) -> dict[str, object]:
     """Returns the fields of megatron.core.transformer.TransformerConfig that the model determines."""
     model = model_architecture(hf)
     settings: dict[str, object] = {
@@ -107,22 +112,28 @@ def _model_settings(hf: PretrainedConfig) -> dict[str, object]:
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
     """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines."""
-    rope = dict(hf.rope_parameters)
+    rope = hf.rope_parameters
     is_partial = FAMILIES[hf.model_type].has_partial_rotary
-    settings = {
+    return {
         "vocab_size": hf.vocab_size,
         "max_sequence_length": hf.max_position_embeddings,
         "share_embeddings_and_output_weights": hf.tie_word_embeddings,
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rope.get("partial_rotary_factor", 1.0) if is_partial else 1.0,
+        **rope_settings(hf),
     }
+
+
+def rope_settings(hf: PretrainedConfig) -> dict[str, object]:
+    """Returns those of GPTModel's arguments that scale the rotary frequencies."""
+    rope = hf.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "linear":
-        settings["seq_len_interpolation_factor"] = rope["factor"]
-    elif kind == "llama3":
-        settings |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    return settings
+        return {"seq_len_interpolation_factor": rope["factor"]}
+    if kind == "llama3":
+        return {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    return {}
 
 
 def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, object]:

@@ -70,6 +70,21 @@ CROSS_FIELD = {
         ["moe.router_replay on", "transformer_config_kwargs.moe_router_fusion"],
         ["trainer.moe.router_replay=on", "trainer.strategy=megatron"],
     ),
+    "mbridge builds no layers for adapters": (
+        ["trainer.strategy=megatron", "trainer.megatron.use_mbridge=true", "trainer.lora.rank=4"],
+        ["megatron.use_mbridge", "set lora.rank to 0"],
+        ["trainer.strategy=megatron", "trainer.megatron.use_mbridge=true"],
+    ),
+    "mbridge reads the model directory": (
+        ["trainer.strategy=megatron", "trainer.megatron={use_mbridge: true, dist_checkpointing_path: x}"],
+        ["use_mbridge", "dist_checkpointing_path"],
+        ["trainer.strategy=megatron", "trainer.megatron.dist_checkpointing_path=x"],
+    ),
+    "mbridge builds no value models": (
+        ["advantage.kind=gae", "critic={}", "trainer.strategy=megatron", "trainer.megatron.use_mbridge=true"],
+        ["critic.megatron.use_mbridge", "without use_mbridge"],
+        ["advantage.kind=gae", "trainer.strategy=megatron", "trainer.megatron.use_mbridge=true", "critic.megatron={}"],
+    ),
     "routed_experts of drafted tokens were not compared": (
         ["trainer.moe.router_replay=on", "rollout.speculation={kind: ngram}"],
         ["trainer.moe.router_replay on", "leave rollout.speculation out"],

@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 
 from services.trainer.fsdp import attention
 from services.trainer.fsdp.attention import Kernel, choose, chosen, packed_attention
-from services.trainer.fsdp.model import make_model
+from services.trainer.structure import make_model
 from tests.trainer.zoo_harness import zoo_config
 
 CUDA, CPU, HALF = torch.device("cuda"), torch.device("cpu"), torch.bfloat16

@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput, Reason
 from services.trainer.fsdp.lora import sites_of
-from services.trainer.fsdp.model import make_model
+from services.trainer.structure import make_model
 from tests.support import raises
 from tests.trainer.zoo import ZOO
 from tests.trainer.zoo_harness import played, zoo_config

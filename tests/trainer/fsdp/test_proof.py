@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from services.common.errors import InvalidInput
-from services.trainer.fsdp import attention, proof
+from services.trainer.fsdp import attention
 from services.trainer.fsdp import model as models
 from services.trainer.fsdp.attention import packed_attention
 from services.trainer.fsdp.model import Layout, LogprobModel, Rows
-from services.trainer.fsdp.structure import Structure, structure_of
+from services.trainer.fsdp.proof import largest_difference, layout_of
+from services.trainer.proof import MOST_NATS, shrink
+from services.trainer.structure import Structure, make_model, structure_of
 from tests.support import raises
 from tests.trainer.zoo_harness import zoo_config
 
@@ -80,17 +82,17 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
 def test_a_mutant_of_each_mixer_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, patch = MUTANTS[mutant]
     patch(monkeypatch)
-    assert proof.largest_difference(zoo_config(name), Layout.PACKED) > proof.MOST_NATS
+    assert largest_difference(zoo_config(name), Layout.PACKED) > MOST_NATS
 
 
 def test_a_model_that_only_rows_compute_exactly_is_computed_in_rows() -> None:
-    assert proof.layout_of(zoo_config("llama4_text")) is Layout.ROWS
-    assert proof.layout_of(zoo_config("mistral_window")) is Layout.PACKED
+    assert layout_of(zoo_config("llama4_text")) is Layout.ROWS
+    assert layout_of(zoo_config("mistral_window")) is Layout.PACKED
 
 
 def test_a_model_that_nothing_computes_exactly_is_refused_with_the_difference() -> None:
     with raises(InvalidInput, field="model") as raised:
-        proof.layout_of(zoo_config("glm_moe_dsa"))
+        layout_of(zoo_config("glm_moe_dsa"))
     assert "in padded rows: log-probabilities differ by up to " in raised.value.message
 
 
@@ -106,12 +108,12 @@ def test_attention_refuses_what_it_does_not_know() -> None:
 
 
 def test_the_vision_tower_is_frozen_and_the_text_part_is_not() -> None:
-    wrapped = LogprobModel(models.make_model(zoo_config("gemma3")), Layout.PACKED)
+    wrapped = LogprobModel(make_model(zoo_config("gemma3")), Layout.PACKED)
     trained = {name for name, parameter in wrapped.causal_lm.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in wrapped.causal_lm.named_parameters() if "language_model" in name}
 
 
 def test_the_small_copy_has_a_layer_of_each_kind() -> None:
-    small = proof.shrink(zoo_config("qwen3_next"))
+    small = shrink(zoo_config("qwen3_next"))
     assert small.layer_types == ["linear_attention"] * 3 + ["full_attention"]
-    assert proof.shrink(zoo_config("gemma2")).num_hidden_layers == 2
+    assert shrink(zoo_config("gemma2")).num_hidden_layers == 2

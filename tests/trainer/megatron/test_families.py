@@ -54,11 +54,11 @@ HALF = ("qwen3-bf16", "qwen3_moe-bf16")
 SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2]
 
 
-def make_family(directory: Path, kind: str) -> None:
+def make_family(directory: Path, kind: str, **changes: Any) -> None:
     """Writes a random model, with random norms and biases too: one of only 1 or 0 would hide a mistake in its place."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind.partition("-")[0], **SHAPE | CHANGES.get(kind, {}))
+        AutoConfig.for_model(kind.partition("-")[0], **SHAPE | CHANGES.get(kind, {}) | changes)
     )
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,13 +1,32 @@
-"""Finds the parts of a causal language model, whatever transformers calls them, and what it does to its logits."""
+"""Makes causal language models of transformers, and finds their parts and what they do to their logits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from services.common.errors import InvalidInput
+
+
+def make_model(hf_config: PretrainedConfig, **kwargs: object) -> PreTrainedModel:
+    """Makes a model without its weights. One that also sees is made whole: its text part has the names of the files."""
+    return class_of(hf_config).from_config(hf_config, **kwargs)
+
+
+def class_of(hf_config: PretrainedConfig) -> Any:
+    """Returns the class of transformers that makes and loads such models."""
+    is_composite = hf_config.get_text_config() is not hf_config
+    has_class = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_composite and has_class else AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
