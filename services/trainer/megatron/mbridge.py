@@ -153,8 +153,7 @@ def _compare(
     try:
         for parameter in local_parameters(chunks, parallelism):
             part = bridged.weights.part(parameter.name)
-            tensors: list[Sliceable] = [stored[name] for name in part.names]
-            parameter.tensor.detach().copy_(part.cut(tensors, 0, 1))
+            parameter.tensor.detach().copy_(part.cut([stored[name] for name in part.names], 0, 1))
             given |= zip(part.names, part.join([parameter.tensor.detach().cpu()]), strict=True)
         logprobs_N = model.forward([reference.packed().to(device)], temperature=1.0)[0][0].cpu()
     finally:
