@@ -41,6 +41,8 @@ FAMILIES = (
     "qwen2_moe",
     "qwen2_moe-normalized",
     "phi3",
+    "deepseek_v3",
+    "deepseek_v3-yarn",
 )
 
 
@@ -181,7 +183,12 @@ FAMILY_LAYOUTS = {
     **{kind: Layout(kind, 1, num_updates=1) for kind in FAMILIES},
     **{
         f"{kind}-{name}": Layout(kind, 2, megatron, SMALL, num_updates=1)
-        for kind, splits in (("phi3", {"tp2": TP, "pp2": PP}), ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}))
+        for kind, splits in (
+            ("phi3", {"tp2": TP, "pp2": PP}),
+            ("deepseek_v3", {"tp2": TP, "pp2": PP, "cp2": CP, "cp2-unpacked": CP | UNPACKED}),
+            ("deepseek_v3-yarn", {"tp2": TP, "cp2": CP}),
+            ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
+        )
         for name, megatron in splits.items()
     },
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),

@@ -21,7 +21,9 @@ class Architecture:
 
     `intermediate_size` is 0 if the layers are experts, and `num_experts` is 0 if they are dense. A layer may have one
     more expert, which computes every token: its width is `shared_expert_intermediate_size`, or 0 if there is none.
-    `flags` are those of the family's flags that the config sets to true.
+    `flags` are those of the family's flags that the config sets to true. With latent attention, `kv_lora_rank` is the
+    size of the latent of keys and values, and `q_lora_rank` that of queries, or 0 if they have none; of the `head_dim`
+    numbers of each query and key, `qk_rope_head_dim` are rotated.
     """
 
     model_type: str
@@ -38,6 +40,10 @@ class Architecture:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
     flags: frozenset[str] = frozenset()
 
     @property
@@ -54,9 +60,29 @@ class Architecture:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def direct_query_size(self) -> int:
+        """The width of all query heads that are not made from a latent."""
+        return 0 if self.q_lora_rank else self.query_size
+
+    @property
+    def latent_size(self) -> int:
+        """The width of what a token's keys and values are made of: the latent, and the part that all keys share."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """The width of all value heads of latent attention."""
+        return self.num_attention_heads * self.v_head_dim
+
+    @property
+    def expanded_size(self) -> int:
+        """The width of the keys and values that are made from the latent."""
+        return self.query_size - self.num_attention_heads * self.qk_rope_head_dim + self.value_size
+
+    @property
     def layer(self) -> list[Weight]:
-        """The weights of a layer in the order of the checkpoint."""
-        return [weight for weight in self.family.layer if not weight.if_true or weight.if_true in self.flags]
+        """The weights of a layer in the order of the checkpoint. A weight with a size of 0 does not exist."""
+        return [weight for weight in self.family.layer if self._exists(weight)]
 
     @property
     def outside_layers(self) -> list[Weight]:
@@ -66,6 +92,10 @@ class Architecture:
 
     def has(self, parameter: str) -> bool:
         return any(weight.parameter == parameter for weight in self.layer)
+
+    def _exists(self, weight: Weight) -> bool:
+        sizes = (*weight.rows, 1 if weight.columns is None else weight.columns)
+        return (not weight.if_true or weight.if_true in self.flags) and all(map(self.size, sizes))
 
     def size(self, size: Size) -> int:
         """Returns the number that a `Size` of a weight stands for."""
@@ -181,10 +211,15 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
     family = FAMILIES[model_type]
     sizes = {name: _size(content, _first(keys, content)) for name, keys in family.keys.items()}
     heads = sizes["num_attention_heads"]
+    if nope := sizes.pop("qk_nope_head_dim", 0):  # transformers' head_dim is only the rotated part
+        head_dim = nope + sizes["qk_rope_head_dim"]
+    else:
+        head_dim = _size(content, "head_dim", default=sizes["hidden_size"] // heads)
+    sizes |= {name: _nullable_size(content, name) for name in family.nullable}
     return Architecture(
         model_type=model_type,
         num_key_value_heads=_size(content, "num_key_value_heads", default=heads),
-        head_dim=_size(content, "head_dim", default=sizes["hidden_size"] // heads),
+        head_dim=head_dim,
         tie_word_embeddings=content.get("tie_word_embeddings") is True,
         flags=frozenset(key for key, default in family.flags.items() if content.get(key, default) is True),
         **sizes,
@@ -201,6 +236,12 @@ def _size(content: Mapping[str, object], key: str, *, default: int | None = None
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} is {content.get(key)!r}, not a size")
     return value
+
+
+def _nullable_size(content: Mapping[str, object], key: str) -> int:
+    if key not in content:
+        raise ValueError(f"it has no {key}, which may be null")
+    return 0 if content[key] is None else _size(content, key)
 
 
 def _module(name: str) -> str:
@@ -281,8 +322,8 @@ def _of_megatron(content: JsonObject) -> Iterator[str]:
         if value != wanted and key != "sliding_window":
             yield f"{key} {value!r} is not supported by strategy megatron{_FSDP}"
     for rope in _ropes(content):
-        kind = _kind(rope)
-        if kind not in ("default", "linear") and not (kind == "llama3" and _is_llama3(rope, content)):
+        is_known = _is_latent_rope if FAMILIES[model_type].nullable else _is_rope
+        if not is_known(rope, content):
             yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
 
 
@@ -306,6 +347,18 @@ def _ropes(content: JsonObject) -> list[JsonObject]:
 
 def _kind(rope: JsonObject) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _is_rope(rope: JsonObject, content: JsonObject) -> bool:
+    """Returns whether Megatron computes a rotary scaling as transformers does."""
+    kind = _kind(rope)
+    return kind in ("default", "linear") or (kind == "llama3" and _is_llama3(rope, content))
+
+
+def _is_latent_rope(rope: JsonObject, content: JsonObject) -> bool:
+    """Returns whether Megatron's latent attention does, which rounds where YaRN's ramp begins and ends."""
+    is_rounded = rope.get("truncate", True) is True and rope.get("attention_factor") is None
+    return _kind(rope) == "default" or (_kind(rope) == "yarn" and is_rounded)
 
 
 def _is_llama3(rope: JsonObject, content: JsonObject) -> bool:

@@ -65,6 +65,9 @@ EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_experts_per_tok": ("num_experts_per_tok",),
     "moe_intermediate_size": ("moe_intermediate_size",),
 }
+LATENT_KEYS: Mapping[str, tuple[str, ...]] = {
+    name: (name,) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
 # Maps config keys to the only value that strategy megatron accepts; a config may leave a key out.
 REQUIRED: Mapping[str, object] = {
     "hidden_act": "silu",
@@ -91,6 +94,9 @@ class Family:
     """Weights of one layer in the order of the checkpoint."""
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
     """The Architecture's sizes that config.json must have, each with its keys there."""
+    nullable: tuple[str, ...] = ()
+    """The Architecture's sizes that config.json must have under the same name, where null is 0: the model has no weight
+    of this size."""
     flags: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """Config keys that `Weight.if_true` names, with their defaults."""
     required: Mapping[str, object] = field(default_factory=lambda: REQUIRED)
@@ -144,6 +150,37 @@ NORMS = (
 )
 
 ATTENTION = (QKV, ATTENTION_OUTPUT)
+# Multi-head latent attention (arXiv 2405.04434): queries, and together keys and values, are expanded from latent vectors.
+# Without a latent of the queries, one matrix makes them.
+LATENT_ATTENTION = (
+    Weight(
+        "self_attention.linear_q_proj.weight",
+        ("self_attn.q_proj.weight",),
+        ("direct_query_size",),
+        "hidden_size",
+        "rows",
+    ),
+    Weight("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",), ("q_lora_rank",), "hidden_size"),
+    Weight("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",), ("q_lora_rank",)),
+    Weight(
+        "self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), ("query_size",), "q_lora_rank", "rows"
+    ),
+    Weight(
+        "self_attention.linear_kv_down_proj.weight",
+        ("self_attn.kv_a_proj_with_mqa.weight",),
+        ("latent_size",),
+        "hidden_size",
+    ),
+    Weight("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",), ("kv_lora_rank",)),
+    Weight(
+        "self_attention.linear_kv_up_proj.weight",
+        ("self_attn.kv_b_proj.weight",),
+        ("expanded_size",),
+        "kv_lora_rank",
+        "rows",
+    ),
+    replace(ATTENTION_OUTPUT, columns="value_size"),
+)
 # A model has these if its config says `attention_bias`.
 OPTIONAL_BIASES = tuple(replace(weight, if_true="attention_bias") for weight in (QKV_BIAS, ATTENTION_OUTPUT_BIAS))
 DENSE_MLP = (GATE_UP, DOWN)
@@ -190,6 +227,14 @@ _KNOWN = (
     Family("llama", layer=(*ATTENTION, *OPTIONAL_BIASES, *DENSE_MLP, *NORMS), flags={"attention_bias": False}),
     # Mistral (arXiv 2310.06825); Megatron computes only the models without a sliding window.
     Family("mistral", layer=(*ATTENTION, *DENSE_MLP, *NORMS)),
+    # DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534).
+    Family(
+        "deepseek_v3",
+        layer=(*LATENT_ATTENTION, *DENSE_MLP, *NORMS),
+        keys={**DENSE_KEYS, **LATENT_KEYS},
+        nullable=("q_lora_rank",),
+        required={**REQUIRED, "rope_interleave": True},
+    ),
     # Mixtral (arXiv 2401.04088).
     Family(
         "mixtral",

@@ -19,7 +19,12 @@ from transformers import PretrainedConfig
 
 from services.common.config.layout import gathers_tokens
 from services.common.config.megatron import MegatronConfig
-from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, use_faster_dispatchers
+from services.trainer.compat.megatron.model import (
+    HiddenStateModel,
+    add_gradients_in_place,
+    set_latent_eps,
+    use_faster_dispatchers,
+)
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
@@ -149,6 +154,7 @@ def build_chunks(
             vp_stage=stage,
         )
         chunk.model_type = ModelType.encoder_or_decoder
+        set_latent_eps(chunk)
         if is_grouped:
             use_faster_dispatchers(chunk, gathers=gathers_tokens(megatron, config.moe_router_topk))
         for parameter in chunk.parameters():
@@ -199,27 +205,33 @@ def unwrap(chunk: torch.nn.Module) -> Chunk:
 def _layer_spec(config: TransformerConfig, stage: int | None, *, is_adapted: bool) -> TransformerBlockSubmodules:
     if torch.cuda.is_available():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-        return _with_own_norms(spec) if is_adapted else spec
+        is_latent = config.multi_latent_attention
+        return _with_own_norms(spec, is_latent=is_latent) if is_adapted or is_latent else spec
     from services.trainer.compat.megatron.attention import with_torch_modules
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     return with_torch_modules(spec)
 
 
-def _with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names stay the same."""
+def _with_own_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:
+    """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names are those on CPU."""
     from megatron.core.extensions import transformer_engine as te
 
     assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
-        attention = replace(parts.self_attention.submodules, linear_qkv=te.TEColumnParallelLinear)
+        own: Any = {"linear_qkv": te.TEColumnParallelLinear}
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        if is_latent:
+            own = dict.fromkeys(("linear_q_up_proj", "linear_kv_up_proj"), te.TEColumnParallelLinear)
+            own |= dict.fromkeys(("q_layernorm", "kv_layernorm"), te.TENorm)
+            names = {}
+        attention = replace(parts.self_attention.submodules, **own)
         changes = {"input_layernorm": te.TENorm, "self_attention": replace(parts.self_attention, submodules=attention)}
         if getattr(parts.mlp.submodules, "linear_fc1", None) is te.TELayerNormColumnParallelLinear:
             dense = replace(parts.mlp.submodules, linear_fc1=te.TEColumnParallelLinear)
             changes |= {"pre_mlp_layernorm": te.TENorm, "mlp": replace(parts.mlp, submodules=dense)}
-            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+            names |= {} if is_latent else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
         layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names, **changes)))
     return replace(spec, layer_specs=layers)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional as F
 from transformers import PretrainedConfig
@@ -73,11 +73,13 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
         **dict.fromkeys(_FUSIONS, is_gpu),
+        **_latent_settings(hf),
         # On a GPU it is Megatron's default.
         **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
     }
     overrides = megatron.transformer_config_kwargs
-    config = make(TransformerConfig, settings, overrides, "megatron.transformer_config_kwargs")
+    cls = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
+    config = make(cls, settings, overrides, "megatron.transformer_config_kwargs")
     if config.moe_z_loss_coeff is not None:
         # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
         # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
@@ -103,6 +105,38 @@ def _model_settings(hf: PretrainedConfig) -> dict[str, object]:
         **model.family.settings,
     }
     return settings | {"activation_func": getattr(F, str(settings["activation_func"]))}
+
+
+def _latent_settings(hf: PretrainedConfig) -> dict[str, object]:
+    """Returns the fields of MLATransformerConfig for a model with latent attention, or none for others."""
+    model = model_architecture(hf)
+    if not model.kv_lora_rank:
+        return {}
+    rope = dict(hf.rope_parameters)
+    settings = {
+        "q_lora_rank": model.q_lora_rank or None,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.head_dim - model.qk_rope_head_dim,
+        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "qk_layernorm": True,  # the norms of the latents
+        "rope_type": "rope",
+        "rotary_base": rope["rope_theta"],
+        "apply_rope_fusion": False,  # Megatron's fused kernel has no plain rotation and is experimental
+    }
+    if rope.get("rope_type") == "yarn":
+        has_both = rope.get("mscale") and rope.get("mscale_all_dim")
+        settings |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "original_max_position_embeddings": rope["original_max_position_embeddings"],
+            "beta_fast": rope.get("beta_fast") or 32,
+            "beta_slow": rope.get("beta_slow") or 1,
+            # Without both, cosine and sine are scaled by `factor` alone.
+            "mscale": rope["mscale"] if has_both else None,
+            "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+        }
+    return settings
 
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:

@@ -30,7 +30,22 @@ SHAPE = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Values are wider than keys. The eps of config.json is not that of the latents' norms, and large enough to be seen.
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-3,
+    "first_k_dense_replace": 2,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16}
 CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT,
+    "deepseek_v3-yarn": LATENT
+    | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0}},
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     "llama-llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
     "mistral": {"sliding_window": None},
