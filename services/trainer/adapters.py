@@ -45,13 +45,19 @@ def adapter_sites(model: Architecture, lora: LoraConfig) -> dict[str, list[str]]
     Experts get no adapters, except a shared expert. So a layer of other experts has adapters only in its attention.
 
     Raises:
-        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, no target is left, or an adapter
-            would be for a part of a matrix that checkpoints store whole.
+        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, no target is left, an adapter
+            would be for a part of a matrix that checkpoints store whole, or the engine could not add the adapters.
     """
     known = [part for parts in PARTS[lora.kind].values() for part in parts]
     for target in lora.target_modules:
         if target not in known:
             raise _refusal("trainer.lora.target_modules", f"kind {lora.kind} has no {target}, only {', '.join(known)}")
+    if model.kv_lora_rank and lora.publish == "adapter":
+        raise _refusal(
+            "trainer.lora.publish",
+            "adapter: vLLM computes latent attention with products of matrices that it has made beforehand, without "
+            "adapters; use merged",
+        )
     sites = dict(_sites(model, lora, lora.target_modules or known))
     excluded = _excluded(lora, sites)
     return {name: tensors for name, tensors in sites.items() if name not in excluded}

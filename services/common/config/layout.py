@@ -35,6 +35,11 @@ _RESERVED = {
         **dict.fromkeys(("layernorm_epsilon", "normalization", "activation_func", "gated_linear_unit"), _MODEL),
         **dict.fromkeys(("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_dropout"), _MODEL),
         **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
+        **dict.fromkeys(("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"), _MODEL),
+        **dict.fromkeys(("qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base", "rotary_percent"), _MODEL),
+        **dict.fromkeys(("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"), _MODEL),
+        **dict.fromkeys(("beta_slow", "mscale", "mscale_all_dim"), _MODEL),
+        "cache_mla_latents": _ITSELF,
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
         **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), _ITSELF),
         **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), _ITSELF),
@@ -195,6 +200,9 @@ def _broken_rules(
             + ("; TP must also divide the model's attention heads" if layout.tp > 1 else ""),
         )
     yield from _pass_through(megatron)
+    if architecture is not None and architecture.kv_lora_rank:
+        # Without it Megatron-Core 0.16 would not sum the gradient of the part that all keys share over TP.
+        yield from _sequence_parallel(megatron, "latent keys")
     if architecture is not None:
         yield from _pipeline_and_experts(megatron, layout, architecture)
 
@@ -233,11 +241,11 @@ def _sizes(megatron: MegatronConfig, num_ranks: int) -> _Problems:
         yield from _sequence_parallel(megatron)
 
 
-def _sequence_parallel(megatron: MegatronConfig) -> _Problems:
+def _sequence_parallel(megatron: MegatronConfig, what: str = "experts") -> _Problems:
     if megatron.tensor_model_parallel_size > 1 and not megatron.has_sequence_parallel:
         yield (
             "sequence_parallel",
-            f"false: experts with TP {megatron.tensor_model_parallel_size} need it; nearest legal: true, null, or TP 1",
+            f"false: {what} with TP {megatron.tensor_model_parallel_size} need it; nearest legal: true, null, or TP 1",
         )
 
 
@@ -279,9 +287,9 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         **{size: model.size(size) for size in cuts if isinstance(size, str)},
-        # q, k and v are one matrix, which is split evenly.
-        "rows of q, k and v": model.query_size + 2 * model.key_value_size,
     }
+    if model.has("self_attention.linear_qkv.weight"):  # q, k and v are one matrix, which is split evenly
+        counts["rows of q, k and v"] = model.query_size + 2 * model.key_value_size
     groups = model.num_key_value_heads
 
     def is_legal(tp: int) -> bool:

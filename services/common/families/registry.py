@@ -284,6 +284,11 @@ FUSED = {
     "linear_proj": ("linear_proj",),
     "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
     "linear_fc2": ("linear_fc2",),
+    "linear_q_proj": ("linear_q_proj",),
+    "linear_q_down_proj": ("linear_q_down_proj",),
+    "linear_q_up_proj": ("linear_q_up_proj",),
+    "linear_kv_down_proj": ("linear_kv_down_proj",),
+    "linear_kv_up_proj": ("linear_kv_up_proj",),
 }
 # Kind -> layer -> its parts in the order of the layer's rows. Each part has its own A and B.
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
