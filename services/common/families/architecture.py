@@ -60,6 +60,13 @@ class Architecture:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def attention_sizes(self) -> tuple[int, int, int, int]:
+        """The widths of all heads' queries, keys, values and outputs."""
+        if self.kv_lora_rank:
+            return self.query_size, self.query_size, self.value_size, self.value_size
+        return self.query_size, self.key_value_size, self.key_value_size, self.query_size
+
+    @property
     def direct_query_size(self) -> int:
         """The width of all query heads that are not made from a latent."""
         return 0 if self.q_lora_rank else self.query_size

@@ -150,8 +150,8 @@ NORMS = (
 )
 
 ATTENTION = (QKV, ATTENTION_OUTPUT)
-# Multi-head latent attention (arXiv 2405.04434): queries, and together keys and values, are expanded from latent vectors.
-# Without a latent of the queries, one matrix makes them.
+# Multi-head latent attention (arXiv 2405.04434): queries are expanded from one latent vector, and keys and values from
+# another. Without a latent of the queries, one matrix makes them.
 LATENT_ATTENTION = (
     Weight(
         "self_attention.linear_q_proj.weight",

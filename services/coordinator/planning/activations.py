@@ -131,7 +131,7 @@ def _layer(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gp
     is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
     hidden_ranks = layout.tp if is_sharded else 1
     common, cut = (_fused if is_gpu else _plain)(trainer, model, layout, size)
-    widest = max(model.intermediate_size + model.shared_expert_intermediate_size, model.query_size)
+    widest = max(model.intermediate_size + model.shared_expert_intermediate_size, model.query_size, model.expanded_size)
     working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
     return LayerBytes(common // hidden_ranks + cut // layout.tp, size * model.hidden_size // hidden_ranks, working)
 
@@ -141,8 +141,10 @@ def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: in
     # Inputs of the two norms, of q k v and of the MLP.
     common = 4 * size * model.hidden_size
     # q, k, v and the input of the output projection.
-    attention = size * (2 * model.query_size + 2 * model.key_value_size)
-    if model.has("self_attention.q_layernorm.weight"):
+    attention = size * sum(model.attention_sizes)
+    if model.kv_lora_rank:
+        common += 2 * size * (model.q_lora_rank + model.kv_lora_rank)  # inputs and outputs of the latents' norms
+    elif model.has("self_attention.q_layernorm.weight"):
         attention += size * (model.query_size + model.key_value_size)  # inputs of the norms of q and k
     # Gate, up and their product.
     feed_forward = 3 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
@@ -158,12 +160,15 @@ def _plain(trainer: TrainerConfig, model: Architecture, layout: Layout, size: in
     norm = _FLOAT32 + (0 if is_frozen else size) + size
     common = 2 * norm * model.hidden_size
     # q, k and v as attention gets them, its output and logsumexp, and the input of the output projection.
-    attention = size * (3 * model.query_size + 2 * model.key_value_size) + _FLOAT32 * model.num_attention_heads
-    if trainer.strategy == "megatron":
+    outputs = model.attention_sizes[-1]
+    attention = size * (sum(model.attention_sizes) + outputs) + _FLOAT32 * model.num_attention_heads
+    if model.kv_lora_rank:
+        common += norm * (model.q_lora_rank + model.kv_lora_rank) + size * 4 * model.qk_rope_head_dim
+    elif trainer.strategy == "megatron":
         # v is a view that keeps all of q, k and v before the rotation.
         attention += size * (model.query_size + model.key_value_size)
         common += size * 4 * model.head_dim  # cosine and sine, of q and of k
-    if model.has("self_attention.q_layernorm.weight"):
+    if not model.kv_lora_rank and model.has("self_attention.q_layernorm.weight"):
         attention += (_FLOAT32 + size) * (model.query_size + model.key_value_size)
     # Gate, its activation, up and their product.
     feed_forward = 4 * size * (model.intermediate_size + model.shared_expert_intermediate_size)

@@ -212,7 +212,7 @@ def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layo
         by_columns = weight.cut == "columns"
         outputs, inputs = sum(rows for rows, _ in parts), parts[0][1]
         cut, whole = (inputs, outputs) if by_columns else (outputs, inputs)
-        total += trainer.lora.rank * (whole + cut // layout.tp)
+        total += trainer.lora.rank * (whole + cut // (1 if weight.cut == "whole" else layout.tp))
     return total * (model.num_layers // layout.pp)
 
 
@@ -318,7 +318,13 @@ def utilization(config: Config) -> float:
 
 
 def cache_token_bytes(config: Config, model: Architecture) -> int:
-    """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16."""
+    """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16.
+
+    Of latent attention it is what keys and values are made of, and every worker has all of it.
+    """
+    if model.kv_lora_rank:
+        whole = 2 * model.num_layers * model.latent_size
+        return whole * config.rollout.tensor_parallel_size // _workers_per_copy(config)
     return 2 * 2 * model.num_layers * model.key_value_size // _workers_per_copy(config)
 
 

@@ -42,7 +42,7 @@ ROW_PARALLEL = ("linear_proj", "linear_fc2")
 NOT_CUT = ("linear_q_down_proj", "linear_kv_down_proj")
 
 # Maps the axis of W that TP cuts to the matrix of the adapter that it cuts with it.
-_CUT_MATRIX = {0: "B", 1: "A", None: ""}
+_CUT_MATRIX = {0: "B", 1: "A", -1: ""}
 _Factors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -61,8 +61,8 @@ class _Shape:
 
     rows: Mapping[str, int]
     num_groups: int
-    cut_axis: int | None
-    """The axis of W that TP cuts: 0 for its rows, 1 for its columns, or None."""
+    cut_axis: int
+    """The axis of W that TP cuts: 0 for its rows, 1 for its columns, or -1."""
     has_sequence_parallel: bool
     group: torch.distributed.ProcessGroup
     scale: float
@@ -142,7 +142,7 @@ class AdaptedLinear(AdaptedLayer):
         shape = self.lora_shape
         a, b = self.lora_A(), self.lora_B()
         low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
-        if shape.cut_axis is None:
+        if shape.cut_axis < 0:
             pass  # each rank has the whole output of its tokens
         elif shape.cut_axis == 0 and shape.has_sequence_parallel:
             gather = mappings.gather_from_sequence_parallel_region
@@ -241,7 +241,7 @@ def _shape(site: _Site, model: Architecture, lora: LoraConfig, parallelism: Para
     return _Shape(
         rows={part: num_rows * weight // sum(weights) for part, weight in zip(parts, weights, strict=True)},
         num_groups=num_groups,
-        cut_axis=None if site.layer in NOT_CUT else int(site.layer in ROW_PARALLEL),
+        cut_axis=-1 if site.layer in NOT_CUT else int(site.layer in ROW_PARALLEL),
         has_sequence_parallel=parallelism.config.has_sequence_parallel,
         group=parallelism.tp_group,
         scale=lora.alpha / lora.rank,

@@ -9,6 +9,7 @@ import pytest
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.architecture import read_architecture
 
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10, "num_key_value_heads": 4}
 FAMILIES = {
     "llama": {},
     "mistral": {"head_dim": 16},

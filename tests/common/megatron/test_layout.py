@@ -34,6 +34,7 @@ DENSE = Architecture(
 MOE = replace(
     DENSE, model_type="qwen3_moe", intermediate_size=0, num_experts=12, num_experts_per_tok=2, moe_intermediate_size=36
 )
+LATENT = replace(DENSE, model_type="deepseek_v3", kv_lora_rank=32, qk_rope_head_dim=4, v_head_dim=8)
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP, VPP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
 
@@ -145,6 +146,11 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         ],
         ["sequence_parallel false", "experts with TP 2", "true, null, or TP 1"],
     ),
+    "latent keys with TP need sequence parallelism": (
+        (2, {TP: 2}, {MODEL: LATENT}),
+        [(2, {TP: 2, "sequence_parallel": False}, {MODEL: LATENT})],
+        ["sequence_parallel false", "latent keys with TP 2", "true, null, or TP 1"],
+    ),
     "the flex dispatcher needs a group": (
         (2, {EP: 2, "moe": {"token_dispatcher_type": "flex"}}, {MODEL: MOE}),
         [(2, {"moe": {"token_dispatcher_type": "flex"}}, {MODEL: MOE})],
@@ -164,6 +170,11 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         (1, {"transformer_config_kwargs": {"attention_backend": "flash"}}, {}),
         [(1, {"transformer_config_kwargs": {TP: 2}}, {})],
         [f"transformer_config_kwargs.{TP}", f"use trainer.megatron.{TP}"],
+    ),
+    "latents have the sizes of the model": (
+        (1, {"transformer_config_kwargs": {"attention_backend": "flash"}}, {}),
+        [(1, {"transformer_config_kwargs": {"mscale": 2.0}}, {})],
+        ["transformer_config_kwargs.mscale", "use the model's config.json"],
     ),
     "the optimizer has one set of keys": (
         (1, {"optimizer_config_kwargs": {"use_precision_aware_optimizer": True}}, {}),
@@ -310,7 +321,7 @@ import dataclasses, json, sys
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import RankGenerator
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig
 
 ORDER = "tp-cp-ep-dp-pp"
 groups = []
@@ -319,7 +330,7 @@ for tp, cp, dp, pp, ep, etp, edp in json.loads(sys.argv[1]):
     expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=ORDER)
     of_dense = {token: dense.get_ranks(token) for token in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")}
     groups.append([of_dense, {token: expert.get_ranks(token) for token in ("tp", "ep", "dp", "pp", "tp-ep")}])
-classes = [TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]
+classes = [MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig]
 print(json.dumps([groups, [[field.name for field in dataclasses.fields(cls)] for cls in classes]]))
 """
 

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "phi3 tp2": ("phi3", {"strategy": "megatron", "megatron": TP}),
     "phi3 adapter": ("phi3", {"strategy": "megatron", "megatron": TP, "lora": LORA}),
+    "deepseek_v3 tp2": ("deepseek_v3", {"strategy": "megatron", "megatron": TP}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe ep2": ("qwen2_moe", {"strategy": "megatron", "megatron": EP}),
     "qwen2_moe tp2": ("qwen2_moe", {"strategy": "megatron", "megatron": TP}),
