@@ -16,6 +16,7 @@ CP = {"context_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 GATHERED = {"moe": {"token_dispatcher_type": "allgather"}}
 VPP = {"virtual_pipeline_model_parallel_size": 2}
+UNEVEN = {"transformer_config_kwargs": {"num_layers_in_first_pipeline_stage": 1}}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 UNPACKED = {"packed_sequences": False}
 # A bucket has only a few matrices, so that there are several buckets whose slots overlap.
@@ -37,6 +38,7 @@ FAMILIES = (
     "qwen3",
     "qwen3_moe",
     "qwen3_moe-unnormalized",
+    "qwen3_moe-mixed",
     "mixtral",
     "qwen2_moe",
     "qwen2_moe-normalized",
@@ -181,7 +183,11 @@ FAMILY_LAYOUTS = {
     **{kind: Layout(kind, 1, num_updates=1) for kind in FAMILIES},
     **{
         f"{kind}-{name}": Layout(kind, 2, megatron, SMALL, num_updates=1)
-        for kind, splits in (("phi3", {"tp2": TP, "pp2": PP}), ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}))
+        for kind, splits in (
+            ("phi3", {"tp2": TP, "pp2": PP}),
+            ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
+            ("qwen3_moe-mixed", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP}),
+        )
         for name, megatron in splits.items()
     },
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),
