@@ -155,9 +155,9 @@ def active_parameters(model: Architecture) -> int:
 
     That includes the output layer and the chosen experts, but not the embedding, unless it is tied to the output layer.
     """
-    idle = (model.num_experts - model.num_experts_per_tok) * model.expert_parameters() if model.num_experts else 0
+    experts = sum(map(model.expert_parameters, range(model.num_layers)))  # one in each layer
     lookup = 0 if model.tie_word_embeddings else model.embedding_parameters()
-    return model.num_parameters - lookup - model.num_layers * idle
+    return model.num_parameters - lookup - (model.num_experts - model.num_experts_per_tok) * experts
 
 
 def forward_operations(model: Architecture, lengths: Sequence[int]) -> float:

@@ -2,7 +2,6 @@
 
 import contextlib
 import fnmatch
-import itertools
 import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -64,7 +63,7 @@ def adapter_sites(model: Architecture, lora: LoraConfig) -> dict[str, list[str]]
 
 
 def _sites(model: Architecture, lora: LoraConfig, targets: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    for number, weight in itertools.product(range(model.num_layers), model.layer):
+    for number, weight in model.layer_weights():
         layer = lora_layer(weight.parameter)
         if weight.is_expert or layer is None:
             continue

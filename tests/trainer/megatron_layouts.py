@@ -16,6 +16,7 @@ CP = {"context_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 GATHERED = {"moe": {"token_dispatcher_type": "allgather"}}
 VPP = {"virtual_pipeline_model_parallel_size": 2}
+UNEVEN = {"transformer_config_kwargs": {"num_layers_in_first_pipeline_stage": 1}}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 UNPACKED = {"packed_sequences": False}
 # A bucket has only a few matrices, so that there are several buckets whose slots overlap.
@@ -37,6 +38,7 @@ FAMILIES = (
     "qwen3",
     "qwen3_moe",
     "qwen3_moe-unnormalized",
+    "qwen3_moe-mixed",
     "mixtral",
     "qwen2_moe",
     "qwen2_moe-normalized",
@@ -188,6 +190,7 @@ FAMILY_LAYOUTS = {
             ("deepseek_v3", {"tp2": TP, "pp2": PP, "cp2": CP, "cp2-unpacked": CP | UNPACKED}),
             ("deepseek_v3-yarn", {"tp2": TP, "cp2": CP}),
             ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
+            ("qwen3_moe-mixed", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP}),
         )
         for name, megatron in splits.items()
     },

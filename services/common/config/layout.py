@@ -8,6 +8,7 @@ values.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import lcm
+from typing import cast
 
 from services.common.config.megatron import MegatronConfig, MoeConfig
 from services.common.config.trainer import TrainerConfig
@@ -18,6 +19,8 @@ _MEGATRON, _MOE, _OPTIM = "trainer.megatron", "trainer.megatron.moe", "trainer.o
 _ITSELF = "nothing: Lockstep sets it itself"
 _MODEL = "the model's config.json"
 _OTHER_NAMES = ("load_balancing_type", "freeze_router")  # which Megatron calls otherwise, or does not have
+
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 # Megatron options that Lockstep sets from its own keys, by pass-through table, with the key to use instead.
 _RESERVED = {
@@ -79,7 +82,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers."""
+    """Parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers.
+
+    `first` and `last` are the number of layers of the first and of the last stage, if they differ from the others'.
+    """
 
     world: int
     tp: int
@@ -89,6 +95,8 @@ class Layout:
     ep: int
     etp: int
     dp: int
+    first: int | None = None
+    last: int | None = None
 
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> "Layout":
@@ -96,7 +104,8 @@ class Layout:
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         cp, vpp = megatron.context_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
         dp = num_ranks // (tp * pp * cp)
-        return cls(num_ranks, tp, pp, vpp, cp, megatron.expert_model_parallel_size, megatron.etp, dp)
+        ends = (cast(int | None, megatron.transformer_config_kwargs.get(name)) for name in _UNEVEN)
+        return cls(num_ranks, tp, pp, vpp, cp, megatron.expert_model_parallel_size, megatron.etp, dp, *ends)
 
     @property
     def edp(self) -> int:
@@ -113,9 +122,16 @@ class Layout:
 
     def layers(self, num_layers: int, pp: int) -> tuple[range, ...]:
         """Returns the layers of stage `pp`, one range per chunk (interleaved as in arXiv 2104.04473)."""
-        size = num_layers // (self.pp * self.vpp)
-        starts = ((chunk * self.pp + pp) * size for chunk in range(self.vpp))
-        return tuple(range(start, start + size) for start in starts)
+        sizes = [size // self.vpp for size in self.stage_sizes(num_layers)]
+        starts = (chunk * sum(sizes) + sum(sizes[:pp]) for chunk in range(self.vpp))
+        return tuple(range(start, start + sizes[pp]) for start in starts)
+
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Returns the number of layers of each stage; only of a legal layout their sum is `num_layers`."""
+        first, last = ([] if size is None else [size] for size in (self.first, self.last))
+        num_others = self.pp - len(first + last)
+        each = (num_layers - sum(first + last)) // num_others if num_others > 0 else 0
+        return [*first, *[each] * num_others, *last]
 
     def experts(self, num_experts: int, ep: int) -> range:
         """Returns the experts of every layer that the ranks at `ep` hold."""
@@ -239,6 +255,10 @@ def _sizes(megatron: MegatronConfig, num_ranks: int) -> _Problems:
         )
     if ep > 1:
         yield from _sequence_parallel(megatron)
+    for name in _UNEVEN:
+        size = megatron.transformer_config_kwargs.get(name)
+        if size is not None and (type(size) is not int or size < 1):
+            yield f"transformer_config_kwargs.{name}", f"{size!r} is not a number of layers"
 
 
 def _sequence_parallel(megatron: MegatronConfig, what: str = "experts") -> _Problems:
@@ -281,7 +301,8 @@ def _optimizer_on_cpu(megatron: MegatronConfig) -> _Problems:
 
 def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
     # The sizes of a layer that TP cuts; those of heads have rules of their own.
-    cuts = [rows for weight in model.layer if not weight.is_expert and weight.cut == "rows" for rows in weight.rows]
+    weights = [weight for weights in model.kind_weights.values() for weight in weights if not weight.is_expert]
+    cuts = [rows for weight in weights if weight.cut == "rows" for rows in weight.rows]
     counts = {
         "num_attention_heads": model.num_attention_heads,
         "hidden_size": model.hidden_size,
@@ -308,12 +329,15 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
 
 
 def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Architecture) -> _Problems:
-    if model.num_layers % (layout.pp * layout.vpp):
+    sizes = layout.stage_sizes(model.num_layers)
+    are_whole = all(size > 0 and size % layout.vpp == 0 for size in sizes)
+    if len(sizes) != layout.pp or sum(sizes) != model.num_layers or not are_whole:
         fits_pp = _nearest(layout.pp, lambda n: model.num_layers % (n * layout.vpp) == 0, model.num_layers)
         yield (
             "pipeline_model_parallel_size",
             f"{layout.pp}: the model's num_hidden_layers {model.num_layers} must divide by PP x VPP = "
-            f"{layout.pp} x {layout.vpp}; nearest legal PP with this VPP: {fits_pp or 'none'}",
+            f"{layout.pp} x {layout.vpp}, or what transformer_config_kwargs.{' and '.join(_UNEVEN)} leave to the other "
+            f"stages; nearest legal PP with this VPP: {fits_pp or 'none'}",
         )
     if not model.num_experts:
         if layout.ep > 1:

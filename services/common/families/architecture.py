@@ -1,15 +1,16 @@
 """Reads a model from its config.json and its family's record: its tensors, what ranks hold of them, and which models a
 strategy refuses. The trainer and `lockstep plan` thus have the same rules."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.families.registry import FAMILIES, Family, Size, Weight
+from services.common.families.layers import Size, Weight
+from services.common.families.registry import FAMILIES, Family, Kind
 from services.common.files.storage import JsonObject, parse_object
 
 Shape = tuple[int, ...]
@@ -17,13 +18,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Describes a decoder-only transformer with gated feed-forward layers, all of them dense or all of them experts.
+    """Describes a decoder-only transformer with gated feed-forward networks.
 
-    `intermediate_size` is 0 if the layers are experts, and `num_experts` is 0 if they are dense. A layer may have one
-    more expert, which computes every token: its width is `shared_expert_intermediate_size`, or 0 if there is none.
-    `flags` are those of the family's flags that the config sets to true. With latent attention, `kv_lora_rank` is the
-    size of the latent of keys and values, and `q_lora_rank` that of queries, or 0 if they have none; of the `head_dim`
-    numbers of each query and key, `qk_rope_head_dim` are rotated.
+    `num_experts` is 0 if no layer has experts; otherwise all have, except `dense_layers`. `intermediate_size` is the
+    width of dense layers, or 0 if there are none. A layer of experts may have one more, which computes every token: its
+    width is `shared_expert_intermediate_size`, or 0 if there is none. `flags` are those of the family's flags that the
+    config sets to true. With latent attention, `kv_lora_rank` is the size of the latent of keys and values, and
+    `q_lora_rank` that of queries, or 0 if they have none; of the `head_dim` numbers of each query and key,
+    `qk_rope_head_dim` are rotated.
     """
 
     model_type: str
@@ -45,6 +47,7 @@ class Architecture:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     flags: frozenset[str] = frozenset()
+    dense_layers: frozenset[int] = frozenset()
 
     @property
     def family(self) -> Family:
@@ -86,10 +89,26 @@ class Architecture:
         """The width of the keys and values that are made from the latent."""
         return self.query_size - self.num_attention_heads * self.qk_rope_head_dim + self.value_size
 
-    @property
-    def layer(self) -> list[Weight]:
-        """The weights of a layer in the order of the checkpoint. A weight with a size of 0 does not exist."""
-        return [weight for weight in self.family.layer if self._exists(weight)]
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        most: Kind = "experts" if self.num_experts else "dense"
+        kinds: list[Kind] = ["dense" if layer in self.dense_layers else most for layer in range(self.num_layers)]
+        return tuple(kinds)
+
+    @cached_property
+    def kind_weights(self) -> Mapping[Kind, list[Weight]]:
+        """The weights of a layer of each kind that the model has, in the order of the checkpoint. A weight with
+        a size of 0 does not exist."""
+        return {
+            kind: [weight for weight in weights if self._exists(weight)]
+            for kind, weights in self.family.kinds.items()
+            if kind in self.kinds
+        }
+
+    def layer(self, number: int) -> list[Weight]:
+        """Returns the weights of a layer in the order of the checkpoint."""
+        return self.kind_weights[self.kinds[number]]
 
     @property
     def outside_layers(self) -> list[Weight]:
@@ -98,7 +117,8 @@ class Architecture:
         return ends if self.tie_word_embeddings else [*ends, self.family.output]
 
     def has(self, parameter: str) -> bool:
-        return any(weight.parameter == parameter for weight in self.layer)
+        """Returns whether some layer has this parameter."""
+        return any(one.parameter == parameter for weights in self.kind_weights.values() for one in weights)
 
     def _exists(self, weight: Weight) -> bool:
         sizes = (*weight.rows, 1 if weight.columns is None else weight.columns)
@@ -121,24 +141,32 @@ class Architecture:
         shapes: dict[str, Shape] = {}
         for weight in self.outside_layers:
             shapes |= zip(weight.tensors, self.tensor_shapes(weight), strict=True)
-        for layer, weight in itertools.product(range(self.num_layers), self.layer):
+        for layer, weight in self.layer_weights():
             for expert in range(self.num_experts if weight.is_expert else 1):
                 names = (f"{self.family.layers}.{layer}.{tensor.format(expert=expert)}" for tensor in weight.tensors)
                 shapes |= zip(names, self.tensor_shapes(weight), strict=True)
         return shapes
+
+    def layer_weights(self) -> Iterator[tuple[int, Weight]]:
+        """Yields the weights of all layers, each with the layer's number."""
+        return ((number, weight) for number in range(self.num_layers) for weight in self.layer(number))
 
     def weight_parameters(self, weight: Weight, tp: int = 1) -> int:
         """Returns how many numbers of a weight each of `tp` ranks holds."""
         numbers = sum(map(math.prod, self.part_shapes(weight)))
         return numbers if weight.cut == "whole" else numbers // tp
 
-    def layer_parameters(self, tp: int = 1) -> int:
-        """Returns how many numbers of one layer, without its experts, each of `tp` ranks holds."""
-        return sum(self.weight_parameters(weight, tp) for weight in self.layer if not weight.is_expert)
+    def layer_parameters(self, number: int, tp: int = 1) -> int:
+        """Returns how many numbers of a layer, without its experts, each of `tp` ranks holds."""
+        return sum(self.weight_parameters(weight, tp) for weight in self.layer(number) if not weight.is_expert)
 
-    def expert_parameters(self, etp: int = 1) -> int:
-        """Returns how many numbers of one expert of one layer each of `etp` ranks holds."""
-        return sum(self.weight_parameters(weight, etp) for weight in self.layer if weight.is_expert)
+    def expert_parameters(self, number: int, etp: int = 1) -> int:
+        """Returns how many numbers of one expert of a layer each of `etp` ranks holds; 0 for a dense layer."""
+        return sum(self.weight_parameters(weight, etp) for weight in self.layer(number) if weight.is_expert)
+
+    def whole_layer_parameters(self, number: int) -> int:
+        """Returns how many numbers a layer has, with its experts."""
+        return self.layer_parameters(number) + self.num_experts * self.expert_parameters(number)
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """Returns how many numbers of the embedding, or of an untied output layer, each of `tp` ranks holds."""
@@ -146,22 +174,22 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        layers = self.num_layers * (self.layer_parameters() + self.num_experts * self.expert_parameters())
+        layers = sum(map(self.whole_layer_parameters, range(self.num_layers)))
         return layers + sum(map(self.weight_parameters, self.outside_layers))
 
     def tensor_sizes(self) -> Iterator[int]:
         """Yields how many numbers each checkpoint tensor has in the checkpoint's order, with a layer's experts last."""
         first, *last = self.outside_layers
         yield self.weight_parameters(first)
-        layer = list(self._layer_sizes())
-        for _ in range(self.num_layers):
-            yield from layer
+        sizes = {kind: list(self._layer_sizes(weights)) for kind, weights in self.kind_weights.items()}
+        for kind in self.kinds:
+            yield from sizes[kind]
         yield from map(self.weight_parameters, last)
 
-    def _layer_sizes(self) -> Iterator[int]:
+    def _layer_sizes(self, weights: Iterable[Weight]) -> Iterator[int]:
         named = [
             (name, math.prod(shape))
-            for weight in self.layer
+            for weight in weights
             for name, shape in zip(weight.tensors, self.tensor_shapes(weight), strict=True)
         ]
         # A module's bias follows its weight.
@@ -190,11 +218,6 @@ def read_content(model_path: str | Path) -> JsonObject:
     return parse_object(content, file, field="model")
 
 
-def mixes_layers(content: Mapping[str, object]) -> bool:
-    """Returns whether a model's config has dense layers between layers of experts, which an Architecture cannot say."""
-    return bool(content.get("mlp_only_layers")) or content.get("decoder_sparse_step", 1) != 1
-
-
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:
     """Returns the architecture that a model's config describes; errors name `source`, where the config is from."""
     try:
@@ -211,12 +234,12 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
         raise InvalidInput(
             f"model: {source} is of model_type {model_type!r}; known are {', '.join(FAMILIES)}", field="model"
         )
-    if mixes_layers(content):
-        raise InvalidInput(
-            f"model: {source} mixes dense layers and experts (mlp_only_layers, decoder_sparse_step)", field="model"
-        )
     family = FAMILIES[model_type]
-    sizes = {name: _size(content, _first(keys, content)) for name, keys in family.keys.items()}
+    num_layers = _size(content, _first(family.keys["num_layers"], content))
+    dense = frozenset(number for number in range(num_layers) if family.is_dense(content, number))
+    unused = "" if dense or "experts" not in family.kinds else "intermediate_size"
+    keys = {name: _first(keys, content) for name, keys in family.keys.items() if name != unused}
+    sizes = {name: _size(content, key) for name, key in keys.items()}
     heads = sizes["num_attention_heads"]
     if nope := sizes.pop("qk_nope_head_dim", 0):  # transformers' head_dim is only the rotated part
         head_dim = nope + sizes["qk_rope_head_dim"]
@@ -228,6 +251,7 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
         num_key_value_heads=_size(content, "num_key_value_heads", default=heads),
         head_dim=head_dim,
         tie_word_embeddings=content.get("tie_word_embeddings") is True,
+        dense_layers=dense,
         flags=frozenset(key for key, default in family.flags.items() if content.get(key, default) is True),
         **sizes,
     )

@@ -18,7 +18,6 @@ from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.families.architecture import (
     Architecture,
-    mixes_layers,
     read_architecture,
     read_content,
     require_supported,
@@ -103,12 +102,10 @@ def planned_architecture(config: AnyConfig) -> Architecture:
         InvalidInput: It is of no known family; the message says if it may be trained all the same.
     """
     content = read_content(config.model)
-    is_other, is_mixed = content.get("model_type") not in FAMILIES, mixes_layers(content)
-    if config.trainer.strategy == "fsdp" and (is_other or is_mixed):
-        known = f"{', '.join(FAMILIES)} models only" if is_other else "models whose layers are all dense or all experts"
+    if config.trainer.strategy == "fsdp" and content.get("model_type") not in FAMILIES:
         raise InvalidInput(
-            f"plan estimates the memory of {known}, and {config.model} is none. Strategy fsdp can train most others: "
-            "`lockstep run --dry-run` says if it can train this one",
+            f"plan estimates the memory of {', '.join(FAMILIES)} models only, and {config.model} is none. Strategy "
+            "fsdp can train most others: `lockstep run --dry-run` says if it can train this one",
             field="model",
         )
     return read_architecture(config.model)

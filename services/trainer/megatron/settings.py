@@ -163,6 +163,7 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
     return {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_intermediate_size,
+        "moe_layer_freq": [int(kind == "experts") for kind in model.kinds],
         "moe_router_topk": model.num_experts_per_tok,
         "moe_router_score_function": "softmax",
         # Softmax over only the chosen experts equals softmax over all experts, renormalized.

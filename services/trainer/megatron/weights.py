@@ -17,7 +17,7 @@ import torch
 
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
-from services.common.families.registry import Weight
+from services.common.families.layers import Weight
 from services.trainer.adapters import is_adapter
 from services.trainer.checkpoint.model_files import opened, require_finite, require_tensors, stored_tensors
 from services.trainer.megatron.experts import GroupedExperts
@@ -63,11 +63,15 @@ class WeightMap:
 
     def __init__(self, model: Architecture):
         self.model = model
-        self._layer = {weight.parameter: weight for weight in model.layer}
         # Parameters on the same ranks are adjacent, so that a publication sends them together.
-        in_order = sorted(model.layer, key=lambda weight: (weight.is_expert, weight.cut == "whole"))
-        self._places = {weight.parameter: place for place, weight in enumerate(in_order)}
-        self._experts_place = sum(not weight.is_expert for weight in model.layer)
+        in_order = {
+            kind: sorted(weights, key=lambda weight: (weight.is_expert, weight.cut == "whole"))
+            for kind, weights in model.kind_weights.items()
+        }
+        self._places = {
+            kind: {weight.parameter: (place, weight) for place, weight in enumerate(weights)}
+            for kind, weights in in_order.items()
+        }
         output = model.family.embedding if model.tie_word_embeddings else model.family.output
         self._outside = {
             model.family.embedding.parameter: (model.family.embedding, 0),
@@ -82,16 +86,17 @@ class WeightMap:
             return self._part(weight, weight.tensors, order=(place * (self.model.num_layers + 1),))
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         parameter, expert = _local_name(match[2]) if match else ("", 0)
-        weight = self._layer.get(parameter)
-        if match is None or weight is None:
+        layer = int(match[1]) if match else -1
+        places = self._places[self.model.kinds[layer]] if layer < self.model.num_layers else {}
+        if parameter not in places:
             raise InternalError(f"no checkpoint tensor is known for Megatron's parameter {name}")
-        layer, place = int(match[1]), self._places[parameter]
+        place, weight = places[parameter]
         prefix = f"{self.model.family.layers}.{layer}."
         names = tuple(prefix + tensor.format(expert=expert) for tensor in weight.tensors)
         order: tuple[int, ...] = (layer + 1, place)
         if weight.is_expert:  # those of a block are neighbors in memory, so they are also neighbors in a publication
             block = expert // max(1, self.model.num_experts // EXPERT_BLOCKS)
-            order = (layer + 1, self._experts_place, block, place, expert)
+            order = (layer + 1, len(places), block, place, expert)
         return self._part(weight, names, order)
 
     def is_published(self, name: str) -> bool:

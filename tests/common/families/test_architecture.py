@@ -25,6 +25,11 @@ FAMILIES = {
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
 }
+# Models of the families above with dense layers between those with experts, and the numbers of the dense ones.
+MIXED = {
+    "qwen3_moe": ({"mlp_only_layers": [1]}, {1}),
+    "qwen2_moe": ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, {0, 1, 2}),
+}
 BASE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -42,10 +47,18 @@ def write_model(directory: Path, **content: Any) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_are_those_that_transformers_builds(family: str, tmp_path: Path) -> None:
+MOE = BASE | FAMILIES["qwen3_moe"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dense"),
+    [*((family, {}, set()) for family in FAMILIES), *((family, *mixed) for family, mixed in MIXED.items())],
+)
+def test_shapes_are_those_that_transformers_builds(
+    family: str, changes: dict[str, Any], dense: set[int], tmp_path: Path
+) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    hf = transformers.AutoConfig.for_model(family, **(BASE | FAMILIES[family]))
+    hf = transformers.AutoConfig.for_model(family, **(BASE | FAMILIES[family] | changes))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(hf)
     sizes = [parameter.numel() for parameter in model.parameters()]
@@ -56,8 +69,10 @@ def test_shapes_are_those_that_transformers_builds(family: str, tmp_path: Path) 
     if not ours.num_experts:  # transformers fuses experts, checkpoints do not
         assert list(ours.tensor_sizes()) == sizes
     embeddings = ours.embedding_parameters() * (1 if ours.tie_word_embeddings else 2)
-    layer = ours.layer_parameters() + ours.num_experts * ours.expert_parameters()
-    assert sum(sizes) == 3 * layer + embeddings + ours.hidden_size
+    layers = [ours.layer_parameters(n) + ours.num_experts * ours.expert_parameters(n) for n in range(3)]
+    assert sum(sizes) == sum(layers) + embeddings + ours.hidden_size
+    assert ours.dense_layers == dense
+    assert layers == [sum(one.numel() for one in layer.parameters()) for layer in model.model.layers]
 
 
 def test_unusable_model_is_refused(tmp_path: Path) -> None:
@@ -66,8 +81,10 @@ def test_unusable_model_is_refused(tmp_path: Path) -> None:
     for content, words in (
         ({"model_type": "gpt2"}, ["'gpt2'", "llama", "qwen3_moe"]),
         ({"model_type": "qwen3", **BASE, "vocab_size": None}, ["vocab_size is None"]),
-        ({"model_type": "qwen3"}, ["intermediate_size is None, not a size"]),
-        ({"model_type": "qwen3_moe", **BASE, **FAMILIES["qwen3_moe"], "mlp_only_layers": [0]}, ["mlp_only_layers"]),
+        ({"model_type": "qwen3"}, ["num_hidden_layers is None, not a size"]),
+        ({"model_type": "qwen3_moe", **MOE, "mlp_only_layers": 1}, ["mlp_only_layers 1"]),
+        ({"model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 0}, ["decoder_sparse_step 0"]),
+        ({"model_type": "qwen3_moe", **MOE, "mlp_only_layers": [0], "intermediate_size": None}, ["intermediate_size"]),
         ([], ["not a JSON object"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))

@@ -35,6 +35,7 @@ MOE = replace(
     DENSE, model_type="qwen3_moe", intermediate_size=0, num_experts=12, num_experts_per_tok=2, moe_intermediate_size=36
 )
 LATENT = replace(DENSE, model_type="deepseek_v3", kv_lora_rank=32, qk_rope_head_dim=4, v_head_dim=8)
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP, VPP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
 
@@ -107,6 +108,24 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         (4, {PP: 4}, {MODEL: DENSE}),
         [(5, {PP: 5}, {MODEL: DENSE})],
         ["pipeline_model_parallel_size 5", "num_hidden_layers 12", "PP x VPP", "4 or 6"],
+    ),
+    "PP divides the layers between the ends": (
+        (5, {PP: 5, "transformer_config_kwargs": {FIRST: 1, LAST: 2}}, {MODEL: DENSE}),
+        [
+            (5, {PP: 5, "transformer_config_kwargs": {FIRST: 1, LAST: 3}}, {MODEL: DENSE}),
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: 5, LAST: 5}}, {MODEL: DENSE}),
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: 12}}, {MODEL: DENSE}),
+            (4, {PP: 2, VPP: 2, "transformer_config_kwargs": {FIRST: 5}}, {MODEL: DENSE}),
+        ],
+        ["pipeline_model_parallel_size", "num_hidden_layers 12", FIRST, LAST],
+    ),
+    "a number of layers": (
+        (2, {PP: 2, "transformer_config_kwargs": {FIRST: 6}}, {}),
+        [
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: 0}}, {}),
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: "6"}}, {}),
+        ],
+        [f"transformer_config_kwargs.{FIRST}", "is not a number of layers"],
     ),
     "PP x VPP divides the layers": (
         (6, {PP: 6, VPP: 2}, {MODEL: DENSE}),
@@ -389,23 +408,3 @@ def test_reserved_keys_are_megatrons(megatron_says: tuple[Any, list[list[str]]])
     tables = ("transformer_config_kwargs", "optimizer_config_kwargs", "ddp_config")
     for table, known in zip(tables, megatron_says[1], strict=True):
         assert set(layout_module._RESERVED[table]) <= set(known)
-
-
-def test_layers_and_experts_of_a_rank() -> None:
-    layout = Layout(world=8, tp=1, pp=2, vpp=2, cp=1, ep=4, etp=1, dp=4)
-    assert layout.layers(12, 0) == (range(0, 3), range(6, 9))
-    assert layout.layers(12, 1) == (range(3, 6), range(9, 12))
-    assert [layout.experts(8, ep) for ep in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-
-
-def test_share_of_a_rank() -> None:
-    """Tests that TP cuts matrices, but neither norms nor the router."""
-    matrices = 96 * (96 + 32 + 32) + 96 * 96
-    llama, mixtral = replace(DENSE, model_type="llama"), replace(MOE, model_type="mixtral")
-    assert llama.layer_parameters(4) == (matrices + 3 * 96 * 192) // 4 + 2 * 96
-    assert mixtral.layer_parameters(4) == matrices // 4 + 12 * 96 + 2 * 96
-    assert mixtral.expert_parameters(4) == 3 * 96 * 36 // 4
-    assert replace(llama, model_type="qwen2").layer_parameters(4) == llama.layer_parameters(4) + 160 // 4
-    assert replace(llama, model_type="qwen3").layer_parameters(4) == llama.layer_parameters(4) + 2 * 8
-    biased = replace(llama, flags=frozenset(["attention_bias"]))
-    assert biased.layer_parameters(4) == llama.layer_parameters(4) + 160 // 4 + 96

@@ -83,6 +83,35 @@ def test_memory_of_an_expert_that_computes_every_token(tmp_path: Path) -> None:
     assert memory.activations == 8 * 16384 * 2 * (4 * 64 + 2 * 128 + 2 * 64 + 3 * 96 + expert) // 2
 
 
+def test_layers_of_two_kinds_and_stages_of_other_sizes(tmp_path: Path) -> None:
+    """Checks 3 + 5 layers, the first two of them dense, of which the second stage has none."""
+    content = MOE | {"mlp_only_layers": [0, 1], "intermediate_size": 1024}
+    uneven = sizes(pp=2, transformer_config_kwargs={"num_layers_in_first_pipeline_stage": 3})
+    config, model = make(write(tmp_path / "model", content), num_ranks=2, megatron=uneven)
+    first, last = (stage_memory(config, model, pp, is_gpu=True) for pp in range(2))
+    shared, dense, experts = ATTENTION + NORMS, 3 * 64 * 1024, 8 * 64 + 8 * 3 * 64 * 32
+    assert first.parameters == 3 * shared + 2 * dense + experts + 256 * 64
+    assert last.parameters == 5 * (shared + experts) + 256 * 64 + 64
+    assert first.parameters + last.parameters == model.num_parameters
+    tokens = 16384
+    attention = 4 * 64 + 2 * 128 + 2 * 64 + (128 + 64)
+    routed = 2 * (3 * 32 + 2 * 64)
+    assert first.activations == tokens * 2 * (3 * attention + 2 * 3 * 1024 + routed)
+    assert last.activations == tokens * 2 * 5 * (attention + routed)
+    # Working memory is that of the widest layer of the stage.
+    assert (first.microbatch.forward, last.microbatch.forward) == (
+        tokens * 2 * (3 * 1024 + 3 * 64),
+        max(tokens * 2 * (3 * 128 + 3 * 64), 4 * tokens * 256),
+    )
+    recomputed = config.trainer.model_copy(update={"gradient_checkpointing": True})
+    block = recomputed.megatron.model_copy(update={"recompute_method": "block", "recompute_num_layers": 1})
+    config = config.model_copy(update={"trainer": recomputed.model_copy(update={"megatron": block})})
+    first = stage_memory(config, model, 0, is_gpu=True)  # it recomputes one dense layer
+    assert first.activations == tokens * 2 * (2 * attention + 3 * 1024 + routed + 64)
+    alone = fsdp_memory(config, model, is_gpu=True)
+    assert alone.gathered == 2 * (2 * (shared + dense) + 2 * 256 * 64 + 64)
+
+
 def test_keys_that_change_memory(dense: Path) -> None:
     def memory(megatron: dict[str, Any] | None = None, **trainer: Any) -> Memory:
         config, model = make(dense, num_ranks=4, megatron={**sizes(tp=2), **(megatron or {})}, **trainer)

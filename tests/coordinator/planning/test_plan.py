@@ -16,7 +16,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli.main import app, main
 from services.coordinator.planning.plan import check_model, show_plan
-from tests.coordinator.planning.small_models import DENSE, MOE, make, sizes, write
+from tests.coordinator.planning.small_models import DENSE, make, sizes, write
 from tests.support import raises
 
 
@@ -178,14 +178,6 @@ def test_models_that_the_trainer_refuses_are_refused(tmp_path: Path, strategy: s
 def test_a_model_of_another_family_needs_no_plan_with_fsdp(tmp_path: Path) -> None:
     config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
     (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
-    check_model(config)
-    with raises(InvalidInput, field="model"):
-        shown(config)
-
-
-def test_a_model_of_dense_layers_and_experts_is_only_not_estimated_with_fsdp(tmp_path: Path) -> None:
-    config, _ = make(write(tmp_path / "model", MOE), strategy="fsdp")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MOE | {"mlp_only_layers": [0]}))
     check_model(config)
     with raises(InvalidInput, field="model"):
         shown(config)

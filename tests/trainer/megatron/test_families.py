@@ -55,6 +55,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
     "qwen3_moe-bf16": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
     "qwen3_moe-unnormalized": {"head_dim": 32, **EXPERTS, "norm_topk_prob": False},
+    # The first of two pipeline stages has one layer, without experts.
+    "qwen3_moe-mixed": {"head_dim": 32, **EXPERTS, "mlp_only_layers": [0], "num_hidden_layers": 3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80},
     "qwen2_moe-normalized": {
         **EXPERTS,
