@@ -63,6 +63,14 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 96},
+    # Its first layer is dense.
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 
 
@@ -86,7 +94,7 @@ def make_model(directory: Path, kind: str) -> Path:
     """Writes a random model of `kind` with a character tokenizer.
 
     `untied`, `tied` and `moe` are Qwen3 models of 2 layers; `deep` and `deep-moe` have 4. `qwen3-0.6b`, for GPUs, has
-    the shape of the real model of that name. `phi3` and `qwen2_moe` are other families.
+    the shape of the real model of that name. `phi3`, `qwen2_moe` and `glm4_moe` are other families.
     """
     import torch
     from transformers import (
@@ -105,6 +113,8 @@ def make_model(directory: Path, kind: str) -> Path:
         with torch.no_grad():
             for vector in (parameter for parameter in model.parameters() if parameter.ndim == 1):
                 vector += 0.2 * torch.randn(vector.shape)  # a vector of only 1 or 0 hides a mistake in its place
+            for bias in (one for name, one in model.named_buffers() if name.endswith("correction_bias")):
+                bias += 0.2 * torch.randn(bias.shape)
     elif kind in ("moe", "deep-moe"):
         shape = _SHAPE | ({"num_hidden_layers": 4} if kind == "deep-moe" else {})
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **_EXPERTS, tie_word_embeddings=False))

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from services.common.families.layers import (
     ATTENTION,
     ATTENTION_OUTPUT,
+    CORRECTION_BIAS,
     DENSE_MLP,
     DOWN,
     EMBEDDING,
@@ -18,6 +20,7 @@ from services.common.families.layers import (
     QK_NORMS,
     QKV,
     QKV_BIAS,
+    SHARED_EXPERT_GATE,
     Weight,
     experts,
     shared_expert,
@@ -25,6 +28,11 @@ from services.common.families.layers import (
 
 # A kind of layer: its feed-forward network is one for all tokens, or a router chooses experts for each.
 Kind = Literal["dense", "experts"]
+
+# How a router scores experts:
+#   softmax  over the experts; the highest are chosen
+#   sigmoid  of each expert, to which a bias is added to choose them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
+Router = Literal["softmax", "sigmoid"]
 
 
 # Maps an Architecture's sizes to config keys; the first key that a config has is read.
@@ -42,6 +50,13 @@ EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("num_experts", "num_local_experts"),
     "num_experts_per_tok": ("num_experts_per_tok",),
     "moe_intermediate_size": ("moe_intermediate_size",),
+}
+# A layer has one shared expert, `num_shared_experts` times as wide as one of the others.
+SHARED_KEYS: Mapping[str, tuple[str, ...]] = {
+    **DENSE_KEYS,
+    **EXPERT_KEYS,
+    "num_experts": ("n_routed_experts",),
+    "num_shared_experts": ("n_shared_experts",),
 }
 # Maps config keys to the only value that strategy megatron accepts; a config may leave a key out.
 REQUIRED: Mapping[str, object] = {
@@ -74,6 +89,11 @@ class Family:
     is_dense: Callable[[Mapping[str, object], int], bool] = _all_have_experts
     """Takes a config and the number of a layer; returns whether this layer of a model with experts is dense. Raises
     ValueError or TypeError if the config is wrong."""
+    router: Router = "softmax"
+    """How the router of a layer of experts scores them."""
+    num_mtp_layers: int = 0
+    """transformers' default of `num_nextn_predict_layers`: checkpoints have so many more layers, which predict further
+    tokens. They are not loaded."""
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
     """The Architecture's sizes that config.json must have, each with its keys there; that of dense layers only if the
     model has some."""
@@ -98,6 +118,15 @@ def dense_or_experts(attention: Collection[Weight], feed_forward: Collection[Wei
     return {"dense": (*attention, *DENSE_MLP, *NORMS), "experts": (*attention, *feed_forward, *NORMS)}
 
 
+def is_in_front(config: Mapping[str, object], layer: int, *, default: int) -> bool:
+    """Returns whether a layer is one of the first `first_k_dense_replace`, which are dense; `default` is
+    transformers'."""
+    count = config.get("first_k_dense_replace", default)
+    if not isinstance(count, int):
+        raise ValueError(f"first_k_dense_replace is {count!r}, not a number of layers")
+    return layer < count
+
+
 def is_between_steps(config: Mapping[str, object], layer: int) -> bool:
     """Returns whether a layer is dense by Qwen's keys: one of each `decoder_sparse_step` layers, the last, has experts,
     unless `mlp_only_layers` names it."""
@@ -116,6 +145,25 @@ _KNOWN = (
     ),
     # Mistral (arXiv 2310.06825); Megatron computes only the models without a sliding window.
     Family("mistral", kinds={"dense": (*ATTENTION, *DENSE_MLP, *NORMS)}),
+    # GLM-4.5 and GLM-4.6 (arXiv 2508.06471).
+    Family(
+        "glm4_moe",
+        kinds=dense_or_experts(
+            (
+                *ATTENTION,
+                replace(QKV_BIAS, if_true="attention_bias"),
+                *(replace(norm, if_true="use_qk_norm") for norm in QK_NORMS),
+            ),
+            (*experts(), CORRECTION_BIAS, *shared_expert("mlp.shared_experts")),
+        ),
+        is_dense=partial(is_in_front, default=1),
+        router="sigmoid",
+        num_mtp_layers=1,
+        keys=SHARED_KEYS,
+        flags={"attention_bias": False, "use_qk_norm": False},
+        required={key: value for key, value in REQUIRED.items() if key != "attention_bias"},
+        has_partial_rotary=True,
+    ),
     # Mixtral (arXiv 2401.04088).
     Family(
         "mixtral",
@@ -149,7 +197,10 @@ _KNOWN = (
     # Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): beside its experts a layer has one that computes every token.
     Family(
         "qwen2_moe",
-        kinds=dense_or_experts((*ATTENTION, replace(QKV_BIAS, if_true="qkv_bias")), (*experts(), *shared_expert())),
+        kinds=dense_or_experts(
+            (*ATTENTION, replace(QKV_BIAS, if_true="qkv_bias")),
+            (*experts(), *shared_expert("mlp.shared_expert"), SHARED_EXPERT_GATE),
+        ),
         is_dense=is_between_steps,
         keys={
             **DENSE_KEYS,

@@ -1,6 +1,7 @@
 """Shapes of models, as their config.json has them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,18 @@ FAMILIES = {
         "shared_expert_intermediate_size": 40,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    "glm4_moe": {
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+    },
 }
 # Models of the families above with dense layers between those with experts, and the numbers of the dense ones.
 MIXED = {
     "qwen3_moe": ({"mlp_only_layers": [1]}, {1}),
+    "glm4_moe": ({"first_k_dense_replace": 2, "attention_bias": True, "use_qk_norm": True}, {0, 1}),
     "qwen2_moe": ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, {0, 1, 2}),
 }
 BASE = {
@@ -60,7 +69,7 @@ def test_shapes_are_those_that_transformers_builds(
     hf = transformers.AutoConfig.for_model(family, **(BASE | FAMILIES[family] | changes))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(hf)
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    sizes = list(tensor_sizes(model))
     hf.save_pretrained(tmp_path)
     ours = read_architecture(tmp_path)
     assert ours.num_parameters == sum(sizes)
@@ -71,7 +80,13 @@ def test_shapes_are_those_that_transformers_builds(
     layers = [ours.layer_parameters(n) + ours.num_experts * ours.expert_parameters(n) for n in range(3)]
     assert sum(sizes) == sum(layers) + embeddings + ours.hidden_size
     assert ours.dense_layers == dense
-    assert layers == [sum(one.numel() for one in layer.parameters()) for layer in model.model.layers]
+    assert layers == [sum(tensor_sizes(layer)) for layer in model.model.layers]
+
+
+def tensor_sizes(module: Any) -> Iterator[int]:
+    """Yields the sizes of what checkpoints contain: parameters, and the correction biases of routers."""
+    yield from (parameter.numel() for parameter in module.parameters())
+    yield from (buffer.numel() for name, buffer in module.named_buffers() if name.endswith("correction_bias"))
 
 
 def test_unusable_model_is_refused(tmp_path: Path) -> None:
