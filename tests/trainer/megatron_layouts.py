@@ -39,12 +39,14 @@ FAMILIES = (
     "qwen3_moe",
     "qwen3_moe-unnormalized",
     "qwen3_moe-mixed",
+    "glm4_moe",
     "mixtral",
     "qwen2_moe",
     "qwen2_moe-normalized",
     "phi3",
     "deepseek_v3",
     "deepseek_v3-yarn",
+    "glm4_moe_lite",
 )
 
 
@@ -187,14 +189,22 @@ FAMILY_LAYOUTS = {
         f"{kind}-{name}": Layout(kind, 2, megatron, SMALL, num_updates=1)
         for kind, splits in (
             ("phi3", {"tp2": TP, "pp2": PP}),
-            ("deepseek_v3", {"tp2": TP, "pp2": PP, "cp2": CP, "cp2-unpacked": CP | UNPACKED}),
+            ("deepseek_v3", {"tp2": TP, "pp2": PP, "cp2": CP, "cp2-unpacked": CP | UNPACKED, "ep2": EP}),
+            ("deepseek_v3", {"tp2-ep2": TP | EP | {"expert_tensor_parallel_size": 1}}),
             ("deepseek_v3-yarn", {"tp2": TP, "cp2": CP}),
             ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
-            ("qwen3_moe-mixed", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP}),
+            ("qwen3_moe-mixed", {"pp2": PP | UNEVEN}),
+            ("glm4_moe", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP, "cp2": CP}),
         )
         for name, megatron in splits.items()
     },
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),
+    # One of the four ranks' two stages has a dense layer only.
+    "glm4_moe-pp2-tp2": Layout("glm4_moe", 4, PP | UNEVEN | TP, SMALL, num_updates=1),
+    "glm4_moe-pp2-ep2": Layout("glm4_moe", 4, PP | UNEVEN | EP, SMALL, num_updates=1),
+    "glm4_moe-tp2-ep2-etp2": Layout("glm4_moe", 4, TP | EP, SMALL, num_updates=1),
+    "glm4_moe-cp2-ep2": Layout("glm4_moe", 4, CP | EP, SMALL, num_updates=1),
+    "glm4_moe-bf16": Layout("glm4_moe-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
     "qwen3-bf16": Layout("qwen3-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
     "qwen3_moe-bf16": Layout("qwen3_moe-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
 }

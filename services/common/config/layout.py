@@ -44,6 +44,8 @@ _RESERVED = {
         **dict.fromkeys(("beta_slow", "mscale", "mscale_all_dim"), _MODEL),
         "cache_mla_latents": _ITSELF,
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
+        **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"), _MODEL),
+        "moe_router_bias_update_rate": _ITSELF,
         **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), _ITSELF),
         **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), _ITSELF),
         **dict.fromkeys(("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _ITSELF),
@@ -353,6 +355,11 @@ def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Archi
         if count % size:
             fits = _nearest(size, lambda n, count=count: count % n == 0, count)
             yield key, f"{size}: the model's {name} {count} must divide by it; nearest legal: {fits}"
+    own = {"score_function": model.family.router, "enable_expert_bias": model.has("mlp.router.expert_bias")}
+    for key, value in own.items():
+        given = getattr(megatron.moe, f"router_{key}")
+        if given not in (None, value):
+            yield f"moe.router_{key}", f"{given}: the model's is {value}; nearest legal: {value} or null"
     yield from _sequence_parallel(megatron)
     if megatron.moe.token_dispatcher_type == "flex" and layout.ep * layout.etp == 1:
         yield "moe.token_dispatcher_type", "flex needs EP x ETP of at least 2; nearest legal: alltoall, or EP 2"

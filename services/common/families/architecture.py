@@ -48,6 +48,8 @@ class Architecture:
     v_head_dim: int = 0
     flags: frozenset[str] = frozenset()
     dense_layers: frozenset[int] = frozenset()
+    num_mtp_layers: int = 0
+    """Layers of the checkpoint after the last, which are not loaded."""
 
     @property
     def family(self) -> Family:
@@ -240,6 +242,9 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
     unused = "" if dense or "experts" not in family.kinds else "intermediate_size"
     keys = {name: _first(keys, content) for name, keys in family.keys.items() if name != unused}
     sizes = {name: _size(content, key) for name, key in keys.items()}
+    if "num_shared_experts" in sizes:
+        sizes["shared_expert_intermediate_size"] = sizes.pop("num_shared_experts") * sizes["moe_intermediate_size"]
+    mtp = content.get("num_nextn_predict_layers", family.num_mtp_layers) if family.num_mtp_layers else 0
     heads = sizes["num_attention_heads"]
     if nope := sizes.pop("qk_nope_head_dim", 0):  # transformers' head_dim is only the rotated part
         head_dim = nope + sizes["qk_rope_head_dim"]
@@ -252,6 +257,7 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
         head_dim=head_dim,
         tie_word_embeddings=content.get("tie_word_embeddings") is True,
         dense_layers=dense,
+        num_mtp_layers=mtp if isinstance(mtp, int) else 0,
         flags=frozenset(key for key, default in family.flags.items() if content.get(key, default) is True),
         **sizes,
     )
@@ -352,10 +358,30 @@ def _of_megatron(content: JsonObject) -> Iterator[str]:
         value = content.get(key, wanted)
         if value != wanted and key != "sliding_window":
             yield f"{key} {value!r} is not supported by strategy megatron{_FSDP}"
+    if FAMILIES[model_type].router == "sigmoid":
+        yield from _of_sigmoid_router(content)
     for rope in _ropes(content):
         is_known = _is_latent_rope if FAMILIES[model_type].nullable else _is_rope
         if not is_known(rope, content):
             yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
+
+
+def _of_sigmoid_router(content: JsonObject) -> Iterator[str]:
+    chosen, groups, kept = (content.get(key) for key in ("num_experts_per_tok", "n_group", "topk_group"))
+    # Megatron always divides the weights of several experts by their sum, and never that of one.
+    if (is_divided := content.get("norm_topk_prob", True)) is not True or chosen == 1:
+        yield (
+            f"norm_topk_prob {is_divided!r} with num_experts_per_tok {chosen!r} is not supported by strategy megatron"
+            f"{_FSDP}"
+        )
+        return
+    # transformers always scores a group by its best two, Megatron by the best num_experts_per_tok // topk_group.
+    has_best_two = isinstance(chosen, int) and isinstance(kept, int) and kept > 0 and chosen // kept == 2
+    if groups not in (None, 1) and not has_best_two:
+        yield (
+            f"n_group {groups!r} is supported by strategy megatron only with a topk_group of half of "
+            f"num_experts_per_tok {chosen!r}, not {kept!r}{_FSDP}"
+        )
 
 
 def _is_window_on(content: JsonObject) -> bool:

@@ -138,20 +138,24 @@ def experts(
     )
 
 
-def shared_expert() -> tuple[Weight, ...]:
-    """Returns the weights of the expert that computes every token, and of its gate.
+# Added to the scores of the experts when a token chooses them, but not to their weights. It is not trained.
+CORRECTION_BIAS = Weight("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), ("num_experts",))
 
-    The sigmoid of the gate, one number for each token, is multiplied with the expert's output.
-    """
+
+def shared_expert(name: str) -> tuple[Weight, ...]:
+    """Returns the weights of the expert `name` that computes every token."""
     width = "shared_expert_intermediate_size"
-    gate_up = tuple(f"mlp.shared_expert.{part}.weight" for part in ("gate_proj", "up_proj"))
+    gate_up = tuple(f"{name}.{part}.weight" for part in ("gate_proj", "up_proj"))
     return (
         replace(GATE_UP, parameter="mlp.shared_experts.linear_fc1.weight", tensors=gate_up, rows=(width, width)),
         replace(
             DOWN,
             parameter="mlp.shared_experts.linear_fc2.weight",
-            tensors=("mlp.shared_expert.down_proj.weight",),
+            tensors=(f"{name}.down_proj.weight",),
             columns=width,
         ),
-        Weight("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), (1,), "hidden_size"),
     )
+
+
+# Its sigmoid, one number for each token, is multiplied with the output of the shared expert.
+SHARED_EXPERT_GATE = Weight("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), (1,), "hidden_size")

@@ -1,12 +1,14 @@
 """The known model families, by the model_type in a model's config.json, and the matrices that can have adapters."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from services.common.families.layers import (
     ATTENTION,
     ATTENTION_OUTPUT,
+    CORRECTION_BIAS,
     DENSE_MLP,
     DOWN,
     EMBEDDING,
@@ -19,6 +21,7 @@ from services.common.families.layers import (
     QK_NORMS,
     QKV,
     QKV_BIAS,
+    SHARED_EXPERT_GATE,
     Weight,
     experts,
     shared_expert,
@@ -26,6 +29,11 @@ from services.common.families.layers import (
 
 # A kind of layer: its feed-forward network is one for all tokens, or a router chooses experts for each.
 Kind = Literal["dense", "experts"]
+
+# How a router scores experts:
+#   softmax  over the experts; the highest are chosen
+#   sigmoid  of each expert, to which a bias is added to choose them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
+Router = Literal["softmax", "sigmoid"]
 
 
 # Maps an Architecture's sizes to config keys; the first key that a config has is read.
@@ -46,6 +54,13 @@ EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 LATENT_KEYS: Mapping[str, tuple[str, ...]] = {
     name: (name,) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
+# A layer has one shared expert, `num_shared_experts` times as wide as one of the others.
+SHARED_KEYS: Mapping[str, tuple[str, ...]] = {
+    **DENSE_KEYS,
+    **EXPERT_KEYS,
+    "num_experts": ("n_routed_experts",),
+    "num_shared_experts": ("n_shared_experts",),
 }
 # Maps config keys to the only value that strategy megatron accepts; a config may leave a key out.
 REQUIRED: Mapping[str, object] = {
@@ -78,6 +93,11 @@ class Family:
     is_dense: Callable[[Mapping[str, object], int], bool] = _all_have_experts
     """Takes a config and the number of a layer; returns whether this layer of a model with experts is dense. Raises
     ValueError or TypeError if the config is wrong."""
+    router: Router = "softmax"
+    """How the router of a layer of experts scores them."""
+    num_mtp_layers: int = 0
+    """transformers' default of `num_nextn_predict_layers`: checkpoints have so many more layers, which predict further
+    tokens. They are not loaded."""
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
     """The Architecture's sizes that config.json must have, each with its keys there; that of dense layers only if the
     model has some."""
@@ -105,6 +125,15 @@ def dense_or_experts(attention: Collection[Weight], feed_forward: Collection[Wei
     return {"dense": (*attention, *DENSE_MLP, *NORMS), "experts": (*attention, *feed_forward, *NORMS)}
 
 
+def is_in_front(config: Mapping[str, object], layer: int, *, default: int) -> bool:
+    """Returns whether a layer is one of the first `first_k_dense_replace`, which are dense; `default` is
+    transformers'."""
+    count = config.get("first_k_dense_replace", default)
+    if not isinstance(count, int):
+        raise ValueError(f"first_k_dense_replace is {count!r}, not a number of layers")
+    return layer < count
+
+
 def is_between_steps(config: Mapping[str, object], layer: int) -> bool:
     """Returns whether a layer is dense by Qwen's keys: one of each `decoder_sparse_step` layers, the last, has experts,
     unless `mlp_only_layers` names it."""
@@ -113,6 +142,28 @@ def is_between_steps(config: Mapping[str, object], layer: int) -> bool:
         raise ValueError(f"decoder_sparse_step {step!r} and mlp_only_layers {named!r} are not a step and layers")
     return layer in named or (layer + 1) % step > 0
 
+
+def is_named_dense(config: Mapping[str, object], layer: int) -> bool:
+    """Returns whether `mlp_layer_types` says that a layer is dense; without this key the first one is."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return layer == 0
+    if not isinstance(types, Sequence) or layer >= len(types):
+        raise ValueError(f"mlp_layer_types is {types!r}, not a type for each layer")
+    return types[layer] == "dense"
+
+
+# DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight (arXiv 2502.16982).
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    kinds=dense_or_experts(LATENT_ATTENTION, (*experts(), CORRECTION_BIAS, *shared_expert("mlp.shared_experts"))),
+    is_dense=partial(is_in_front, default=3),
+    router="sigmoid",
+    num_mtp_layers=1,
+    keys={**SHARED_KEYS, **LATENT_KEYS},
+    nullable=("q_lora_rank",),
+    required={**REQUIRED, "rope_interleave": True},
+)
 
 _KNOWN = (
     # Llama 1 to 3 (arXiv 2302.13971, 2407.21783).
@@ -123,14 +174,28 @@ _KNOWN = (
     ),
     # Mistral (arXiv 2310.06825); Megatron computes only the models without a sliding window.
     Family("mistral", kinds={"dense": (*ATTENTION, *DENSE_MLP, *NORMS)}),
-    # DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534).
+    # GLM-4.5 and GLM-4.6 (arXiv 2508.06471).
     Family(
-        "deepseek_v3",
-        kinds={"dense": (*LATENT_ATTENTION, *DENSE_MLP, *NORMS)},
-        keys={**DENSE_KEYS, **LATENT_KEYS},
-        nullable=("q_lora_rank",),
-        required={**REQUIRED, "rope_interleave": True},
+        "glm4_moe",
+        kinds=dense_or_experts(
+            (
+                *ATTENTION,
+                replace(QKV_BIAS, if_true="attention_bias"),
+                *(replace(norm, if_true="use_qk_norm") for norm in QK_NORMS),
+            ),
+            (*experts(), CORRECTION_BIAS, *shared_expert("mlp.shared_experts")),
+        ),
+        is_dense=partial(is_in_front, default=1),
+        router="sigmoid",
+        num_mtp_layers=1,
+        keys=SHARED_KEYS,
+        flags={"attention_bias": False, "use_qk_norm": False},
+        required={key: value for key, value in REQUIRED.items() if key != "attention_bias"},
+        has_partial_rotary=True,
     ),
+    DEEPSEEK_V3,
+    # GLM-4.7-Flash.
+    replace(DEEPSEEK_V3, model_type="glm4_moe_lite", is_dense=is_named_dense),
     # Mixtral (arXiv 2401.04088).
     Family(
         "mixtral",
@@ -164,7 +229,10 @@ _KNOWN = (
     # Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): beside its experts a layer has one that computes every token.
     Family(
         "qwen2_moe",
-        kinds=dense_or_experts((*ATTENTION, replace(QKV_BIAS, if_true="qkv_bias")), (*experts(), *shared_expert())),
+        kinds=dense_or_experts(
+            (*ATTENTION, replace(QKV_BIAS, if_true="qkv_bias")),
+            (*experts(), *shared_expert("mlp.shared_expert"), SHARED_EXPERT_GATE),
+        ),
         is_dense=is_between_steps,
         keys={
             **DENSE_KEYS,

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import PretrainedConfig
@@ -191,8 +192,18 @@ def wrap_chunks(
 
 
 def half_precision(chunk: Chunk, config: TransformerConfig) -> torch.nn.Module:
-    """Returns the chunk, wrapped to convert between float32 and bfloat16 if it computes in bfloat16."""
-    return Float16Module(config, chunk) if config.bf16 else chunk
+    """Returns the chunk, wrapped to convert between float32 and bfloat16 if it computes in bfloat16.
+
+    The routers' biases stay in float32.
+    """
+    if not config.bf16:
+        return chunk
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    biases = [router.expert_bias for router in routers]
+    wrapped = Float16Module(config, chunk)
+    for router, bias in zip(routers, biases, strict=True):
+        router.expert_bias = bias
+    return wrapped
 
 
 def unwrap(chunk: torch.nn.Module) -> Chunk:

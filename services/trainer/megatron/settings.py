@@ -165,11 +165,24 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
         "moe_ffn_hidden_size": model.moe_intermediate_size,
         "moe_layer_freq": [int(kind == "experts") for kind in model.kinds],
         "moe_router_topk": model.num_experts_per_tok,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": model.family.router,
         # Softmax over only the chosen experts equals softmax over all experts, renormalized.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
         "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
         "moe_shared_expert_gate": model.has("mlp.shared_experts.gate_weight"),
+        **(_sigmoid_settings(hf) if model.family.router == "sigmoid" else {}),
+    }
+
+
+def _sigmoid_settings(hf: PretrainedConfig) -> dict[str, object]:
+    has_groups = hf.n_group > 1
+    return {
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": hf.n_group if has_groups else None,
+        "moe_router_group_topk": hf.topk_group if has_groups else None,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # it stays as published
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
@@ -215,10 +216,13 @@ def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapt
 
 
 def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters of a chunk; experts that share a parameter have a view of it each."""
+    """Yields the parameters of a chunk and the biases of its routers, which are buffers; experts that share a parameter
+    have a view of it each."""
     for prefix, module in chunk.named_modules():
         own = module.expert_weights() if isinstance(module, GroupedExperts) else module.named_parameters(recurse=False)
         yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own)
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            yield f"{prefix}.expert_bias", module.expert_bias
 
 
 def load_checkpoint_weights(
@@ -250,7 +254,9 @@ def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -
     if is_critic:
         shapes.pop(output, None)
     tied = {output: embedding} if model.tie_word_embeddings else {}
-    require_tensors(stored_tensors(directory), shapes, tied, directory, has_head=not is_critic)
+    after = range(model.num_layers, model.num_layers + model.num_mtp_layers)
+    ignored = [rf"^{re.escape(model.family.layers)}\.{number}\." for number in after]
+    require_tensors(stored_tensors(directory), shapes, tied, directory, has_head=not is_critic, ignored=ignored)
 
 
 def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:

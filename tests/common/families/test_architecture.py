@@ -1,6 +1,7 @@
 """Shapes of models, as their config.json has them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.common.families.architecture import read_architecture
 
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10, "num_key_value_heads": 4}
+DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
 FAMILIES = {
     "llama": {},
     "mistral": {"head_dim": 16},
@@ -24,10 +26,22 @@ FAMILIES = {
         "shared_expert_intermediate_size": 40,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    "deepseek_v3": {**LATENT, **DEEPSEEK, "q_lora_rank": 16, "first_k_dense_replace": 0},
+    "glm4_moe_lite": {**LATENT, **DEEPSEEK, "q_lora_rank": None, "mlp_layer_types": ["sparse"] * 3},
+    "glm4_moe": {
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+    },
 }
 # Models of the families above with dense layers between those with experts, and the numbers of the dense ones.
 MIXED = {
+    "deepseek_v3": ({"first_k_dense_replace": 1, "q_lora_rank": None}, {0}),
+    "glm4_moe_lite": ({"mlp_layer_types": None}, {0}),
     "qwen3_moe": ({"mlp_only_layers": [1]}, {1}),
+    "glm4_moe": ({"first_k_dense_replace": 2, "attention_bias": True, "use_qk_norm": True}, {0, 1}),
     "qwen2_moe": ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, {0, 1, 2}),
 }
 BASE = {
@@ -61,7 +75,7 @@ def test_shapes_are_those_that_transformers_builds(
     hf = transformers.AutoConfig.for_model(family, **(BASE | FAMILIES[family] | changes))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(hf)
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    sizes = list(tensor_sizes(model))
     hf.save_pretrained(tmp_path)
     ours = read_architecture(tmp_path)
     assert ours.num_parameters == sum(sizes)
@@ -72,7 +86,13 @@ def test_shapes_are_those_that_transformers_builds(
     layers = [ours.layer_parameters(n) + ours.num_experts * ours.expert_parameters(n) for n in range(3)]
     assert sum(sizes) == sum(layers) + embeddings + ours.hidden_size
     assert ours.dense_layers == dense
-    assert layers == [sum(one.numel() for one in layer.parameters()) for layer in model.model.layers]
+    assert layers == [sum(tensor_sizes(layer)) for layer in model.model.layers]
+
+
+def tensor_sizes(module: Any) -> Iterator[int]:
+    """Yields the sizes of what checkpoints contain: parameters, and the correction biases of routers."""
+    yield from (parameter.numel() for parameter in module.parameters())
+    yield from (buffer.numel() for name, buffer in module.named_buffers() if name.endswith("correction_bias"))
 
 
 def test_unusable_model_is_refused(tmp_path: Path) -> None:

@@ -170,6 +170,16 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(2, {TP: 2, "sequence_parallel": False}, {MODEL: LATENT})],
         ["sequence_parallel false", "latent keys with TP 2", "true, null, or TP 1"],
     ),
+    "the router is the model's": (
+        (1, {"moe": {"router_score_function": "softmax", "router_enable_expert_bias": False}}, {MODEL: MOE}),
+        [
+            (1, {"moe": {"router_score_function": "sigmoid"}}, {MODEL: MOE}),
+            (1, {"moe": {"router_score_function": "softmax"}}, {MODEL: replace(MOE, model_type="glm4_moe")}),
+            (1, {"moe": {"router_enable_expert_bias": True}}, {MODEL: MOE}),
+            (1, {"moe": {"router_enable_expert_bias": False}}, {MODEL: replace(MOE, model_type="glm4_moe")}),
+        ],
+        ["moe.router_", "the model's is", "or null"],
+    ),
     "the flex dispatcher needs a group": (
         (2, {EP: 2, "moe": {"token_dispatcher_type": "flex"}}, {MODEL: MOE}),
         [(2, {"moe": {"token_dispatcher_type": "flex"}}, {MODEL: MOE})],

@@ -25,6 +25,7 @@ from tests.rollout.weights.test_publication import (
 
 TP = {"tensor_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
 # Longer than a block of vLLM's prefix cache, so that the samples of a prompt share a block.
 LONG_PROMPTS = [[2 + (i * j) % 60 for j in range(140)] for i in (3, 7)]
 LORA = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
@@ -35,6 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 tp2": ("deepseek_v3", {"strategy": "megatron", "megatron": TP}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe ep2": ("qwen2_moe", {"strategy": "megatron", "megatron": EP}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe pp2": ("glm4_moe", {"strategy": "megatron", "megatron": PP}),
     "qwen2_moe tp2": ("qwen2_moe", {"strategy": "megatron", "megatron": TP}),
 }
 

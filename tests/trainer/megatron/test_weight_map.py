@@ -49,6 +49,7 @@ PARAMETERS = [
     ("self_attention.kv_layernorm.weight", None, "deepseek_v3", [(12,)]),
     ("self_attention.linear_proj.weight", None, "deepseek_v3", [(24, 40)]),
     ("mlp.router.weight", None, "qwen3_moe", [(6, 24)]),
+    ("mlp.router.expert_bias", None, "glm4_moe", [(6,)]),
     ("mlp.experts.local_experts.5.linear_fc1.weight", "mlp.experts.linear_fc1.weight5", "qwen3_moe", [(8, 24)] * 2),
     ("mlp.experts.local_experts.5.linear_fc2.weight", "mlp.experts.linear_fc2.weight5", "mixtral", [(24, 8)]),
 ]
@@ -145,8 +146,8 @@ def test_experts_have_their_familys_names() -> None:
 def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
     weight_map = WeightMap(shape_of("qwen3_moe"))
     others = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-    is_own = lambda name, family: name not in others and family not in ("phi3", "qwen2_moe", "deepseek_v3")  # noqa: E731
-    names = [full_name(p[0]) for p in PARAMETERS if is_own(p[0], p[2])]
+    apart = ("phi3", "qwen2_moe", "glm4_moe", "deepseek_v3")
+    names = [full_name(p[0]) for p in PARAMETERS if p[0] not in others and p[2] not in apart]
     names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
     ordered = sorted(names, key=lambda name: weight_map.part(name).order)
     assert ordered[0] == "embedding.word_embeddings.weight"
