@@ -189,9 +189,8 @@ FAMILY_LAYOUTS = {
         f"{kind}-{name}": Layout(kind, 2, megatron, SMALL, num_updates=1)
         for kind, splits in (
             ("phi3", {"tp2": TP, "pp2": PP}),
-            ("deepseek_v3", {"tp2": TP, "pp2": PP, "cp2": CP, "cp2-unpacked": CP | UNPACKED, "ep2": EP}),
-            ("deepseek_v3", {"tp2-ep2": TP | EP | {"expert_tensor_parallel_size": 1}}),
-            ("deepseek_v3-yarn", {"tp2": TP, "cp2": CP}),
+            ("deepseek_v3", {"tp2-ep2": TP | EP | {"expert_tensor_parallel_size": 1}, "pp2": PP, "cp2": CP}),
+            ("deepseek_v3-yarn", {"tp2": TP}),
             ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
             ("qwen3_moe-mixed", {"pp2": PP | UNEVEN}),
             ("glm4_moe", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP, "cp2": CP}),
@@ -200,6 +199,8 @@ FAMILY_LAYOUTS = {
     },
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),
     # One of the four ranks' two stages has a dense layer only.
+    "deepseek_v3-tp2-ep2-etp2": Layout("deepseek_v3", 4, TP | EP, SMALL, num_updates=1),
+    "deepseek_v3-yarn-tp2-cp2": Layout("deepseek_v3-yarn", 4, TP | CP | UNPACKED, SMALL, num_updates=1),
     "glm4_moe-pp2-tp2": Layout("glm4_moe", 4, PP | UNEVEN | TP, SMALL, num_updates=1),
     "glm4_moe-pp2-ep2": Layout("glm4_moe", 4, PP | UNEVEN | EP, SMALL, num_updates=1),
     "glm4_moe-tp2-ep2-etp2": Layout("glm4_moe", 4, TP | EP, SMALL, num_updates=1),

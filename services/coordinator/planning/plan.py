@@ -20,9 +20,9 @@ from services.common.families.architecture import (
     Architecture,
     read_architecture,
     read_content,
-    require_supported,
 )
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
 from services.coordinator.planning.memory import (
     Memory,

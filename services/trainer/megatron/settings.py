@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
-from services.common.families.architecture import Architecture, make_architecture, require_supported
+from services.common.families.architecture import Architecture, make_architecture
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
 from services.trainer.checkpoint.model_files import load_config
 
 Settings = TypeVar("Settings")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidInput
-from services.common.families.architecture import require_supported
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
 
 BOTH, MEGATRON = ("fsdp", "megatron"), ("megatron",)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -200,11 +200,6 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(1, {"transformer_config_kwargs": {TP: 2}}, {})],
         [f"transformer_config_kwargs.{TP}", f"use trainer.megatron.{TP}"],
     ),
-    "latents have the sizes of the model": (
-        (1, {"transformer_config_kwargs": {"attention_backend": "flash"}}, {}),
-        [(1, {"transformer_config_kwargs": {"mscale": 2.0}}, {})],
-        ["transformer_config_kwargs.mscale", "use the model's config.json"],
-    ),
     "the optimizer has one set of keys": (
         (1, {"optimizer_config_kwargs": {"use_precision_aware_optimizer": True}}, {}),
         [(1, {"optimizer_config_kwargs": {"lr": 1.0}}, {})],
@@ -396,21 +391,6 @@ def test_ranks_are_where_megatron_puts_them(megatron_says: tuple[list[Any], Any]
         for token, ranks in expert.items():
             along = tuple(ours[name] for name in token.split("-"))
             assert groups_of(layout, ("etp", "ep", "edp", "pp"), along) == set(map(tuple, ranks)), (layout, token)
-
-
-def test_coordinates_count_up_along_their_groups() -> None:
-    """A comparison of groups alone would not notice two stages in the wrong order."""
-    ranks = rank_map(Layout(world=16, tp=2, pp=2, vpp=1, cp=2, ep=4, etp=1, dp=2))
-    assert [(at.tp, at.cp, at.dp, at.pp) for at in ranks[:6]] == [
-        (0, 0, 0, 0),
-        (1, 0, 0, 0),
-        (0, 1, 0, 0),
-        (1, 1, 0, 0),
-        (0, 0, 1, 0),
-        (1, 0, 1, 0),
-    ]
-    assert [(at.etp, at.ep, at.edp, at.pp) for at in ranks[3:6]] == [(0, 3, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0)]
-    assert (ranks[8].pp, ranks[15].pp) == (1, 1)
 
 
 def test_reserved_keys_are_megatrons(megatron_says: tuple[Any, list[list[str]]]) -> None:

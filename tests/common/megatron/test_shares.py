@@ -1,9 +1,24 @@
-"""Tests which layers, experts and weights of a model a rank holds."""
+"""Tests the coordinates of a rank, and which layers, experts and weights of a model it holds."""
 
 from dataclasses import replace
 
-from services.common.config.layout import Layout
+from services.common.config.layout import Layout, rank_map
 from tests.common.megatron.test_layout import DENSE, MOE
+
+
+def test_coordinates_count_up_along_their_groups() -> None:
+    """A comparison of groups alone would not notice two stages in the wrong order."""
+    ranks = rank_map(Layout(world=16, tp=2, pp=2, vpp=1, cp=2, ep=4, etp=1, dp=2))
+    assert [(at.tp, at.cp, at.dp, at.pp) for at in ranks[:6]] == [
+        (0, 0, 0, 0),
+        (1, 0, 0, 0),
+        (0, 1, 0, 0),
+        (1, 1, 0, 0),
+        (0, 0, 1, 0),
+        (1, 0, 1, 0),
+    ]
+    assert [(at.etp, at.ep, at.edp, at.pp) for at in ranks[3:6]] == [(0, 3, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0)]
+    assert (ranks[8].pp, ranks[15].pp) == (1, 1)
 
 
 def test_layers_and_experts_of_a_rank() -> None:

@@ -28,6 +28,8 @@ EP = {"expert_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 # Longer than a block of vLLM's prefix cache, so that the samples of a prompt share a block.
 LONG_PROMPTS = [[2 + (i * j) % 60 for j in range(140)] for i in (3, 7)]
+# vLLM has no prefix cache for latent attention on CPU.
+UNCACHED = ("deepseek_v3",)
 LORA = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
@@ -65,7 +67,7 @@ async def test_an_engine_samples_as_the_trainer_computes(
         prompts = LONG_PROMPTS if version else PROMPTS
         sampling = {"temperature": 1.0, "max_tokens": LENGTH, "return_routed_experts": True}
         answers = await stack.replicas[0].generate(stamp, prompts, seeds=SEEDS, **sampling)
-        assert bool(version) == any(answer.num_cached_tokens for answer in answers)
+        assert (version > 0 and kind not in UNCACHED) == any(answer.num_cached_tokens for answer in answers)
         batch = routed(to_batch(completions(answers), stamp, prompts), answers)
         assert batch["routed_experts"].null_count == (0 if is_routed else batch.num_rows)
         assert largest_diff(batch, await forward(stack, batch, 1.0)) <= MAX_LOGPROB_DIFF
