@@ -306,6 +306,8 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
         "rows of q, k and v": model.query_size + 2 * model.key_value_size,
     }
     groups = model.num_key_value_heads
+    if model.norms_all_heads:  # a rank that has a part of a key's head would count its squares more than once
+        counts["num_key_value_heads"] = groups
 
     def is_legal(tp: int) -> bool:
         return all(count % tp == 0 for count in counts.values()) and (groups % tp == 0 or tp % groups == 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.families.layers import Size, Weight
+from services.common.families.layers import ALL_HEADS_NORMS, Size, Weight
 from services.common.families.registry import FAMILIES, Family, Kind
 from services.common.files.storage import JsonObject, parse_object
 
@@ -87,6 +87,11 @@ class Architecture:
     def has(self, parameter: str) -> bool:
         """Returns whether some layer has this parameter."""
         return any(one.parameter == parameter for weights in self.kind_weights.values() for one in weights)
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norms of queries and keys are over all heads together."""
+        return any(weight in ALL_HEADS_NORMS for weight in self.layer(0))
 
     def size(self, size: Size) -> int:
         """Returns the number that a `Size` of a weight stands for."""

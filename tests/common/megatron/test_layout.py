@@ -103,6 +103,11 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(12, {TP: 12}, {MODEL: DENSE})],
         ["tensor_model_parallel_size 12", "rows of q, k and v 160", "nearest legal: 4"],
     ),
+    "TP cuts no head of a key that is normed with the others": (
+        (4, {TP: 4}, {MODEL: replace(DENSE, model_type="olmo2", head_dim=24)}),
+        [(12, {TP: 12}, {MODEL: replace(DENSE, model_type="olmo2", head_dim=24)})],
+        ["tensor_model_parallel_size 12", "num_key_value_heads 4", "nearest legal: 4"],
+    ),
     "PP divides the layers": (
         (4, {PP: 4}, {MODEL: DENSE}),
         [(5, {PP: 5}, {MODEL: DENSE})],
