@@ -40,6 +40,7 @@ FAMILIES = (
     "qwen3_moe-unnormalized",
     "qwen3_moe-mixed",
     "glm4_moe",
+    "olmo2",
     "mixtral",
     "qwen2_moe",
     "qwen2_moe-normalized",
@@ -192,6 +193,7 @@ FAMILY_LAYOUTS = {
             ("deepseek_v3", {"tp2-ep2": TP | EP | {"expert_tensor_parallel_size": 1}, "pp2": PP, "cp2": CP}),
             ("deepseek_v3-yarn", {"tp2": TP}),
             ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
+            ("olmo2", {"tp2": TP, "pp2": PP}),
             ("qwen3_moe-mixed", {"pp2": PP | UNEVEN}),
             ("glm4_moe", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP, "cp2": CP}),
         )

@@ -20,6 +20,8 @@ _ITSELF = "nothing: Lockstep sets it itself"
 _MODEL = "the model's config.json"
 _OTHER_NAMES = ("load_balancing_type", "freeze_router")  # which Megatron calls otherwise, or does not have
 
+_LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT += ("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings")
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 # Megatron options that Lockstep sets from its own keys, by pass-through table, with the key to use instead.
@@ -38,10 +40,7 @@ _RESERVED = {
         **dict.fromkeys(("layernorm_epsilon", "normalization", "activation_func", "gated_linear_unit"), _MODEL),
         **dict.fromkeys(("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_dropout"), _MODEL),
         **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
-        **dict.fromkeys(("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"), _MODEL),
-        **dict.fromkeys(("qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base", "rotary_percent"), _MODEL),
-        **dict.fromkeys(("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"), _MODEL),
-        **dict.fromkeys(("beta_slow", "mscale", "mscale_all_dim"), _MODEL),
+        **dict.fromkeys((*_LATENT, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _MODEL),
         "cache_mla_latents": _ITSELF,
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
         **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"), _MODEL),
@@ -218,10 +217,9 @@ def _broken_rules(
             + ("; TP must also divide the model's attention heads" if layout.tp > 1 else ""),
         )
     yield from _pass_through(megatron)
-    if architecture is not None and architecture.kv_lora_rank:
-        # Without it Megatron-Core 0.16 would not sum the gradient of the part that all keys share over TP.
-        yield from _sequence_parallel(megatron, "latent keys")
     if architecture is not None:
+        if architecture.kv_lora_rank:  # Megatron would not sum the gradient of the part that all keys share over TP
+            yield from _sequence_parallel(megatron, "latent keys")
         yield from _pipeline_and_experts(megatron, layout, architecture)
 
 
@@ -314,6 +312,8 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
     if model.has("self_attention.linear_qkv.weight"):  # q, k and v are one matrix, which is split evenly
         counts["rows of q, k and v"] = model.query_size + 2 * model.key_value_size
     groups = model.num_key_value_heads
+    if model.norms_all_heads:  # a rank that has a part of a key's head would count its squares more than once
+        counts["num_key_value_heads"] = groups
 
     def is_legal(tp: int) -> bool:
         return all(count % tp == 0 for count in counts.values()) and (groups % tp == 0 or tp % groups == 0)

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.families.layers import Size, Weight
+from services.common.families.layers import ALL_HEADS_NORMS, Size, Weight
 from services.common.families.registry import FAMILIES, Family, Kind
 from services.common.files.storage import JsonObject, parse_object
 
@@ -123,6 +123,11 @@ class Architecture:
     def _exists(self, weight: Weight) -> bool:
         sizes = (*weight.rows, 1 if weight.columns is None else weight.columns)
         return (not weight.if_true or weight.if_true in self.flags) and all(map(self.size, sizes))
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norms of queries and keys are over all heads together."""
+        return any(weight in ALL_HEADS_NORMS for weight in self.layer(0))
 
     def size(self, size: Size) -> int:
         """Returns the number that a `Size` of a weight stands for."""

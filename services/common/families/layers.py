@@ -83,6 +83,16 @@ NORMS = (
     Weight("input_layernorm.weight", ("input_layernorm.weight",), ("hidden_size",)),
     Weight("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ("hidden_size",)),
 )
+# Norms of the outputs of attention and of the feed-forward layer, which are before both in the other families.
+OUTPUT_NORMS = (
+    Weight("self_attn_bda.norm.weight", ("post_attention_layernorm.weight",), ("hidden_size",)),
+    Weight("mlp_bda.norm.weight", ("post_feedforward_layernorm.weight",), ("hidden_size",)),
+)
+# RMS norms over all heads together.
+ALL_HEADS_NORMS = (
+    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("query_size",), cut="rows"),
+    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("key_value_size",), cut="rows"),
+)
 
 ATTENTION = (QKV, ATTENTION_OUTPUT)
 # Multi-head latent attention (arXiv 2405.04434): queries are expanded from one latent vector, and keys and values from

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from services.common.families.layers import (
+    ALL_HEADS_NORMS,
     ATTENTION,
     ATTENTION_OUTPUT,
     CORRECTION_BIAS,
@@ -18,6 +19,7 @@ from services.common.families.layers import (
     NORMS,
     OPTIONAL_BIASES,
     OUTPUT,
+    OUTPUT_NORMS,
     QK_NORMS,
     QKV,
     QKV_BIAS,
@@ -112,6 +114,8 @@ class Family:
     """Fields of Megatron's TransformerConfig to set; `activation_func` names a function of torch.nn.functional."""
     has_partial_rotary: bool = False
     """Whether transformers reads `partial_rotary_factor`, and rotates only this share of each head."""
+    norms_outputs: bool = False
+    """Whether the norms of a layer are of the outputs of attention and feed-forward network, not of their inputs."""
     layers: str = "model.layers"
     """Name of the list of layers in the checkpoint."""
     embedding: Weight = EMBEDDING
@@ -207,6 +211,12 @@ _KNOWN = (
             )
         },
         keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
+    ),
+    # OLMo 2 (arXiv 2501.00656).
+    Family(
+        "olmo2",
+        kinds={"dense": (*ATTENTION, *ALL_HEADS_NORMS, *DENSE_MLP, *OUTPUT_NORMS)},
+        norms_outputs=True,
     ),
     # Phi-3 (arXiv 2404.14219) and Phi-4 (arXiv 2412.08905); Megatron computes only the models without a sliding window
     # and without LongRoPE, such as the 14B Phi-4.

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from services.common.config.layout import gathers_tokens
 from services.common.config.megatron import MegatronConfig
+from services.common.families.architecture import Architecture
 from services.trainer.compat.megatron.model import (
     HiddenStateModel,
     add_gradients_in_place,
@@ -30,7 +31,8 @@ from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
 from services.trainer.megatron.microbatch import MicrobatchShard
-from services.trainer.megatron.settings import make, model_settings, refusals
+from services.trainer.megatron.norms import with_own_norms
+from services.trainer.megatron.settings import make, model_architecture, model_settings, refusals
 from services.trainer.updates.logprobs import linear_logprobs
 
 
@@ -140,11 +142,11 @@ def build_chunks(
     is_grouped = megatron.moe.grouped_gemm and config.num_moe_experts is not None
     if is_grouped:
         require_groupable(config)
-    vpp = config.virtual_pipeline_model_parallel_size
+    vpp, model = config.virtual_pipeline_model_parallel_size, model_architecture(hf)
     chunks = []
     for index in range(vpp or 1):
         stage = index if vpp else None
-        spec = _layer_spec(config, stage, is_adapted=is_adapted)
+        spec = _layer_spec(config, stage, model, is_adapted=is_adapted)
         chunk = kind(
             config=config,
             # Megatron's annotation leaves out specs of several layers.
@@ -213,18 +215,25 @@ def unwrap(chunk: torch.nn.Module) -> Chunk:
     return chunk
 
 
-def _layer_spec(config: TransformerConfig, stage: int | None, *, is_adapted: bool) -> TransformerBlockSubmodules:
+def _layer_spec(
+    config: TransformerConfig, stage: int | None, model: Architecture, *, is_adapted: bool
+) -> TransformerBlockSubmodules:
+    has_own_norms = model.family.norms_outputs or model.norms_all_heads
     if torch.cuda.is_available():
+        from megatron.core.extensions.transformer_engine import TENorm
+
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         is_latent = config.multi_latent_attention
-        return _with_own_norms(spec, is_latent=is_latent) if is_adapted or is_latent else spec
-    from services.trainer.compat.megatron.attention import with_torch_modules
+        spec = _with_separate_norms(spec, is_latent=is_latent) if is_adapted or is_latent or has_own_norms else spec
+        return with_own_norms(spec, config, model, TENorm) if has_own_norms else spec
+    from services.trainer.compat.megatron.attention import RMSNorm, with_torch_modules
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    return with_torch_modules(spec)
+    spec = with_torch_modules(spec)
+    return with_own_norms(spec, config, model, RMSNorm) if has_own_norms else spec
 
 
-def _with_own_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:
+def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:
     """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names are those on CPU."""
     from megatron.core.extensions import transformer_engine as te
 

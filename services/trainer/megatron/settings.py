@@ -101,7 +101,8 @@ def _model_settings(hf: PretrainedConfig) -> dict[str, object]:
         "layernorm_epsilon": hf.rms_norm_eps,
         "attention_dropout": 0.0,  # as with strategy fsdp: the policy that is trained is the one that sampled
         "add_qkv_bias": model.has("self_attention.linear_qkv.bias"),
-        "qk_layernorm": model.has("self_attention.q_layernorm.weight"),
+        # Megatron would sum the gradients of norms over all heads, which TP cuts.
+        "qk_layernorm": model.has("self_attention.q_layernorm.weight") and not model.norms_all_heads,
         **(_expert_settings(hf, model) if model.num_experts else {}),
         **model.family.settings,
     }

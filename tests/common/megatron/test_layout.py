@@ -1,18 +1,13 @@
-"""Tests the rules for parallel sizes, the coordinates of each rank, and the share of a model that a rank holds."""
+"""Tests the rules for parallel sizes."""
 
-import itertools
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from services.common.config import layout as layout_module
-from services.common.config.layout import Layout, check_layout, data_parallel_size, rank_map
+from services.common.config.layout import check_layout, data_parallel_size
 from services.common.config.megatron import MegatronConfig
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
@@ -103,6 +98,11 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         (12, {TP: 12}, {MODEL: replace(DENSE, head_dim=24)}),
         [(12, {TP: 12}, {MODEL: DENSE})],
         ["tensor_model_parallel_size 12", "rows of q, k and v 160", "nearest legal: 4"],
+    ),
+    "TP cuts no head of a key that is normed with the others": (
+        (4, {TP: 4}, {MODEL: replace(DENSE, model_type="olmo2", head_dim=24)}),
+        [(12, {TP: 12}, {MODEL: replace(DENSE, model_type="olmo2", head_dim=24)})],
+        ["tensor_model_parallel_size 12", "num_key_value_heads 4", "nearest legal: 4"],
     ),
     "PP divides the layers": (
         (4, {PP: 4}, {MODEL: DENSE}),
@@ -332,69 +332,3 @@ def test_data_parallel_size() -> None:
     trainer = TrainerConfig(strategy="megatron", num_ranks=24, megatron=MegatronConfig(**{TP: 2, PP: 2, CP: 2}))
     assert data_parallel_size(trainer) == 3
     assert data_parallel_size(trainer.model_copy(update={"megatron": MegatronConfig(**{PP: 4})})) == 6
-
-
-def many_layouts() -> Iterator[Layout]:
-    for tp, cp, dp, pp, ep, etp in itertools.product((1, 2, 4), (1, 3), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2)):
-        if tp * cp * dp % (ep * etp) == 0:
-            yield Layout(tp * cp * dp * pp, tp, pp, 1, cp, ep, etp, dp)
-
-
-_ASK_MEGATRON = """
-import dataclasses, json, sys
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_state import RankGenerator
-from megatron.core.transformer import MLATransformerConfig
-
-ORDER = "tp-cp-ep-dp-pp"
-groups = []
-for tp, cp, dp, pp, ep, etp, edp in json.loads(sys.argv[1]):
-    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=ORDER)
-    expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=ORDER)
-    of_dense = {token: dense.get_ranks(token) for token in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")}
-    groups.append([of_dense, {token: expert.get_ranks(token) for token in ("tp", "ep", "dp", "pp", "tp-ep")}])
-classes = [MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig]
-print(json.dumps([groups, [[field.name for field in dataclasses.fields(cls)] for cls in classes]]))
-"""
-
-
-@pytest.fixture(scope="module")
-def megatron_says() -> tuple[list[Any], list[list[str]]]:
-    """Asks a process without the CPU shim for Megatron's groups of `many_layouts` and for its config keys."""
-    pytest.importorskip("megatron.core", reason="the coordinator's environment has no Megatron")
-    sizes = [(at.tp, at.cp, at.dp, at.pp, at.ep, at.etp, at.edp) for at in many_layouts()]
-    command = [sys.executable, "-W", "ignore", "-c", _ASK_MEGATRON, json.dumps(sizes)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    groups, keys = json.loads(done.stdout.splitlines()[-1])
-    return groups, keys
-
-
-def groups_of(layout: Layout, names: tuple[str, ...], along: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """Returns the groups of ranks that, of the coordinates `names`, differ only in those of `along`."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for at in rank_map(layout):
-        place = tuple(getattr(at, name) for name in names if name not in along)
-        groups.setdefault(place, []).append(at.rank)
-    return {tuple(ranks) for ranks in groups.values()}
-
-
-@pytest.mark.slow
-def test_ranks_are_where_megatron_puts_them(megatron_says: tuple[list[Any], Any]) -> None:
-    layouts = list(many_layouts())
-    assert len(layouts) == len(megatron_says[0]) > 200
-    ours = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
-    for layout, (dense, expert) in zip(layouts, megatron_says[0], strict=True):
-        for token, ranks in dense.items():
-            got = groups_of(layout, ("tp", "cp", "dp", "pp"), tuple(token.split("-")))
-            assert got == set(map(tuple, ranks)), (layout, token)
-        for token, ranks in expert.items():
-            along = tuple(ours[name] for name in token.split("-"))
-            assert groups_of(layout, ("etp", "ep", "edp", "pp"), along) == set(map(tuple, ranks)), (layout, token)
-
-
-def test_reserved_keys_are_megatrons(megatron_says: tuple[Any, list[list[str]]]) -> None:
-    """A reserved key that Megatron has renamed would no longer be refused."""
-    tables = ("transformer_config_kwargs", "optimizer_config_kwargs", "ddp_config")
-    for table, known in zip(tables, megatron_says[1], strict=True):
-        assert set(layout_module._RESERVED[table]) <= set(known)

@@ -72,7 +72,7 @@ def failed(finding: Finding) -> str:
 
 def test_memory_of_another_family(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that a model with unknown needs gives only a warning, since it is no reason to call the host unfit."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "olmo2"}))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "cohere2"}))
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
     *_, memory = doctor.examine_gpus(config, Addresses(), "580.65.06", "13.0")
     assert (memory.check, memory.verdict) == ("GPU memory", Verdict.WARN)

@@ -177,7 +177,7 @@ def test_models_that_the_trainer_refuses_are_refused(tmp_path: Path, strategy: s
 
 def test_a_model_of_another_family_needs_no_plan_with_fsdp(tmp_path: Path) -> None:
     config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "cohere2"}))
     check_model(config)
     with raises(InvalidInput, field="model"):
         shown(config)

@@ -45,10 +45,8 @@ def set_latent_eps(chunk: torch.nn.Module) -> None:
     """
     for layer in chunk.modules():
         if isinstance(layer, MLASelfAttention):
-            norms = (
-                [layer.kv_layernorm] if layer.config.q_lora_rank is None else [layer.q_layernorm, layer.kv_layernorm]
-            )
-            for norm in norms:
+            for name in ("q_layernorm", "kv_layernorm") if layer.config.q_lora_rank else ("kv_layernorm",):
+                norm: Any = getattr(layer, name)
                 assert isinstance(norm.eps, float)
                 norm.eps = _LATENT_EPS
 
