@@ -155,19 +155,21 @@ def active_parameters(model: Architecture) -> int:
 
     That includes the output layer and the chosen experts, but not the embedding, unless it is tied to the output layer.
     """
-    idle = (model.num_experts - model.num_experts_per_tok) * model.expert_parameters() if model.num_experts else 0
+    experts = sum(map(model.expert_parameters, range(model.num_layers)))  # one in each layer
     lookup = 0 if model.tie_word_embeddings else model.embedding_parameters()
-    return model.num_parameters - lookup - model.num_layers * idle
+    return model.num_parameters - lookup - (model.num_experts - model.num_experts_per_tok) * experts
 
 
 def forward_operations(model: Architecture, lengths: Sequence[int]) -> float:
     """Returns the floating-point operations of a forward pass over sequences of `lengths` tokens; an update takes 3x.
 
-    They are 2 N tokens + 2 L A sum(length^2), with N active parameters, L layers and A the width of all query heads.
-    The first term is the products with the weights. The second is the two products of causal attention, 4 A length^2
-    per layer, half of which is masked (as in arXiv 2204.02311, appendix B, which does not subtract the masked half).
+    They are 2 N tokens + L (A + O) sum(length^2), with N active parameters, L layers, and A and O the widths of all
+    heads' queries and outputs. The first term is the products with the weights. The second is the two products of
+    causal attention, 2 (A + O) length^2 per layer, half of which is masked (as in arXiv 2204.02311, appendix B, which
+    does not subtract the masked half).
     Prompt tokens count fully, although the output layer is not computed for them.
     """
     tokens = np.array(lengths, np.float64)
-    attention = 2 * model.num_layers * model.query_size * float((tokens**2).sum())
+    widths = model.query_size + model.attention_sizes[-1]
+    attention = model.num_layers * widths * float((tokens**2).sum())
     return 2 * active_parameters(model) * float(tokens.sum()) + attention

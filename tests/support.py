@@ -60,9 +60,34 @@ ROOT = Path(__file__).parents[1]
 # In these families, the head size is the hidden size divided by the number of heads.
 _OTHER_SHAPE = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | {"hidden_size": 128}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64}
+# The sizes of latents that vLLM has a kernel for on CPU, where it also computes only YaRN's rotary embedding right.
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 48}
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **_LATENT,
+        "num_key_value_heads": 4,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        # The keys of published models that only vLLM reads.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 96},
+    # Its first layer is dense.
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 
 
@@ -86,7 +111,7 @@ def make_model(directory: Path, kind: str) -> Path:
     """Writes a random model of `kind` with a character tokenizer.
 
     `untied`, `tied` and `moe` are Qwen3 models of 2 layers; `deep` and `deep-moe` have 4. `qwen3-0.6b`, for GPUs, has
-    the shape of the real model of that name. `phi3` and `qwen2_moe` are other families.
+    the shape of the real model of that name. The names in OTHER_FAMILIES are other families.
     """
     import torch
     from transformers import (
@@ -100,11 +125,14 @@ def make_model(directory: Path, kind: str) -> Path:
 
     torch.manual_seed(0)
     if kind in OTHER_FAMILIES:
-        config = AutoConfig.for_model(kind, **_OTHER_SHAPE, **OTHER_FAMILIES[kind], tie_word_embeddings=False)
+        shape = _OTHER_SHAPE | OTHER_FAMILIES[kind]
+        config = AutoConfig.for_model(kind, **shape, tie_word_embeddings=False)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for vector in (parameter for parameter in model.parameters() if parameter.ndim == 1):
                 vector += 0.2 * torch.randn(vector.shape)  # a vector of only 1 or 0 hides a mistake in its place
+            for bias in (one for name, one in model.named_buffers() if name.endswith("correction_bias")):
+                bias += 0.2 * torch.randn(bias.shape)
     elif kind in ("moe", "deep-moe"):
         shape = _SHAPE | ({"num_hidden_layers": 4} if kind == "deep-moe" else {})
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **_EXPERTS, tie_word_embeddings=False))

@@ -2,7 +2,6 @@
 
 import contextlib
 import fnmatch
-import itertools
 import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -45,11 +44,17 @@ def adapter_sites(model: Architecture, lora: LoraConfig) -> dict[str, list[str]]
     Experts get no adapters, except a shared expert. So a layer of other experts has adapters only in its attention.
 
     Raises:
-        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, no target is left, or an adapter
-            would be for a part of a matrix that checkpoints store whole.
+        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, no target is left, an adapter
+            would be for a part of a matrix that checkpoints store whole, or the engine could not add the adapters.
     """
     known = [part for parts in PARTS[lora.kind].values() for part in parts]
     require_targets(lora, known, f"kind {lora.kind}")
+    if model.kv_lora_rank and lora.publish == "adapter":
+        raise _refusal(
+            "trainer.lora.publish",
+            "adapter: vLLM computes latent attention with products of matrices that it has made beforehand, without "
+            "adapters; use merged",
+        )
     return without_excluded(dict(_sites(model, lora, lora.target_modules or known)), lora)
 
 
@@ -61,7 +66,7 @@ def require_targets(lora: LoraConfig, known: Collection[str], what: str) -> None
 
 
 def _sites(model: Architecture, lora: LoraConfig, targets: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    for number, weight in itertools.product(range(model.num_layers), model.layer):
+    for number, weight in model.layer_weights():
         layer = lora_layer(weight.parameter)
         if weight.is_expert or layer is None:
             continue

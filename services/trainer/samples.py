@@ -76,7 +76,7 @@ def check_routed_experts(samples: pa.Table, shape: RoutedExpertsShape | None) ->
     if routed_experts.null_count == samples.num_rows:
         return
     if shape is None:
-        raise _refusal("routed_experts", "this model has no layers of experts, or not in every layer")
+        raise _refusal("routed_experts", "the layers of this model have no experts, or are not known")
     _refuse(routed_experts.is_null().to_numpy(), "routed_experts", "is missing")
     has_others = pc.binary_length(routed_experts).to_numpy() != packed_lengths(samples) * shape.row_bytes
     _refuse(has_others, "routed_experts", "has another number of tokens")
@@ -86,7 +86,8 @@ def check_routed_experts(samples: pa.Table, shape: RoutedExpertsShape | None) ->
             problem = f"row {index} names expert {highest}, but there are only {shape.num_experts}"
             raise _refusal("routed_experts", problem)
         # Slots of the engine that were never written would name expert 0 twice.
-        if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
+        chosen_TLK = experts_TLK[:, shape.expert_layers]
+        if shape.top_k > 1 and (chosen_TLK[..., 1:] == chosen_TLK[..., :-1]).any():
             raise _refusal("routed_experts", f"row {index} names an expert twice for one token")
 
 

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -29,16 +30,23 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
-from services.trainer.compat.megatron.attention import RMSNorm, SDPAttention, with_torch_modules, zigzag
+from services.trainer.compat.megatron.attention import (
+    DuplicatedLinear,
+    RMSNorm,
+    SDPAttention,
+    with_torch_modules,
+    zigzag,
+)
 from services.trainer.compat.megatron.model import HiddenStateModel, _Replay, add_gradients_in_place, take_apart
 from services.trainer.compat.megatron.state import (
     NO_GROUPS,
@@ -155,6 +163,30 @@ def test_the_local_spec_is_made_of_them() -> None:
     assert RMSNorm.__name__ in replaced and SDPAttention.__name__ in replaced
 
 
+def test_latent_attention_cuts_its_latents_and_takes_a_layer_that_it_does_not_cut() -> None:
+    spec = get_gpt_decoder_block_spec(
+        config(multi_latent_attention=True, qk_layernorm=True),
+        use_transformer_engine=False,
+        normalization="RMSNorm",
+        pp_rank=0,
+    )
+    parts = spec.layer_specs[0].submodules.self_attention.submodules
+    assert parts.linear_q_down_proj is parts.linear_kv_down_proj is ColumnParallelLinear
+    # Of what is gathered after it, the keys' rotated part gets no gradient from other ranks' heads.
+    source = inspect.getsource(MLASelfAttention)
+    assert "kv_combined = gather_from_tensor_model_parallel_region(kv_combined)" in source
+    assert "k_pos_emb = gather_from_sequence_parallel_region(k_pos_emb, group=self.tp_group)" in source
+    assert "submodules.linear_kv_down_proj in [TELinear]" in source
+    replaced = with_torch_modules(spec).layer_specs[0].submodules.self_attention.submodules
+    assert replaced.linear_q_down_proj is replaced.linear_kv_down_proj is DuplicatedLinear
+    assert multi_latent_attention.TELinear is DuplicatedLinear
+
+
+def test_latent_attention_has_the_eps_of_all_norms() -> None:
+    assert inspect.getsource(MLASelfAttention).count("eps=self.config.layernorm_epsilon") == 2
+    assert RMSNorm(config(), 4, eps=1e-3).eps == 1e-3
+
+
 # ---- attention: context parallelism
 
 
@@ -217,7 +249,7 @@ def test_transformer_engines_layers_take_gradients_in_place() -> None:
 
 
 def test_chunks_hold_what_is_taken_apart() -> None:
-    assert callable(RotaryEmbedding.forward.cache_clear)
+    assert all(callable(kind.forward.cache_clear) for kind in (RotaryEmbedding, YarnRotaryEmbedding))
     assert "self.grad_accs = []" in inspect.getsource(DistributedDataParallel.__init__)
     assert ".main_param = " in inspect.getsource(DistributedOptimizer)
     chunk, accumulators = nn.Linear(2, 2), [object()]

@@ -37,6 +37,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         ("moe-lora", "moe", LORA, two),
         ("phi3-lora", "phi3", LORA, cut),
         ("qwen2_moe-canonical", "qwen2_moe", CANONICAL, cut),
+        ("deepseek_v3-lora", "deepseek_v3", LORA, cut),
         ("untied-canonical", "untied", CANONICAL, ["tp2"]),
         ("some", "untied", SOME, ["tp2", "pp2"]),
     ):

@@ -80,9 +80,9 @@ class Comparison:
         bridged = Bridged.of(hf, trainer, torch.float32, is_gpu=False)
         self._compare_configs(config, bridged.config)
         own_map = WeightMap(bridged.weights.model)
-        own = self._parameters(build_chunks(maker(LogprobModel, config, hf), config, trainer.megatron))
+        own = self._parameters(build_chunks(maker(LogprobModel, config, hf), config, trainer.megatron, own_map.model))
         load_checkpoint_weights(own, own_map, self._parallelism, self._path)
-        chunks = build_chunks(bridged.make_chunk, bridged.config, trainer.megatron)
+        chunks = build_chunks(bridged.make_chunk, bridged.config, trainer.megatron, own_map.model)
         theirs = self._parameters(chunks)
         views = [View(chunk, bridged.bridge) for chunk in chunks]
         wanted = {one.name: one.tensor.detach() for one in own}

@@ -16,6 +16,7 @@ CP = {"context_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 GATHERED = {"moe": {"token_dispatcher_type": "allgather"}}
 VPP = {"virtual_pipeline_model_parallel_size": 2}
+UNEVEN = {"transformer_config_kwargs": {"num_layers_in_first_pipeline_stage": 1}}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 UNPACKED = {"packed_sequences": False}
 # A bucket has only a few matrices, so that there are several buckets whose slots overlap.
@@ -37,10 +38,16 @@ FAMILIES = (
     "qwen3",
     "qwen3_moe",
     "qwen3_moe-unnormalized",
+    "qwen3_moe-mixed",
+    "glm4_moe",
+    "olmo2",
     "mixtral",
     "qwen2_moe",
     "qwen2_moe-normalized",
     "phi3",
+    "deepseek_v3",
+    "deepseek_v3-yarn",
+    "glm4_moe_lite",
 )
 
 
@@ -181,10 +188,26 @@ FAMILY_LAYOUTS = {
     **{kind: Layout(kind, 1, num_updates=1) for kind in FAMILIES},
     **{
         f"{kind}-{name}": Layout(kind, 2, megatron, SMALL, num_updates=1)
-        for kind, splits in (("phi3", {"tp2": TP, "pp2": PP}), ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}))
+        for kind, splits in (
+            ("phi3", {"tp2": TP, "pp2": PP}),
+            ("deepseek_v3", {"tp2-ep2": TP | EP | {"expert_tensor_parallel_size": 1}, "pp2": PP, "cp2": CP}),
+            ("deepseek_v3-yarn", {"tp2": TP}),
+            ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
+            ("olmo2", {"tp2": TP, "pp2": PP}),
+            ("qwen3_moe-mixed", {"pp2": PP | UNEVEN}),
+            ("glm4_moe", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP, "cp2": CP}),
+        )
         for name, megatron in splits.items()
     },
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),
+    # One of the four ranks' two stages has a dense layer only.
+    "deepseek_v3-tp2-ep2-etp2": Layout("deepseek_v3", 4, TP | EP, SMALL, num_updates=1),
+    "deepseek_v3-yarn-tp2-cp2": Layout("deepseek_v3-yarn", 4, TP | CP | UNPACKED, SMALL, num_updates=1),
+    "glm4_moe-pp2-tp2": Layout("glm4_moe", 4, PP | UNEVEN | TP, SMALL, num_updates=1),
+    "glm4_moe-pp2-ep2": Layout("glm4_moe", 4, PP | UNEVEN | EP, SMALL, num_updates=1),
+    "glm4_moe-tp2-ep2-etp2": Layout("glm4_moe", 4, TP | EP, SMALL, num_updates=1),
+    "glm4_moe-cp2-ep2": Layout("glm4_moe", 4, CP | EP, SMALL, num_updates=1),
+    "glm4_moe-bf16": Layout("glm4_moe-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
     "qwen3-bf16": Layout("qwen3-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
     "qwen3_moe-bf16": Layout("qwen3_moe-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
 }

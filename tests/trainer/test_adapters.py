@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 # update, and B has entries of only 0.02: 3 x 2e-7 / 0.02. Merged weights are 50 times as large as the adapters' part.
 ADAPTER_TOLERANCE, MERGED_TOLERANCE = 3e-5, 1e-6
 GROUPS = ("untied-lora", "untied-canonical", "tied-canonical", "moe-lora", "some", "deep-lora")
-GROUPS += ("phi3-lora", "qwen2_moe-canonical")
+GROUPS += ("phi3-lora", "qwen2_moe-canonical", "deepseek_v3-lora")
 SPLITS = [
     name
     for name in LAYOUTS
@@ -45,7 +45,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
-    for kind in ("untied", "tied", "moe", "deep", "phi3", "qwen2_moe"):
+    for kind in ("untied", "tied", "moe", "deep", "phi3", "qwen2_moe", "deepseek_v3"):
         make_model(directory / "models" / kind, kind)
     out = directory / "out"
     out.mkdir()
@@ -157,7 +157,14 @@ def test_export_holds_the_merged_model_and_the_adapter(results: Path, name: str)
 
 
 FORWARDS = ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-pp2", "deep-lora-vpp2", "dropout-tp2"]
-FORWARDS += ["phi3-lora-tp2", "qwen2_moe-canonical-tp2", "untied-lora-fsdp2", "moe-lora-fsdp1", "phi3-lora-fsdp1"]
+FORWARDS += [
+    "phi3-lora-tp2",
+    "qwen2_moe-canonical-tp2",
+    "deepseek_v3-lora-tp2",
+    "untied-lora-fsdp2",
+    "moe-lora-fsdp1",
+    "phi3-lora-fsdp1",
+]
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -274,6 +281,21 @@ def test_one_part_of_a_matrix_that_checkpoints_have_whole_is_refused(rank: Megat
     changes = {"lora": {"rank": RANK, "kind": "canonical_lora"}, "strategy": strategy}
     with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="lora.kind"):
         rank.open(Layout("phi3", 1, {}, changes))
+
+
+def test_all_matrices_of_latent_attention_have_adapters(results: Path) -> None:
+    names = part(results, "deepseek_v3-lora-tp2-after", "adapter")
+    for matrix in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+        assert {f"base_model.model.model.layers.1.self_attn.{matrix}.lora_{ab}.weight" for ab in "AB"} <= names.keys()
+
+
+@STRATEGIES
+def test_adapters_that_the_engine_would_not_add_to_latent_attention_are_refused(
+    rank: MegatronHarness, strategy: str
+) -> None:
+    changes = {"lora": {"rank": RANK, "publish": "adapter"}, "strategy": strategy}
+    with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="trainer.lora.publish"):
+        rank.open(Layout("deepseek_v3", 1, {}, changes))
 
 
 @STRATEGIES

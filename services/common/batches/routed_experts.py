@@ -2,7 +2,7 @@
 
 The routed experts of a sample of n tokens (prompt and completion) are n - 1 rows, because the model does not read the
 last token. A row has `num_layers` x `top_k` expert numbers, in the order of layers, as uint8, or as little-endian
-uint16 if there are more than 256 experts.
+uint16 if there are more than 256 experts. Those of a dense layer are 0.
 """
 
 import json
@@ -19,15 +19,21 @@ from services.common.families.architecture import make_architecture
 
 @dataclass(frozen=True)
 class RoutedExpertsShape:
-    """The shape of the routed experts of a model with experts in all layers."""
+    """The shape of the routed experts of a model with experts in all layers, except `dense_layers`."""
 
     num_layers: int
     num_experts: int
     top_k: int
+    dense_layers: frozenset[int] = frozenset()
 
     @property
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(np.uint8 if self.num_experts <= 256 else "<u2")
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The numbers of the layers with experts."""
+        return [number for number in range(self.num_layers) if number not in self.dense_layers]
 
     @property
     def row_bytes(self) -> int:
@@ -43,6 +49,9 @@ class RoutedExpertsShape:
         if experts_TLK.shape[1:] != (self.num_layers, self.top_k):
             expected = f"[tokens, {self.num_layers}, {self.top_k}]"
             raise ValueError(f"routed_experts have the shape {list(experts_TLK.shape)}, expected {expected}")
+        if self.dense_layers:  # of which the engine may return anything
+            given_TLK, experts_TLK = experts_TLK, np.zeros_like(experts_TLK)
+            experts_TLK[:, self.expert_layers] = given_TLK[:, self.expert_layers]
         if experts_TLK.size and not 0 <= experts_TLK.min() <= experts_TLK.max() < self.num_experts:
             raise ValueError(f"routed_experts name expert {experts_TLK.max()}, but there are only {self.num_experts}")
         return experts_TLK.astype(self.dtype).tobytes()
@@ -55,7 +64,7 @@ class RoutedExpertsShape:
 def routed_experts_shape(config_json: bytes | str) -> RoutedExpertsShape | None:
     """Returns the shape of the routed experts of the model with this config.json.
 
-    Returns None if its layers are dense, or not all the same, or its family is unknown.
+    Returns None if all its layers are dense, or its family is unknown.
     """
     try:
         model = make_architecture(json.loads(config_json), "config.json")
@@ -63,7 +72,7 @@ def routed_experts_shape(config_json: bytes | str) -> RoutedExpertsShape | None:
         return None
     if not model.num_experts:
         return None
-    return RoutedExpertsShape(model.num_layers, model.num_experts, model.num_experts_per_tok)
+    return RoutedExpertsShape(model.num_layers, model.num_experts, model.num_experts_per_tok, model.dense_layers)
 
 
 # Messages of this size do not block the event loop for long.

@@ -8,6 +8,7 @@ values.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import lcm
+from typing import cast
 
 from services.common.config.megatron import MegatronConfig, MoeConfig
 from services.common.config.trainer import TrainerConfig
@@ -19,6 +20,10 @@ _MEGATRON, _MOE, _OPTIM = "trainer.megatron", "trainer.megatron.moe", "trainer.o
 _ITSELF = "nothing: Lockstep sets it itself"
 _MODEL = "the model's config.json"
 _OTHER_NAMES = ("load_balancing_type", "freeze_router")  # which Megatron calls otherwise, or does not have
+
+_LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT += ("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings")
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 # Megatron options that Lockstep sets from its own keys, by pass-through table, with the key to use instead.
 _RESERVED = {
@@ -36,7 +41,11 @@ _RESERVED = {
         **dict.fromkeys(("layernorm_epsilon", "normalization", "activation_func", "gated_linear_unit"), _MODEL),
         **dict.fromkeys(("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_dropout"), _MODEL),
         **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
+        **dict.fromkeys((*_LATENT, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _MODEL),
+        "cache_mla_latents": _ITSELF,
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
+        **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"), _MODEL),
+        "moe_router_bias_update_rate": _ITSELF,
         **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), _ITSELF),
         **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), _ITSELF),
         **dict.fromkeys(("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _ITSELF),
@@ -75,7 +84,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers."""
+    """Parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. A stage has `vpp` chunks of layers.
+
+    `first` and `last` are the number of layers of the first and of the last stage, if they differ from the others'.
+    """
 
     world: int
     tp: int
@@ -85,6 +97,8 @@ class Layout:
     ep: int
     etp: int
     dp: int
+    first: int | None = None
+    last: int | None = None
 
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> "Layout":
@@ -92,7 +106,8 @@ class Layout:
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         cp, vpp = megatron.context_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
         dp = num_ranks // (tp * pp * cp)
-        return cls(num_ranks, tp, pp, vpp, cp, megatron.expert_model_parallel_size, megatron.etp, dp)
+        ends = (cast(int | None, megatron.transformer_config_kwargs.get(name)) for name in _UNEVEN)
+        return cls(num_ranks, tp, pp, vpp, cp, megatron.expert_model_parallel_size, megatron.etp, dp, *ends)
 
     @property
     def edp(self) -> int:
@@ -109,9 +124,16 @@ class Layout:
 
     def layers(self, num_layers: int, pp: int) -> tuple[range, ...]:
         """Returns the layers of stage `pp`, one range per chunk (interleaved as in arXiv 2104.04473)."""
-        size = num_layers // (self.pp * self.vpp)
-        starts = ((chunk * self.pp + pp) * size for chunk in range(self.vpp))
-        return tuple(range(start, start + size) for start in starts)
+        sizes = [size // self.vpp for size in self.stage_sizes(num_layers)]
+        starts = (chunk * sum(sizes) + sum(sizes[:pp]) for chunk in range(self.vpp))
+        return tuple(range(start, start + sizes[pp]) for start in starts)
+
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Returns the number of layers of each stage; only of a legal layout their sum is `num_layers`."""
+        first, last = ([] if size is None else [size] for size in (self.first, self.last))
+        num_others = self.pp - len(first + last)
+        each = (num_layers - sum(first + last)) // num_others if num_others > 0 else 0
+        return [*first, *[each] * num_others, *last]
 
     def experts(self, num_experts: int, ep: int) -> range:
         """Returns the experts of every layer that the ranks at `ep` hold."""
@@ -197,6 +219,8 @@ def _broken_rules(
         )
     yield from _pass_through(megatron)
     if architecture is not None:
+        if architecture.kv_lora_rank:  # Megatron would not sum the gradient of the part that all keys share over TP
+            yield from _sequence_parallel(megatron, "latent keys")
         yield from _pipeline_and_experts(megatron, layout, architecture)
         if megatron.use_mbridge and architecture.model_type not in MBRIDGE_TYPES:
             yield (
@@ -238,13 +262,17 @@ def _sizes(megatron: MegatronConfig, num_ranks: int) -> _Problems:
         )
     if ep > 1:
         yield from _sequence_parallel(megatron)
+    for name in _UNEVEN:
+        size = megatron.transformer_config_kwargs.get(name)
+        if size is not None and (type(size) is not int or size < 1):
+            yield f"transformer_config_kwargs.{name}", f"{size!r} is not a number of layers"
 
 
-def _sequence_parallel(megatron: MegatronConfig) -> _Problems:
+def _sequence_parallel(megatron: MegatronConfig, what: str = "experts") -> _Problems:
     if megatron.tensor_model_parallel_size > 1 and not megatron.has_sequence_parallel:
         yield (
             "sequence_parallel",
-            f"false: experts with TP {megatron.tensor_model_parallel_size} need it; nearest legal: true, null, or TP 1",
+            f"false: {what} with TP {megatron.tensor_model_parallel_size} need it; nearest legal: true, null, or TP 1",
         )
 
 
@@ -280,16 +308,19 @@ def _optimizer_on_cpu(megatron: MegatronConfig) -> _Problems:
 
 def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
     # The sizes of a layer that TP cuts; those of heads have rules of their own.
-    cuts = [rows for weight in model.layer if not weight.is_expert and weight.cut == "rows" for rows in weight.rows]
+    weights = [weight for weights in model.kind_weights.values() for weight in weights if not weight.is_expert]
+    cuts = [rows for weight in weights if weight.cut == "rows" for rows in weight.rows]
     counts = {
         "num_attention_heads": model.num_attention_heads,
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         **{size: model.size(size) for size in cuts if isinstance(size, str)},
-        # q, k and v are one matrix, which is split evenly.
-        "rows of q, k and v": model.query_size + 2 * model.key_value_size,
     }
+    if model.has("self_attention.linear_qkv.weight"):  # q, k and v are one matrix, which is split evenly
+        counts["rows of q, k and v"] = model.query_size + 2 * model.key_value_size
     groups = model.num_key_value_heads
+    if model.norms_all_heads:  # a rank that has a part of a key's head would count its squares more than once
+        counts["num_key_value_heads"] = groups
 
     def is_legal(tp: int) -> bool:
         return all(count % tp == 0 for count in counts.values()) and (groups % tp == 0 or tp % groups == 0)
@@ -307,12 +338,15 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
 
 
 def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Architecture) -> _Problems:
-    if model.num_layers % (layout.pp * layout.vpp):
+    sizes = layout.stage_sizes(model.num_layers)
+    are_whole = all(size > 0 and size % layout.vpp == 0 for size in sizes)
+    if len(sizes) != layout.pp or sum(sizes) != model.num_layers or not are_whole:
         fits_pp = _nearest(layout.pp, lambda n: model.num_layers % (n * layout.vpp) == 0, model.num_layers)
         yield (
             "pipeline_model_parallel_size",
             f"{layout.pp}: the model's num_hidden_layers {model.num_layers} must divide by PP x VPP = "
-            f"{layout.pp} x {layout.vpp}; nearest legal PP with this VPP: {fits_pp or 'none'}",
+            f"{layout.pp} x {layout.vpp}, or what transformer_config_kwargs.{' and '.join(_UNEVEN)} leave to the other "
+            f"stages; nearest legal PP with this VPP: {fits_pp or 'none'}",
         )
     if not model.num_experts:
         if layout.ep > 1:
@@ -328,6 +362,11 @@ def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Archi
         if count % size:
             fits = _nearest(size, lambda n, count=count: count % n == 0, count)
             yield key, f"{size}: the model's {name} {count} must divide by it; nearest legal: {fits}"
+    own = {"score_function": model.family.router, "enable_expert_bias": model.has("mlp.router.expert_bias")}
+    for key, value in own.items():
+        given = getattr(megatron.moe, f"router_{key}")
+        if given not in (None, value):
+            yield f"moe.router_{key}", f"{given}: the model's is {value}; nearest legal: {value} or null"
     yield from _sequence_parallel(megatron)
     if megatron.moe.token_dispatcher_type == "flex" and layout.ep * layout.etp == 1:
         yield "moe.token_dispatcher_type", "flex needs EP x ETP of at least 2; nearest legal: alltoall, or EP 2"

@@ -25,11 +25,11 @@ class MoeConfig(Strict):
     """Coefficient of the auxiliary loss; 0 turns it off."""
     router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Data type of the router's scores; null uses the model's."""
-    router_score_function: Literal["softmax"] | None = None
+    router_score_function: Literal["softmax", "sigmoid"] | None = None
     """Score function of the router; null uses the model's. It must be the model's, because the engine uses that one."""
-    router_enable_expert_bias: Literal[False] | None = None
-    """Bias per expert (arXiv 2408.15664). It cannot be turned on: no supported model family has one, so the bias could
-    not be published to the engine."""
+    router_enable_expert_bias: bool | None = None
+    """Bias per expert (arXiv 2408.15664); null is the model's. It must be the model's, and is never updated, because
+    the engine has the published one."""
     freeze_router: bool = False
     """Keep the router's weights fixed."""
 

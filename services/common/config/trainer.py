@@ -23,7 +23,7 @@ class RoutingConfig(Strict):
     router_replay: Annotated[Literal["auto", "on", "off"], _IS_WORD] = "auto"
     """Routing replay (R3, arXiv 2510.11370): compute each token with the experts that the engine chose for it, in the
     forward pass, in recomputation and so in the backward pass. Their weights still come from the trainer's router,
-    which gets gradients. auto: replay if all layers of the model have experts, the engine can return its choices, and
+    which gets gradients. auto: replay if layers of the model have experts, the engine can return its choices, and
     the config allows it (no stop strings, and with Megatron no moe_router_fusion, sinkhorn or CUDA graphs); on: fail
     if it is not possible; off: use the experts that the trainer's router chooses."""
 

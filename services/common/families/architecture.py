@@ -1,15 +1,14 @@
-"""Reads a model from its config.json and its family's record: its tensors, what ranks hold of them, and which models a
-strategy refuses. The trainer and `lockstep plan` thus have the same rules."""
+"""Reads a model from its config.json and its family's record: its tensors, and what ranks hold of them."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.families.registry import FAMILIES, Family, Size, Weight
+from services.common.families.layers import ALL_HEADS_NORMS, Size, Weight
+from services.common.families.registry import FAMILIES, Family, Kind
 from services.common.files.storage import JsonObject, parse_object
 
 Shape = tuple[int, ...]
@@ -17,11 +16,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Describes a decoder-only transformer with gated feed-forward layers, all of them dense or all of them experts.
+    """Describes a decoder-only transformer with gated feed-forward networks.
 
-    `intermediate_size` is 0 if the layers are experts, and `num_experts` is 0 if they are dense. A layer may have one
-    more expert, which computes every token: its width is `shared_expert_intermediate_size`, or 0 if there is none.
-    `flags` are those of the family's flags that the config sets to true.
+    `num_experts` is 0 if no layer has experts; otherwise all have, except `dense_layers`. `intermediate_size` is the
+    width of dense layers, or 0 if there are none. A layer of experts may have one more, which computes every token: its
+    width is `shared_expert_intermediate_size`, or 0 if there is none. `flags` are those of the family's flags that the
+    config sets to true. With latent attention, `kv_lora_rank` is the size of the latent of keys and values, and
+    `q_lora_rank` that of queries, or 0 if they have none; of the `head_dim` numbers of each query and key,
+    `qk_rope_head_dim` are rotated.
     """
 
     model_type: str
@@ -38,7 +40,14 @@ class Architecture:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
     flags: frozenset[str] = frozenset()
+    dense_layers: frozenset[int] = frozenset()
+    num_mtp_layers: int = 0
+    """Layers of the checkpoint after the last, which are not loaded."""
 
     @property
     def family(self) -> Family:
@@ -54,9 +63,52 @@ class Architecture:
         return self.num_key_value_heads * self.head_dim
 
     @property
-    def layer(self) -> list[Weight]:
-        """The weights of a layer in the order of the checkpoint."""
-        return [weight for weight in self.family.layer if not weight.if_true or weight.if_true in self.flags]
+    def attention_sizes(self) -> tuple[int, int, int, int]:
+        """The widths of all heads' queries, keys, values and outputs."""
+        if self.kv_lora_rank:
+            return self.query_size, self.query_size, self.value_size, self.value_size
+        return self.query_size, self.key_value_size, self.key_value_size, self.query_size
+
+    @property
+    def direct_query_size(self) -> int:
+        """The width of all query heads that are not made from a latent."""
+        return 0 if self.q_lora_rank else self.query_size
+
+    @property
+    def latent_size(self) -> int:
+        """The width of what a token's keys and values are made of: the latent, and the part that all keys share."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """The width of all value heads of latent attention."""
+        return self.num_attention_heads * self.v_head_dim
+
+    @property
+    def expanded_size(self) -> int:
+        """The width of the keys and values that are made from the latent."""
+        return self.query_size - self.num_attention_heads * self.qk_rope_head_dim + self.value_size
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        most: Kind = "experts" if self.num_experts else "dense"
+        kinds: list[Kind] = ["dense" if layer in self.dense_layers else most for layer in range(self.num_layers)]
+        return tuple(kinds)
+
+    @cached_property
+    def kind_weights(self) -> Mapping[Kind, list[Weight]]:
+        """The weights of a layer of each kind that the model has, in the order of the checkpoint. A weight with
+        a size of 0 does not exist."""
+        return {
+            kind: [weight for weight in weights if self._exists(weight)]
+            for kind, weights in self.family.kinds.items()
+            if kind in self.kinds
+        }
+
+    def layer(self, number: int) -> list[Weight]:
+        """Returns the weights of a layer in the order of the checkpoint."""
+        return self.kind_weights[self.kinds[number]]
 
     @property
     def outside_layers(self) -> list[Weight]:
@@ -65,7 +117,17 @@ class Architecture:
         return ends if self.tie_word_embeddings else [*ends, self.family.output]
 
     def has(self, parameter: str) -> bool:
-        return any(weight.parameter == parameter for weight in self.layer)
+        """Returns whether some layer has this parameter."""
+        return any(one.parameter == parameter for weights in self.kind_weights.values() for one in weights)
+
+    def _exists(self, weight: Weight) -> bool:
+        sizes = (*weight.rows, 1 if weight.columns is None else weight.columns)
+        return (not weight.if_true or weight.if_true in self.flags) and all(map(self.size, sizes))
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norms of queries and keys are over all heads together."""
+        return any(weight in ALL_HEADS_NORMS for weight in self.layer(0))
 
     def size(self, size: Size) -> int:
         """Returns the number that a `Size` of a weight stands for."""
@@ -84,24 +146,32 @@ class Architecture:
         shapes: dict[str, Shape] = {}
         for weight in self.outside_layers:
             shapes |= zip(weight.tensors, self.tensor_shapes(weight), strict=True)
-        for layer, weight in itertools.product(range(self.num_layers), self.layer):
+        for layer, weight in self.layer_weights():
             for expert in range(self.num_experts if weight.is_expert else 1):
                 names = (f"{self.family.layers}.{layer}.{tensor.format(expert=expert)}" for tensor in weight.tensors)
                 shapes |= zip(names, self.tensor_shapes(weight), strict=True)
         return shapes
+
+    def layer_weights(self) -> Iterator[tuple[int, Weight]]:
+        """Yields the weights of all layers, each with the layer's number."""
+        return ((number, weight) for number in range(self.num_layers) for weight in self.layer(number))
 
     def weight_parameters(self, weight: Weight, tp: int = 1) -> int:
         """Returns how many numbers of a weight each of `tp` ranks holds."""
         numbers = sum(map(math.prod, self.part_shapes(weight)))
         return numbers if weight.cut == "whole" else numbers // tp
 
-    def layer_parameters(self, tp: int = 1) -> int:
-        """Returns how many numbers of one layer, without its experts, each of `tp` ranks holds."""
-        return sum(self.weight_parameters(weight, tp) for weight in self.layer if not weight.is_expert)
+    def layer_parameters(self, number: int, tp: int = 1) -> int:
+        """Returns how many numbers of a layer, without its experts, each of `tp` ranks holds."""
+        return sum(self.weight_parameters(weight, tp) for weight in self.layer(number) if not weight.is_expert)
 
-    def expert_parameters(self, etp: int = 1) -> int:
-        """Returns how many numbers of one expert of one layer each of `etp` ranks holds."""
-        return sum(self.weight_parameters(weight, etp) for weight in self.layer if weight.is_expert)
+    def expert_parameters(self, number: int, etp: int = 1) -> int:
+        """Returns how many numbers of one expert of a layer each of `etp` ranks holds; 0 for a dense layer."""
+        return sum(self.weight_parameters(weight, etp) for weight in self.layer(number) if weight.is_expert)
+
+    def whole_layer_parameters(self, number: int) -> int:
+        """Returns how many numbers a layer has, with its experts."""
+        return self.layer_parameters(number) + self.num_experts * self.expert_parameters(number)
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """Returns how many numbers of the embedding, or of an untied output layer, each of `tp` ranks holds."""
@@ -109,22 +179,22 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        layers = self.num_layers * (self.layer_parameters() + self.num_experts * self.expert_parameters())
+        layers = sum(map(self.whole_layer_parameters, range(self.num_layers)))
         return layers + sum(map(self.weight_parameters, self.outside_layers))
 
     def tensor_sizes(self) -> Iterator[int]:
         """Yields how many numbers each checkpoint tensor has in the checkpoint's order, with a layer's experts last."""
         first, *last = self.outside_layers
         yield self.weight_parameters(first)
-        layer = list(self._layer_sizes())
-        for _ in range(self.num_layers):
-            yield from layer
+        sizes = {kind: list(self._layer_sizes(weights)) for kind, weights in self.kind_weights.items()}
+        for kind in self.kinds:
+            yield from sizes[kind]
         yield from map(self.weight_parameters, last)
 
-    def _layer_sizes(self) -> Iterator[int]:
+    def _layer_sizes(self, weights: Iterable[Weight]) -> Iterator[int]:
         named = [
             (name, math.prod(shape))
-            for weight in self.layer
+            for weight in weights
             for name, shape in zip(weight.tensors, self.tensor_shapes(weight), strict=True)
         ]
         # A module's bias follows its weight.
@@ -153,11 +223,6 @@ def read_content(model_path: str | Path) -> JsonObject:
     return parse_object(content, file, field="model")
 
 
-def mixes_layers(content: Mapping[str, object]) -> bool:
-    """Returns whether a model's config has dense layers between layers of experts, which an Architecture cannot say."""
-    return bool(content.get("mlp_only_layers")) or content.get("decoder_sparse_step", 1) != 1
-
-
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:
     """Returns the architecture that a model's config describes; errors name `source`, where the config is from."""
     try:
@@ -174,18 +239,28 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
         raise InvalidInput(
             f"model: {source} is of model_type {model_type!r}; known are {', '.join(FAMILIES)}", field="model"
         )
-    if mixes_layers(content):
-        raise InvalidInput(
-            f"model: {source} mixes dense layers and experts (mlp_only_layers, decoder_sparse_step)", field="model"
-        )
     family = FAMILIES[model_type]
-    sizes = {name: _size(content, _first(keys, content)) for name, keys in family.keys.items()}
+    num_layers = _size(content, _first(family.keys["num_layers"], content))
+    dense = frozenset(number for number in range(num_layers) if family.is_dense(content, number))
+    unused = "" if dense or "experts" not in family.kinds else "intermediate_size"
+    keys = {name: _first(keys, content) for name, keys in family.keys.items() if name != unused}
+    sizes = {name: _size(content, key) for name, key in keys.items()}
+    if "num_shared_experts" in sizes:
+        sizes["shared_expert_intermediate_size"] = sizes.pop("num_shared_experts") * sizes["moe_intermediate_size"]
+    mtp = content.get("num_nextn_predict_layers", family.num_mtp_layers) if family.num_mtp_layers else 0
     heads = sizes["num_attention_heads"]
+    if nope := sizes.pop("qk_nope_head_dim", 0):  # transformers' head_dim is only the rotated part
+        head_dim = nope + sizes["qk_rope_head_dim"]
+    else:
+        head_dim = _size(content, "head_dim", default=sizes["hidden_size"] // heads)
+    sizes |= {name: _nullable_size(content, name) for name in family.nullable}
     return Architecture(
         model_type=model_type,
         num_key_value_heads=_size(content, "num_key_value_heads", default=heads),
-        head_dim=_size(content, "head_dim", default=sizes["hidden_size"] // heads),
+        head_dim=head_dim,
         tie_word_embeddings=content.get("tie_word_embeddings") is True,
+        dense_layers=dense,
+        num_mtp_layers=mtp if isinstance(mtp, int) else 0,
         flags=frozenset(key for key, default in family.flags.items() if content.get(key, default) is True),
         **sizes,
     )
@@ -203,113 +278,11 @@ def _size(content: Mapping[str, object], key: str, *, default: int | None = None
     return value
 
 
+def _nullable_size(content: Mapping[str, object], key: str) -> int:
+    if key not in content:
+        raise ValueError(f"it has no {key}, which may be null")
+    return 0 if content[key] is None else _size(content, key)
+
+
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-# Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
-_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-# Keys of which each number is a list or a dictionary of modules, and more than any model has.
-_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-_MOST = 4096
-# transformers' defaults of keys that a config.json may leave out.
-_DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
-# Keys of a composite config that are true of its text part, too.
-_OF_WHOLE = ("model_type", "quantization_config", "transformers_weights")
-_FSDP = "; try strategy fsdp"
-
-
-def require_counts(content: JsonObject, source: str) -> None:
-    """Refuses a config.json with more layers or experts than any model has: making them would take all memory."""
-    for key in _COUNTS:
-        value = content.get(key)
-        if isinstance(value, int | float) and value > _MOST:
-            raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
-
-
-def text_of(content: JsonObject) -> JsonObject:
-    """Returns the config of the text part of a model that also sees or hears; of others, `content`."""
-    text = content.get("text_config")
-    if not isinstance(text, Mapping):
-        return content
-    return {**cast(JsonObject, text), **{key: content[key] for key in _OF_WHOLE if key in content}}
-
-
-def require_supported(content: JsonObject, strategy: str, source: str) -> None:
-    """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
-    transformers."""
-    require_counts(content, source)
-    content = text_of(content)
-    rules = (_of_both,) if strategy == "fsdp" else (_of_both, _of_megatron)
-    for rule in rules:
-        for problem in rule(content):
-            raise InvalidInput(f"model: {source}: {problem}", field="model")
-
-
-def _of_both(content: JsonObject) -> Iterator[str]:
-    model_type = content.get("model_type")
-    if content.get("quantization_config"):
-        yield "quantization_config is not supported: weights must be of floating point"
-    if content.get("transformers_weights"):
-        yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
-    for rope in _ropes(content):
-        kind = _kind(rope)
-        if kind in _LENGTH_DEPENDENT:
-            yield (
-                f"rotary scaling {kind!r} is not supported by any strategy: its result for a sample depends on the "
-                "longest sample that is computed together with it"
-            )
-        if model_type in FAMILIES and not FAMILIES[model_type].has_partial_rotary:
-            factor = rope.get("partial_rotary_factor", content.get("partial_rotary_factor"))
-            if factor not in (None, 1):
-                yield (
-                    f"partial_rotary_factor {factor!r} is not supported by any strategy: transformers ignores it for "
-                    f"model_type {model_type}, and vLLM applies it"
-                )
-
-
-def _of_megatron(content: JsonObject) -> Iterator[str]:
-    model_type = content.get("model_type")
-    if model_type not in FAMILIES:
-        yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{_FSDP}"
-        return
-    window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
-    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
-        yield f"sliding_window {window!r} is not supported by strategy megatron{_FSDP}"
-    for key, wanted in FAMILIES[model_type].required.items():
-        value = content.get(key, wanted)
-        if value != wanted and key != "sliding_window":
-            yield f"{key} {value!r} is not supported by strategy megatron{_FSDP}"
-    for rope in _ropes(content):
-        kind = _kind(rope)
-        if kind not in ("default", "linear") and not (kind == "llama3" and _is_llama3(rope, content)):
-            yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
-
-
-def _is_window_on(content: JsonObject) -> bool:
-    """Returns whether transformers applies a window: of the known families, only Qwen's read `use_sliding_window`."""
-    model_type = str(content.get("model_type"))
-    if model_type.startswith("qwen"):
-        return bool(content.get("use_sliding_window"))
-    return model_type in FAMILIES or bool(content.get("use_sliding_window", True))
-
-
-def _ropes(content: JsonObject) -> list[JsonObject]:
-    """Returns the rotary settings: one, or one for each type of layer. Older configs have them in `rope_scaling`."""
-    given: object = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise InvalidInput(f"model: rope_parameters is {given!r}, not an object", field="model")
-    rope = cast(JsonObject, given)
-    nested = [cast(JsonObject, part) for part in rope.values() if isinstance(part, Mapping)]
-    return nested or [rope]
-
-
-def _kind(rope: JsonObject) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _is_llama3(rope: JsonObject, content: JsonObject) -> bool:
-    """Returns whether the constants are those of Llama 3, because Megatron's cannot be set."""
-    keys = ("original_max_position_embeddings", "max_position_embeddings")
-    original = next((part[key] for key in keys for part in (rope, content) if part.get(key)), None)
-    return (rope.get("low_freq_factor"), rope.get("high_freq_factor"), original) == (1, 4, 8192)

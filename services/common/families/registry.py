@@ -1,53 +1,42 @@
 """The known model families, by the model_type in a model's config.json, and the matrices that can have adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, cast
 
-# A size is a number, or the name of one of an Architecture's sizes, such as "hidden_size".
-Size = int | str
-
-# How tensor parallelism cuts a weight. Each rank holds:
-#   whole    the whole weight
-#   rows     an equal share of the rows of each part; the shares are stacked
-#   groups   an equal share of the key-value groups; the parts are q, k and v, and the rows of a group lie together
-#   columns  an equal share of the columns; the weight has one part
-Cut = Literal["whole", "rows", "groups", "columns"]
-
-
-@dataclass(frozen=True)
-class Weight:
-    """Describes one Megatron parameter: the checkpoint tensors that it is made of, its shape, and how ranks share it.
-
-    `parameter` is the name that Megatron's local (not TransformerEngine) layers give it. `tensors` are the checkpoint's
-    names, one for each part; if there is one name for several parts, the checkpoint stacks their rows in one tensor.
-    Inside a layer, all names are relative to the layer. For an expert, `{expert}` in a tensor's name stands for the
-    expert's number, and `parameter` leaves the number out.
-    """
-
-    parameter: str
-    tensors: tuple[str, ...]
-    rows: tuple[Size, ...]
-    """Number of rows of each part."""
-    columns: Size | None = None
-    """Number of columns; None if the weight is a vector."""
-    cut: Cut = "whole"
-    is_expert: bool = False
-    """Whether expert parallelism distributes this weight and expert tensor parallelism cuts it."""
-    if_true: str = ""
-    """Key in `Family.flags`; a model has this weight only if its config sets the key to true."""
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the checkpoint stacks all parts in one tensor."""
-        return len(self.rows) > len(self.tensors)
-
-
-EMBEDDING = Weight(
-    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ("vocab_size",), "hidden_size", "rows"
+from services.common.families.layers import (
+    ALL_HEADS_NORMS,
+    ATTENTION,
+    ATTENTION_OUTPUT,
+    CORRECTION_BIAS,
+    DENSE_MLP,
+    DOWN,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_UP,
+    LATENT_ATTENTION,
+    NORMS,
+    OPTIONAL_BIASES,
+    OUTPUT,
+    OUTPUT_NORMS,
+    QK_NORMS,
+    QKV,
+    QKV_BIAS,
+    SHARED_EXPERT_GATE,
+    Weight,
+    experts,
+    shared_expert,
 )
-FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",))
-OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab_size",), "hidden_size", "rows")
+
+# A kind of layer: its feed-forward network is one for all tokens, or a router chooses experts for each.
+Kind = Literal["dense", "experts"]
+
+# How a router scores experts:
+#   softmax  over the experts; the highest are chosen
+#   sigmoid  of each expert, to which a bias is added to choose them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
+Router = Literal["softmax", "sigmoid"]
+
 
 # Maps an Architecture's sizes to config keys; the first key that a config has is read.
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -64,6 +53,16 @@ EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("num_experts", "num_local_experts"),
     "num_experts_per_tok": ("num_experts_per_tok",),
     "moe_intermediate_size": ("moe_intermediate_size",),
+}
+LATENT_KEYS: Mapping[str, tuple[str, ...]] = {
+    name: (name,) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
+# A layer has one shared expert, `num_shared_experts` times as wide as one of the others.
+SHARED_KEYS: Mapping[str, tuple[str, ...]] = {
+    **DENSE_KEYS,
+    **EXPERT_KEYS,
+    "num_experts": ("n_routed_experts",),
+    "num_shared_experts": ("n_shared_experts",),
 }
 # Maps config keys to the only value that strategy megatron accepts; a config may leave a key out.
 REQUIRED: Mapping[str, object] = {
@@ -82,15 +81,31 @@ SETTINGS: Mapping[str, object] = {
 }
 
 
+def _all_have_experts(config: Mapping[str, object], layer: int) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Family:
-    """The models of one `model_type`: decoders whose layers all have the same weights."""
+    """The models of one `model_type`: decoders whose layers are of one kind, or of two."""
 
     model_type: str
-    layer: tuple[Weight, ...]
-    """Weights of one layer in the order of the checkpoint."""
+    kinds: Mapping[Kind, tuple[Weight, ...]]
+    """Weights of a layer of each kind, in the order of the checkpoint."""
+    is_dense: Callable[[Mapping[str, object], int], bool] = _all_have_experts
+    """Takes a config and the number of a layer; returns whether this layer of a model with experts is dense. Raises
+    ValueError or TypeError if the config is wrong."""
+    router: Router = "softmax"
+    """How the router of a layer of experts scores them."""
+    num_mtp_layers: int = 0
+    """transformers' default of `num_nextn_predict_layers`: checkpoints have so many more layers, which predict further
+    tokens. They are not loaded."""
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
-    """The Architecture's sizes that config.json must have, each with its keys there."""
+    """The Architecture's sizes that config.json must have, each with its keys there; that of dense layers only if the
+    model has some."""
+    nullable: tuple[str, ...] = ()
+    """The Architecture's sizes that config.json must have under the same name, where null is 0: the model has no weight
+    of this size."""
     flags: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """Config keys that `Weight.if_true` names, with their defaults."""
     required: Mapping[str, object] = field(default_factory=lambda: REQUIRED)
@@ -99,6 +114,8 @@ class Family:
     """Fields of Megatron's TransformerConfig to set; `activation_func` names a function of torch.nn.functional."""
     has_partial_rotary: bool = False
     """Whether transformers reads `partial_rotary_factor`, and rotates only this share of each head."""
+    norms_outputs: bool = False
+    """Whether the norms of a layer are of the outputs of attention and feed-forward network, not of their inputs."""
     layers: str = "model.layers"
     """Name of the list of layers in the checkpoint."""
     embedding: Weight = EMBEDDING
@@ -107,127 +124,145 @@ class Family:
     """Output layer of a model that does not tie it to the embedding."""
 
 
-QKV = Weight(
-    "self_attention.linear_qkv.weight",
-    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    rows=("query_size", "key_value_size", "key_value_size"),
-    columns="hidden_size",
-    cut="groups",
+def dense_or_experts(attention: Collection[Weight], feed_forward: Collection[Weight]) -> dict[Kind, tuple[Weight, ...]]:
+    """Returns the kinds of layers of a model some of whose layers have a dense network in place of experts."""
+    return {"dense": (*attention, *DENSE_MLP, *NORMS), "experts": (*attention, *feed_forward, *NORMS)}
+
+
+def is_in_front(config: Mapping[str, object], layer: int, *, default: int) -> bool:
+    """Returns whether a layer is one of the first `first_k_dense_replace`, which are dense; `default` is
+    transformers'."""
+    count = config.get("first_k_dense_replace", default)
+    if not isinstance(count, int):
+        raise ValueError(f"first_k_dense_replace is {count!r}, not a number of layers")
+    return layer < count
+
+
+def is_between_steps(config: Mapping[str, object], layer: int) -> bool:
+    """Returns whether a layer is dense by Qwen's keys: one of each `decoder_sparse_step` layers, the last, has experts,
+    unless `mlp_only_layers` names it."""
+    step, named = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    if not isinstance(step, int) or step < 1 or not isinstance(named, Collection):
+        raise ValueError(f"decoder_sparse_step {step!r} and mlp_only_layers {named!r} are not a step and layers")
+    return layer in named or (layer + 1) % step > 0
+
+
+def is_named_dense(config: Mapping[str, object], layer: int) -> bool:
+    """Returns whether `mlp_layer_types` says that a layer is dense; without this key the first one is."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return layer == 0
+    if not isinstance(types, list) or layer >= len(cast("list[object]", types)):
+        raise ValueError(f"mlp_layer_types is {types!r}, not a type for each layer")
+    return cast("list[object]", types)[layer] == "dense"
+
+
+# DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight (arXiv 2502.16982).
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    kinds=dense_or_experts(LATENT_ATTENTION, (*experts(), CORRECTION_BIAS, *shared_expert("mlp.shared_experts"))),
+    is_dense=partial(is_in_front, default=3),
+    router="sigmoid",
+    num_mtp_layers=1,
+    keys={**SHARED_KEYS, **LATENT_KEYS},
+    nullable=("q_lora_rank",),
+    required={**REQUIRED, "rope_interleave": True},
 )
-QKV_BIAS = replace(
-    QKV,
-    parameter="self_attention.linear_qkv.bias",
-    tensors=("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    columns=None,
-)
-ATTENTION_OUTPUT = Weight(
-    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden_size",), "query_size", "columns"
-)
-ATTENTION_OUTPUT_BIAS = Weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), ("hidden_size",))
-# RMS norms over each head of the queries and of the keys.
-QK_NORMS = (
-    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head_dim",)),
-    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head_dim",)),
-)
-GATE_UP = Weight(
-    "mlp.linear_fc1.weight",
-    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    rows=("intermediate_size", "intermediate_size"),
-    columns="hidden_size",
-    cut="rows",
-)
-DOWN = Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ("hidden_size",), "intermediate_size", "columns")
-# Norms before attention, and before the feed-forward layer.
-NORMS = (
-    Weight("input_layernorm.weight", ("input_layernorm.weight",), ("hidden_size",)),
-    Weight("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ("hidden_size",)),
-)
-
-ATTENTION = (QKV, ATTENTION_OUTPUT)
-# A model has these if its config says `attention_bias`.
-OPTIONAL_BIASES = tuple(replace(weight, if_true="attention_bias") for weight in (QKV_BIAS, ATTENTION_OUTPUT_BIAS))
-DENSE_MLP = (GATE_UP, DOWN)
-
-
-def experts(
-    router: str = "mlp.gate",
-    expert: str = "mlp.experts",
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> tuple[Weight, ...]:
-    """Returns the weights of the router and the experts; `parts` are the checkpoint's names of gate, up and down."""
-    gate, up, down = (f"{expert}.{{expert}}.{part}.weight" for part in parts)
-    width = "moe_intermediate_size"
-    return (
-        Weight("mlp.router.weight", (f"{router}.weight",), ("num_experts",), "hidden_size"),
-        replace(
-            GATE_UP, parameter="mlp.experts.linear_fc1.weight", tensors=(gate, up), rows=(width, width), is_expert=True
-        ),
-        replace(DOWN, parameter="mlp.experts.linear_fc2.weight", tensors=(down,), columns=width, is_expert=True),
-    )
-
-
-def shared_expert() -> tuple[Weight, ...]:
-    """Returns the weights of the expert that computes every token, and of its gate.
-
-    The sigmoid of the gate, one number for each token, is multiplied with the expert's output.
-    """
-    width = "shared_expert_intermediate_size"
-    gate_up = tuple(f"mlp.shared_expert.{part}.weight" for part in ("gate_proj", "up_proj"))
-    return (
-        replace(GATE_UP, parameter="mlp.shared_experts.linear_fc1.weight", tensors=gate_up, rows=(width, width)),
-        replace(
-            DOWN,
-            parameter="mlp.shared_experts.linear_fc2.weight",
-            tensors=("mlp.shared_expert.down_proj.weight",),
-            columns=width,
-        ),
-        Weight("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), (1,), "hidden_size"),
-    )
-
 
 _KNOWN = (
     # Llama 1 to 3 (arXiv 2302.13971, 2407.21783).
-    Family("llama", layer=(*ATTENTION, *OPTIONAL_BIASES, *DENSE_MLP, *NORMS), flags={"attention_bias": False}),
+    Family(
+        "llama",
+        kinds={"dense": (*ATTENTION, *OPTIONAL_BIASES, *DENSE_MLP, *NORMS)},
+        flags={"attention_bias": False},
+    ),
     # Mistral (arXiv 2310.06825); Megatron computes only the models without a sliding window.
-    Family("mistral", layer=(*ATTENTION, *DENSE_MLP, *NORMS)),
+    Family("mistral", kinds={"dense": (*ATTENTION, *DENSE_MLP, *NORMS)}),
+    # GLM-4.5 and GLM-4.6 (arXiv 2508.06471).
+    Family(
+        "glm4_moe",
+        kinds=dense_or_experts(
+            (
+                *ATTENTION,
+                replace(QKV_BIAS, if_true="attention_bias"),
+                *(replace(norm, if_true="use_qk_norm") for norm in QK_NORMS),
+            ),
+            (*experts(), CORRECTION_BIAS, *shared_expert("mlp.shared_experts")),
+        ),
+        is_dense=partial(is_in_front, default=1),
+        router="sigmoid",
+        num_mtp_layers=1,
+        keys=SHARED_KEYS,
+        flags={"attention_bias": False, "use_qk_norm": False},
+        required={key: value for key, value in REQUIRED.items() if key != "attention_bias"},
+        has_partial_rotary=True,
+    ),
+    DEEPSEEK_V3,
+    # GLM-4.7-Flash.
+    replace(DEEPSEEK_V3, model_type="glm4_moe_lite", is_dense=is_named_dense),
     # Mixtral (arXiv 2401.04088).
     Family(
         "mixtral",
-        layer=(*ATTENTION, *experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")), *NORMS),
+        kinds={
+            "experts": (
+                *ATTENTION,
+                *experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+                *NORMS,
+            )
+        },
         keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
+    ),
+    # OLMo 2 (arXiv 2501.00656).
+    Family(
+        "olmo2",
+        kinds={"dense": (*ATTENTION, *ALL_HEADS_NORMS, *DENSE_MLP, *OUTPUT_NORMS)},
+        norms_outputs=True,
     ),
     # Phi-3 (arXiv 2404.14219) and Phi-4 (arXiv 2412.08905); Megatron computes only the models without a sliding window
     # and without LongRoPE, such as the 14B Phi-4.
     Family(
         "phi3",
-        layer=(
-            ATTENTION_OUTPUT,
-            replace(QKV, tensors=("self_attn.qkv_proj.weight",)),
-            replace(GATE_UP, tensors=("mlp.gate_up_proj.weight",)),
-            DOWN,
-            *NORMS,
-        ),
+        kinds={
+            "dense": (
+                ATTENTION_OUTPUT,
+                replace(QKV, tensors=("self_attn.qkv_proj.weight",)),
+                replace(GATE_UP, tensors=("mlp.gate_up_proj.weight",)),
+                DOWN,
+                *NORMS,
+            )
+        },
         has_partial_rotary=True,
         required={**REQUIRED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ),
     # Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115).
-    Family("qwen2", layer=(*ATTENTION, QKV_BIAS, *DENSE_MLP, *NORMS)),
-    # Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): beside its experts every layer has one that computes every token.
+    Family("qwen2", kinds={"dense": (*ATTENTION, QKV_BIAS, *DENSE_MLP, *NORMS)}),
+    # Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): beside its experts a layer has one that computes every token.
     Family(
         "qwen2_moe",
-        layer=(*ATTENTION, replace(QKV_BIAS, if_true="qkv_bias"), *experts(), *shared_expert(), *NORMS),
-        keys={**EXPERT_KEYS, "shared_expert_intermediate_size": ("shared_expert_intermediate_size",)},
+        kinds=dense_or_experts(
+            (*ATTENTION, replace(QKV_BIAS, if_true="qkv_bias")),
+            (*experts(), *shared_expert("mlp.shared_expert"), SHARED_EXPERT_GATE),
+        ),
+        is_dense=is_between_steps,
+        keys={
+            **DENSE_KEYS,
+            **EXPERT_KEYS,
+            "shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
+        },
         flags={"qkv_bias": True},
     ),
     # The dense Qwen3 models (arXiv 2505.09388).
     Family(
-        "qwen3", layer=(*ATTENTION, *OPTIONAL_BIASES, *QK_NORMS, *DENSE_MLP, *NORMS), flags={"attention_bias": False}
+        "qwen3",
+        kinds={"dense": (*ATTENTION, *OPTIONAL_BIASES, *QK_NORMS, *DENSE_MLP, *NORMS)},
+        flags={"attention_bias": False},
     ),
-    # The Qwen3 models with experts in every layer (arXiv 2505.09388).
+    # The Qwen3 models with experts (arXiv 2505.09388).
     Family(
         "qwen3_moe",
-        layer=(*ATTENTION, *OPTIONAL_BIASES, *QK_NORMS, *experts(), *NORMS),
-        keys=EXPERT_KEYS,
+        kinds=dense_or_experts((*ATTENTION, *OPTIONAL_BIASES, *QK_NORMS), experts()),
+        is_dense=is_between_steps,
+        keys={**DENSE_KEYS, **EXPERT_KEYS},
         flags={"attention_bias": False},
     ),
 )
@@ -239,6 +274,11 @@ FUSED = {
     "linear_proj": ("linear_proj",),
     "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
     "linear_fc2": ("linear_fc2",),
+    "linear_q_proj": ("linear_q_proj",),
+    "linear_q_down_proj": ("linear_q_down_proj",),
+    "linear_q_up_proj": ("linear_q_up_proj",),
+    "linear_kv_down_proj": ("linear_kv_down_proj",),
+    "linear_kv_up_proj": ("linear_kv_up_proj",),
 }
 # Kind -> layer -> its parts in the order of the layer's rows. Each part has its own A and B.
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -258,9 +298,11 @@ def lora_layer(parameter: str) -> str | None:
 ENGINE_DIFFERENCES: Mapping[str, str] = {
     "apertus": "vLLM computes the activation xIELU in another way, for about 0.01 nats",
     "cohere2": "vLLM's sliding window has one token more; samples within the window are not affected",
+    "deepseek_v3": "vLLM on CPU rotates queries and keys of latent attention otherwise, unless their scaling is YaRN",
     "deepseek_v32": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
     "ernie4_5_moe": "vLLM on CPU leaves the correction bias of the router out",
-    "glm4_moe_lite": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
+    "glm4_moe_lite": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json; on CPU "
+    "vLLM also rotates them otherwise",
     "glm_moe_dsa": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
     "gpt_oss": "vLLM copies unquantized experts past its own reload of published weights (vLLM 0.26 on a GPU, 1 nat; "
     "not proven to be the cause)",

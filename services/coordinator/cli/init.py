@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from services.common.counted import counted
 from services.common.errors import InvalidInput
-from services.common.families.architecture import mixes_layers, read_architecture, read_content
+from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
 from services.coordinator.data.reading.hub import local_model
@@ -105,8 +105,8 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     sizes = _ON_GPU if num_gpus else _ON_CPU
     directory = Path(local_model(str(model), has_weights=False, field="--model"))
     content = read_content(directory)
-    is_counted = content.get("model_type") in FAMILIES and not mixes_layers(content)
-    count = read_architecture(directory).num_parameters if is_counted else None
+    is_known = content.get("model_type") in FAMILIES
+    count = read_architecture(directory).num_parameters if is_known else None
     rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)

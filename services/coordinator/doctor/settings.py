@@ -14,7 +14,8 @@ from services.common.config.observability import TrackerConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
-from services.common.families.architecture import read_content, text_of
+from services.common.families.architecture import read_content
+from services.common.families.supported import text_of
 from services.common.memory import MEMINFO, host_memory
 from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus

@@ -10,6 +10,7 @@ there either. Tensors below 32 MiB are in the heap of glibc, which the process d
 leave holes between the tensors that are kept. benchmarks/memory.py compares these estimates with measured peaks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.config.layout import Layout, data_parallel_size
@@ -17,6 +18,7 @@ from services.common.config.load import AnyConfig
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import Architecture
+from services.common.families.registry import Kind
 from services.coordinator.planning.measured import MeasuredModel
 
 _FLOAT32 = 4
@@ -62,26 +64,29 @@ class MicrobatchMemory:
 
 
 def microbatch_memory(
-    config: AnyConfig, model: Architecture | MeasuredModel, layout: Layout, *, is_gpu: bool, is_last: bool
+    config: AnyConfig, model: Architecture | MeasuredModel, layout: Layout, pp: int, *, is_gpu: bool
 ) -> MicrobatchMemory:
-    """Returns the bytes of the largest micro-batch; only the last pipeline stage (`is_last`) computes logits."""
+    """Returns the bytes of the largest micro-batch in pipeline stage `pp`, the last of which computes logits."""
     trainer, tokens = config.trainer, microbatch_tokens(config) // layout.cp
-    layer = _layer(trainer, model, layout, is_gpu=is_gpu)
-    forward, backward = tokens * layer.working, tokens * layer.working
+    chunks = layout.layers(model.num_layers, pp)
+    layers = {n: _layer(trainer, model, layout, n, is_gpu=is_gpu) for chunk in chunks for n in chunk}
+    working = max(layer.working for layer in layers.values())
+    forward, backward = tokens * working, tokens * working
     if trainer.gradient_checkpointing and not _is_selective(trainer):
-        backward += tokens * layer.kept
-    if is_last:
+        backward += tokens * max(layer.kept for layer in layers.values())
+    if pp == layout.pp - 1:
         logits = _logits(trainer, model, layout, tokens, is_gpu=is_gpu)
         forward, backward = max(forward, logits[0]), max(backward, logits[1])
-    num_whole, num_inputs = _layers(trainer, model.num_layers // layout.pp)
-    kept = tokens * (num_whole * layer.kept + num_inputs * layer.inputs)
+    whole, num_inputs = _layers(trainer, chunks)
+    kept_whole, inputs = sum(layers[number].kept for number in whole), next(iter(layers.values())).inputs
+    kept = tokens * (kept_whole + num_inputs * inputs)
     # By the width of the feed-forward layer, which has most of the bytes.
     is_measured = isinstance(model, MeasuredModel)
     widest = max(model.widest if is_measured else model.intermediate_size, model.hidden_size) // layout.tp
     if is_gpu or tokens * widest * weight_bytes(trainer, is_gpu=False) >= _LARGEST_IN_HEAP:
         return MicrobatchMemory(kept, forward, backward)
     num_holes = num_inputs if trainer.strategy == "fsdp" else 0
-    holes = tokens * int(_HOLES * num_whole * layer.kept + num_holes * layer.working)
+    holes = tokens * int(_HOLES * kept_whole + num_holes * working)
     return MicrobatchMemory(kept, forward, backward, True, holes)
 
 
@@ -114,29 +119,33 @@ def _is_selective(trainer: TrainerConfig) -> bool:
     return trainer.strategy == "megatron" and trainer.megatron.recompute_granularity == "selective"
 
 
-def _layers(trainer: TrainerConfig, num_layers: int) -> tuple[int, int]:
-    """Returns the number of layers that keep everything, and of inputs that are kept to recompute the other layers."""
+def _layers(trainer: TrainerConfig, chunks: Sequence[range]) -> tuple[list[int], int]:
+    """Returns the layers that keep everything, and the number of inputs that are kept to recompute the others."""
+    num_layers = sum(map(len, chunks))
     if not trainer.gradient_checkpointing or _is_selective(trainer):
-        return num_layers, 0
+        return [number for chunk in chunks for number in chunk], 0
     if trainer.strategy != "megatron":
-        return 0, num_layers
+        return [], num_layers
     every = trainer.megatron.recompute_num_layers
     if trainer.megatron.recompute_method == "block":
-        chunks = trainer.megatron.virtual_pipeline_model_parallel_size or 1
-        recomputed = min(every * chunks, num_layers)
-        return num_layers - recomputed, recomputed
-    return 0, -(-num_layers // every)
+        whole = [number for chunk in chunks for number in chunk[every:]]
+        return whole, num_layers - len(whole)
+    return [], -(-num_layers // every)
 
 
-def _layer(trainer: TrainerConfig, model: Architecture | MeasuredModel, layout: Layout, *, is_gpu: bool) -> LayerBytes:
+def _layer(
+    trainer: TrainerConfig, model: Architecture | MeasuredModel, layout: Layout, number: int, *, is_gpu: bool
+) -> LayerBytes:
     size = weight_bytes(trainer, is_gpu=is_gpu)
     if isinstance(model, MeasuredModel):
         return _measured_layer(model, size, is_frozen=trainer.lora.rank > 0, is_gpu=is_gpu)
+    kind = model.kinds[number]
     # Only sequence parallelism shards the hidden states between the matrices.
     is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
     hidden_ranks = layout.tp if is_sharded else 1
-    common, cut = (_fused if is_gpu else _plain)(trainer, model, layout, size)
-    widest = max(model.intermediate_size + model.shared_expert_intermediate_size, model.query_size)
+    common, attention = (_fused if is_gpu else _plain)(trainer, model, size)
+    cut = attention + _feed_forward(model, layout, kind, size, is_gpu=is_gpu)
+    widest = max(_width(model, kind), model.query_size, model.expanded_size)
     working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
     return LayerBytes(common // hidden_ranks + cut // layout.tp, size * model.hidden_size // hidden_ranks, working)
 
@@ -150,39 +159,54 @@ def _measured_layer(model: MeasuredModel, size: int, *, is_frozen: bool, is_gpu:
     return LayerBytes(norms * model.hidden_size + size * matrices, size * model.hidden_size, working)
 
 
-def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
-    """Returns the bytes per token that fused kernels keep of hidden states, and of what TP cuts."""
+def _width(model: Architecture, kind: Kind) -> int:
+    """Returns the width of what computes every token in a layer's feed-forward network."""
+    return model.intermediate_size if kind == "dense" else model.shared_expert_intermediate_size
+
+
+def _feed_forward(model: Architecture, layout: Layout, kind: Kind, size: int, *, is_gpu: bool) -> int:
+    """Returns the bytes per token that a feed-forward network keeps; TP cuts all of it."""
+    # Gate, up and their product; plain torch operators keep the gate's activation too.
+    num_kept = 3 if is_gpu else 4
+    num_bytes = num_kept * size * _width(model, kind)
+    if kind == "dense":
+        return num_bytes
+    # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
+    copies = (num_kept - 1) * size * model.hidden_size * layout.etp
+    return num_bytes + model.num_experts_per_tok * (num_kept * size * model.moe_intermediate_size + copies)
+
+
+def _fused(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[int, int]:
+    """Returns the bytes per token that fused kernels keep of hidden states, and of what TP cuts in attention."""
     # Inputs of the two norms, of q k v and of the MLP.
     common = 4 * size * model.hidden_size
     # q, k, v and the input of the output projection.
-    attention = size * (2 * model.query_size + 2 * model.key_value_size)
-    if model.has("self_attention.q_layernorm.weight"):
+    attention = size * sum(model.attention_sizes)
+    if model.kv_lora_rank:
+        common += 2 * size * (model.q_lora_rank + model.kv_lora_rank)  # inputs and outputs of the latents' norms
+    elif model.has("self_attention.q_layernorm.weight"):
         attention += size * (model.query_size + model.key_value_size)  # inputs of the norms of q and k
-    # Gate, up and their product.
-    feed_forward = 3 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
-    # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
-    expert = 3 * size * model.moe_intermediate_size + 2 * size * model.hidden_size * layout.etp
-    return common, attention + feed_forward + model.num_experts_per_tok * expert
+    return common, attention
 
 
-def _plain(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
-    """Returns the bytes per token that plain torch operators keep of hidden states, and of what TP cuts."""
+def _plain(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[int, int]:
+    """Returns the same bytes of plain torch operators."""
     is_frozen = trainer.lora.rank > 0
     # Each norm: its input in float32, the normalized values (for the gradient of its weight), and its output.
     norm = _FLOAT32 + (0 if is_frozen else size) + size
     common = 2 * norm * model.hidden_size
     # q, k and v as attention gets them, its output and logsumexp, and the input of the output projection.
-    attention = size * (3 * model.query_size + 2 * model.key_value_size) + _FLOAT32 * model.num_attention_heads
-    if trainer.strategy == "megatron":
+    outputs = model.attention_sizes[-1]
+    attention = size * (sum(model.attention_sizes) + outputs) + _FLOAT32 * model.num_attention_heads
+    if model.kv_lora_rank:
+        common += norm * (model.q_lora_rank + model.kv_lora_rank) + size * 4 * model.qk_rope_head_dim
+    elif trainer.strategy == "megatron":
         # v is a view that keeps all of q, k and v before the rotation.
         attention += size * (model.query_size + model.key_value_size)
         common += size * 4 * model.head_dim  # cosine and sine, of q and of k
-    if model.has("self_attention.q_layernorm.weight"):
+    if not model.kv_lora_rank and model.has("self_attention.q_layernorm.weight"):
         attention += (_FLOAT32 + size) * (model.query_size + model.key_value_size)
-    # Gate, its activation, up and their product.
-    feed_forward = 4 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
-    expert = 4 * size * model.moe_intermediate_size + 3 * size * model.hidden_size * layout.etp
-    return common, attention + feed_forward + model.num_experts_per_tok * expert
+    return common, attention
 
 
 def _logits(

@@ -6,6 +6,7 @@ the rest. `is_gpu` says whether the ranks compute on GPUs: the dtype auto, the k
 depend on it.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, Shape
-from services.common.families.registry import FUSED, PARTS, Weight, lora_layer
+from services.common.families.layers import Weight
+from services.common.families.registry import FUSED, PARTS, lora_layer
 from services.coordinator.planning.activations import MicrobatchMemory, in_flight, microbatch_memory, weight_bytes
 from services.coordinator.planning.measured import MeasuredModel
 
@@ -144,7 +146,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
     trainer, megatron = config.trainer, config.trainer.megatron
     layout = Layout.of(megatron, trainer.num_ranks)
     dense, expert = stage_parameters(model, layout, pp)
-    trained = (adapter_parameters(trainer, model, layout), 0) if trainer.lora.rank else (dense, expert)
+    trained = (adapter_parameters(trainer, model, layout, pp), 0) if trainer.lora.rank else (dense, expert)
     weight, state = weight_bytes(trainer, is_gpu=is_gpu), StateBytes.of(trainer, is_gpu=is_gpu)
     shards = (layout.dp * layout.cp, layout.edp) if megatron.use_distributed_optimizer else (1, 1)
 
@@ -156,7 +158,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
         weights=weight * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
         gradients=state.gradient * sum(trained),
         optimizer=sharded((state.master + state.moments) * state.device_share),
-        microbatch=microbatch_memory(config, model, layout, is_gpu=is_gpu, is_last=pp == layout.pp - 1),
+        microbatch=microbatch_memory(config, model, layout, pp, is_gpu=is_gpu),
         in_flight=in_flight(layout, pp),
         reference=_reference(config, model, is_gpu=is_gpu),
         publication=_in_publication(config, model, is_gpu=is_gpu),
@@ -178,23 +180,22 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
     layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
     if isinstance(model, MeasuredModel):
         trained = sum(model.adapter_sizes) if trainer.lora.rank else model.num_trained
-        ends, layer, all_layers = model.end_parameters, max(model.layer_sizes), sum(model.layer_sizes)
+        ends, layers = model.end_parameters, model.layer_sizes
     else:
-        trained = adapter_parameters(trainer, model, layout) if trainer.lora.rank else model.num_parameters
+        trained = adapter_parameters(trainer, model, layout, 0) if trainer.lora.rank else model.num_parameters
         ends = sum(map(model.weight_parameters, model.outside_layers))
-        layer = model.layer_parameters() + model.num_experts * model.expert_parameters()
-        all_layers = model.num_layers * layer
+        layers = [model.whole_layer_parameters(number) for number in range(model.num_layers)]
     # A vision tower is float32 as well, and without gradient.
     own = -(-trained // ranks)
     frozen = weight * count if trainer.lora.rank else _MASTER * (count - own)
     # The next layer is gathered while one computes; without resharding all stay gathered.
-    gathered = ends + (2 * layer if fsdp.reshard_after_forward else all_layers)
+    gathered = ends + (2 * max(layers) if fsdp.reshard_after_forward else sum(layers))
     return Memory(
         parameters=count,
         weights=frozen + _MASTER * own,
         gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
         optimizer=_MOMENTS * own,
-        microbatch=microbatch_memory(config, model, layout, is_gpu=is_gpu, is_last=True),
+        microbatch=microbatch_memory(config, model, layout, 0, is_gpu=is_gpu),
         reference=weight * count if "reference" in config.models else 0,
         gathered=weight * gathered,
         publication=_in_publication(config, model, is_gpu=is_gpu),
@@ -205,26 +206,28 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
 
 def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
     """Returns the numbers of dense and of expert parameters on a rank in stage `pp`."""
-    num_layers = model.num_layers // layout.pp
-    dense = num_layers * model.layer_parameters(layout.tp)
+    layers = [*itertools.chain(*layout.layers(model.num_layers, pp))]
+    dense = sum(model.layer_parameters(number, layout.tp) for number in layers)
+    experts = model.num_experts // layout.ep * sum(model.expert_parameters(number, layout.etp) for number in layers)
     is_first, is_last = pp == 0, pp == layout.pp - 1
     # If the output layer is tied to the embedding, the last stage needs a copy unless it is also the first stage.
     num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
     dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
-    return dense, num_layers * model.num_experts // layout.ep * model.expert_parameters(layout.etp)
+    return dense, experts
 
 
-def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
-    """Returns the adapter parameters on a rank. A matrix sharded by rows has its second factor (B) sharded, one
-    sharded by columns its first (A).
+def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout, pp: int) -> int:
+    """Returns the adapter parameters on a rank in stage `pp`.
+
+    A matrix sharded by rows has its second factor (B) sharded, one sharded by columns its first (A).
     """
     total = 0
-    for weight, parts in _lora_targets(trainer, model):
+    for weight, parts in _lora_targets(trainer, model, itertools.chain(*layout.layers(model.num_layers, pp))):
         by_columns = weight.cut == "columns"
         outputs, inputs = sum(rows for rows, _ in parts), parts[0][1]
         cut, whole = (inputs, outputs) if by_columns else (outputs, inputs)
-        total += trainer.lora.rank * (whole + cut // layout.tp)
-    return total * (model.num_layers // layout.pp)
+        total += trainer.lora.rank * (whole + cut // (1 if weight.cut == "whole" else layout.tp))
+    return total
 
 
 def publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> tuple[int, int]:
@@ -233,15 +236,18 @@ def publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> tuple[int, 
     if isinstance(model, MeasuredModel):
         sizes = model.adapter_sizes if trainer.lora.published_rank else sizes
     elif rank := trainer.lora.published_rank:
-        layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
-        sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
+        targets = _lora_targets(trainer, model, range(model.num_layers))
+        shapes = (shape for weight, parts in targets for shape in _adapted(weight, parts))
+        sizes = (rank * n for rows, cols in shapes for n in (cols, rows))
     weight = weight_bytes(trainer, is_gpu=is_gpu)
     return _cut((size * weight for size in sizes), config.bucket_bytes)
 
 
-def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[tuple[Weight, list[Shape]]]:
+def _lora_targets(
+    trainer: TrainerConfig, model: Architecture, layers: Iterable[int]
+) -> Iterator[tuple[Weight, list[Shape]]]:
     """Yields the matrix of each adapter and the shapes of its parts that share the adapter's first factor."""
-    for weight in model.layer:
+    for weight in (weight for number in layers for weight in model.layer(number)):
         if weight.is_expert or (layer := lora_layer(weight.parameter)) is None:  # experts get no adapters
             continue
         shapes = dict(zip(FUSED[layer], model.part_shapes(weight), strict=True))
@@ -331,7 +337,13 @@ def utilization(config: Config) -> float:
 
 
 def cache_token_bytes(config: Config, model: Model) -> int:
-    """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16."""
+    """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16.
+
+    Of latent attention it is what keys and values are made of, and every worker has all of it.
+    """
+    if isinstance(model, Architecture) and model.kv_lora_rank:
+        whole = 2 * model.num_layers * model.latent_size
+        return whole * config.rollout.tensor_parallel_size // _workers_per_copy(config)
     return 2 * 2 * model.num_layers * model.key_value_size // _workers_per_copy(config)
 
 

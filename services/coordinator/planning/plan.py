@@ -17,12 +17,11 @@ from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
 from services.common.families.architecture import (
     Architecture,
-    mixes_layers,
     read_architecture,
     read_content,
-    require_supported,
 )
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
 from services.coordinator.planning.measured import MeasuredModel, measure
 from services.coordinator.planning.memory import (
@@ -112,8 +111,7 @@ def planned_model(config: AnyConfig) -> Model:
         InvalidInput: The trainer would refuse the model, or torch, which counts its parameters, is not installed here.
     """
     content = read_content(config.model)
-    is_known = content.get("model_type") in FAMILIES and not mixes_layers(content)
-    if is_known or any(_layouts(config)):
+    if content.get("model_type") in FAMILIES or any(_layouts(config)):
         return read_architecture(config.model)
     return measure(config.model, config.trainer)
 

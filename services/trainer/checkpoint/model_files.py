@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from services.common.errors import InvalidInput
-from services.common.families.architecture import read_content, require_counts
+from services.common.families.architecture import read_content
+from services.common.families.supported import require_counts
 from services.common.files.model_card import INDEX, read_weight_map, shard_names
 from services.common.files.storage import is_there
 

@@ -21,26 +21,33 @@ def ignored_tensors(causal_lm: PreTrainedModel) -> Iterable[str]:
     return causal_lm._keys_to_ignore_on_load_unexpected or ()
 
 
-# Routers whose forward calls torch.topk once, on the scores of all experts, and computes with its results.
-_ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+# Routers whose forward calls torch.topk once on the scores of all experts, and computes with its results.
+_ROUTERS = (
+    "DeepseekV3TopkRouter",
+    "Glm4MoeLiteTopkRouter",
+    "Glm4MoeTopkRouter",
+    "MixtralTopKRouter",
+    "Qwen2MoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+)
 
 # Takes the experts that the router chooses, [rows, top_k]; returns those to compute with.
 Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the result of torch.topk by the scores of the experts that `choose` returns."""
+    """Replaces the result of torch.topk over all experts by the scores of those that `choose` returns."""
 
-    def __init__(self, choose: Choose):
+    def __init__(self, choose: Choose, num_experts: int):
         super().__init__()
         self.num_calls = 0
-        self._choose = choose
+        self._choose, self._num_experts = choose, num_experts
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not torch.topk:
+        if func is not torch.topk or args[0].shape[1:] != (self._num_experts,):  # others choose groups of experts
             return result
         self.num_calls += 1
         experts = self._choose(result[1])
@@ -57,11 +64,11 @@ def set_choice(router: nn.Module, choose: Choose) -> None:
 
     Reason: transformers has no way to give a layer its experts.
     """
-    forward = router.forward
+    forward, num_experts = router.forward, len(router.get_parameter("weight"))
 
     @torch.compiler.disable  # it counts, and keeps the experts of earlier calls
     def replaying(*args: object, **kwargs: object) -> object:
-        with _Chosen(choose) as chosen:
+        with _Chosen(choose, num_experts) as chosen:
             result = forward(*args, **kwargs)
         assert chosen.num_calls == 1, f"{type(router).__name__} called torch.topk {chosen.num_calls} times"
         return result

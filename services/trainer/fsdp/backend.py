@@ -41,11 +41,13 @@ class Replay:
 
     def __init__(self, causal_lm: PreTrainedModel, shape: RoutedExpertsShape, device: torch.device):
         known = routers(causal_lm)
-        if len(known) != shape.num_layers:
-            raise InternalError(f"{len(known)} routers are known in a model of {shape.num_layers} layers of experts")
-        self._layers = [LayerReplay() for _ in known]
-        self._model = ModelReplay(self._layers, device)
-        for router, layer in zip(known, self._layers, strict=True):
+        if len(known) != len(shape.expert_layers):
+            raise InternalError(
+                f"{len(known)} routers are known in a model of {len(shape.expert_layers)} layers of experts"
+            )
+        self._layers = {number: LayerReplay() for number in shape.expert_layers}
+        self._model = ModelReplay(list(self._layers.values()), device)
+        for router, layer in zip(known, self._layers.values(), strict=True):
             set_choice(router, layer.choose)
 
     @contextmanager
@@ -57,7 +59,7 @@ class Replay:
 
     def feed(self, microbatch: Microbatch) -> None:
         """Sets the routed experts that the next forward pass uses: those of `microbatch`, if it has any."""
-        for number, layer in enumerate(self._layers):
+        for number, layer in self._layers.items():
             layer.feed(None if microbatch.experts_TLK is None else microbatch.experts_TLK[:, number])
 
     def counts(self) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
-from services.common.families.architecture import require_supported as require_config_supported
+from services.common.families.supported import require_supported as require_config_supported
 from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
 from services.trainer.checkpoint.model_files import (
     load_config,

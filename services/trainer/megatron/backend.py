@@ -198,7 +198,7 @@ class MegatronBackend(Backend):
         else:
             config = transformer_config(layer_settings(self._hf), self._config, self._dtype, is_gpu=is_gpu)
             make_chunk = maker(ValueModel if self._role is Role.CRITIC else LogprobModel, config, self._hf)
-        built = build_chunks(make_chunk, config, megatron, is_adapted=is_adapted, is_gpu=is_gpu)
+        built = build_chunks(make_chunk, config, megatron, self._map.model, is_adapted=is_adapted, is_gpu=is_gpu)
         bare = [chunk.to(self.device) for chunk in built]
         parameters = local_parameters(bare, parallelism)
         if megatron.dist_checkpointing_path:

@@ -17,6 +17,7 @@ from megatron.core.jit import jit_fuser
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -134,11 +135,14 @@ class GroupedExperts(MegatronModule):
 
 
 def with_grouped_experts(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Returns a spec whose layers, all of them with experts, have GroupedExperts."""
+    """Returns a spec whose layers of experts have GroupedExperts."""
     assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
+        if parts.mlp.module is not MoELayer:
+            layers.append(layer)
+            continue
         experts = replace(parts.mlp.submodules, experts=ModuleSpec(module=GroupedExperts))
         layers.append(replace(layer, submodules=replace(parts, mlp=replace(parts.mlp, submodules=experts))))
     return replace(spec, layer_specs=layers)

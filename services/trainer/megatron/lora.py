@@ -2,10 +2,11 @@
 
 A [rank, in] and B [out, rank] are parameters of the layer itself, so all other parameters keep their names.
 
-    column parallel (linear_qkv, linear_fc1):  A is whole on every rank, B is cut by rows like W
-    row parallel (linear_proj, linear_fc2):    A is cut by columns like W, B is whole on every rank
+    column parallel (linear_qkv, linear_fc1, ...):  A is whole on every rank, B is cut by rows like W
+    row parallel (linear_proj, linear_fc2):         A is cut by columns like W, B is whole on every rank
+    not cut (linear_q_down_proj, linear_kv_down_proj): A and B are whole on every rank, like W
 
-In both cases the product of a rank's own matrices is its shard of B A: merging needs no communication, and the forward
+In all cases the product of a rank's own matrices is its shard of B A: merging needs no communication, and the forward
 communicates `rank` channels. The rest of the model is frozen.
 """
 
@@ -37,8 +38,11 @@ from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights import LocalTensor, Part, WeightMap
 
-COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+ROW_PARALLEL = ("linear_proj", "linear_fc2")
+NOT_CUT = ("linear_q_down_proj", "linear_kv_down_proj")
 
+# Maps the axis of W that TP cuts to the matrix of the adapter that it cuts with it.
+_CUT_MATRIX = {0: "B", 1: "A", -1: ""}
 _Factors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -57,7 +61,8 @@ class _Shape:
 
     rows: Mapping[str, int]
     num_groups: int
-    is_column: bool
+    cut_axis: int
+    """The axis of W that TP cuts: 0 for its rows, 1 for its columns, or -1."""
     has_sequence_parallel: bool
     group: torch.distributed.ProcessGroup
     scale: float
@@ -123,8 +128,8 @@ class AdaptedLinear(AdaptedLayer):
         assert metadata is not None
         shape, groups = self.lora_shape, {"tp_group": self.lora_shape.group, "dp_cp_group": metadata["dp_cp_group"]}
         own = {name: value for name, value in self.state_dict(keep_vars=True).items() if name.startswith("lora_")}
-        cut, axis = ("lora_B.", 0) if shape.is_column else ("lora_A.", 1)
-        axes = {name: axis for name in own if name.startswith(cut)}
+        cut = f"lora_{_CUT_MATRIX[shape.cut_axis]}."
+        axes = {name: shape.cut_axis for name in own if name.startswith(cut)}
         entries = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
         both = f"{prefix}lora_B.linear_fc1"
         if both in entries:  # its rows are this rank's gate and up
@@ -137,10 +142,12 @@ class AdaptedLinear(AdaptedLayer):
         shape = self.lora_shape
         a, b = self.lora_A(), self.lora_B()
         low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
-        if shape.is_column and shape.has_sequence_parallel:
+        if shape.cut_axis < 0:
+            pass  # each rank has the whole output of its tokens
+        elif shape.cut_axis == 0 and shape.has_sequence_parallel:
             gather = mappings.gather_from_sequence_parallel_region
             low = gather(low, tensor_parallel_output_grad=True, group=shape.group)
-        elif shape.is_column:
+        elif shape.cut_axis == 0:
             low = mappings.copy_to_tensor_model_parallel_region(low, group=shape.group)
         elif shape.has_sequence_parallel:
             low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=shape.group)
@@ -158,7 +165,7 @@ class AdaptedLinear(AdaptedLayer):
         if not shape.dropout or not self.training:
             return x
         # Ranks with different slices draw their own dropout; ranks with the same input must draw the same.
-        is_slice = shape.has_sequence_parallel or not shape.is_column
+        is_slice = shape.has_sequence_parallel or shape.cut_axis == 1
         with rng_tracker().fork() if is_slice else contextlib.nullcontext():
             return F.dropout(x, shape.dropout)
 
@@ -200,17 +207,19 @@ def _adapt(
     tp_rank, tp_size = tp_index
     module.lora_A, module.lora_B = CallableParameters(), CallableParameters()
     for part in parts:
-        num_inputs = weight.size(1) * (1 if shape.is_column else tp_size)
+        num_inputs = weight.size(1) * (tp_size if shape.cut_axis == 1 else 1)
         a = initial_a(f"{site.prefix}.{part}", lora_rank, num_inputs, seed=seed)
-        a = a if shape.is_column else a.chunk(tp_size, 1)[tp_rank]
+        a = a.chunk(tp_size, 1)[tp_rank] if shape.cut_axis == 1 else a
         module.lora_A[part] = torch.nn.Parameter(a.to(weight).contiguous())
         module.lora_B[part] = torch.nn.Parameter(weight.new_zeros(shape.rows[part], lora_rank))
-        matrices = module.lora_A[part], module.lora_B[part]
-        whole, cut = matrices if shape.is_column else reversed(matrices)
-        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, 0 if shape.is_column else 1, 1)
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
-        # finalize_model_grads then sums the gradient over the tensor-parallel ranks, as each had a part of the tokens.
-        whole.sequence_parallel = shape.has_sequence_parallel
+        for name, matrix in (("A", module.lora_A[part]), ("B", module.lora_B[part])):
+            if name == _CUT_MATRIX[shape.cut_axis]:
+                tensor_parallel.set_tensor_model_parallel_attributes(matrix, True, shape.cut_axis, 1)
+                continue
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(matrix)
+            # finalize_model_grads then sums the gradient over the tensor-parallel ranks, as each had a part of the
+            # tokens.
+            matrix.sequence_parallel = shape.has_sequence_parallel
     set_class(module, type(f"Adapted{type(module).__name__}", (AdaptedLinear, type(module)), {}))
     assert isinstance(module, AdaptedLinear)
     module.lora_shape = shape
@@ -232,7 +241,7 @@ def _shape(site: _Site, model: Architecture, lora: LoraConfig, parallelism: Para
     return _Shape(
         rows={part: num_rows * weight // sum(weights) for part, weight in zip(parts, weights, strict=True)},
         num_groups=num_groups,
-        is_column=site.layer in COLUMN_PARALLEL,
+        cut_axis=-1 if site.layer in NOT_CUT else int(site.layer in ROW_PARALLEL),
         has_sequence_parallel=parallelism.config.has_sequence_parallel,
         group=parallelism.tp_group,
         scale=lora.alpha / lora.rank,
@@ -260,12 +269,12 @@ def adapter_part(weights: WeightMap, name: str) -> Part:
     if match is None:
         raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
     module, layer, matrix, part = match.groups()
-    base, is_column, place = weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
+    base, place = weights.part(f"{module}.weight"), 0
     names = base.names
     if part != layer:
         place = FUSED[layer].index(part)
         names = (names[place],)
-    if matrix == ("A" if is_column else "B"):
+    if matrix == ("B" if layer in ROW_PARALLEL else "A"):
         join = lambda shards: [shards[0]] * len(names)  # noqa: E731
     else:
         join = (lambda shards: [torch.cat(list(shards))]) if part != layer else base.join

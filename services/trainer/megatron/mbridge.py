@@ -144,7 +144,7 @@ def _compare(
     The tensors go through the map as from a file, with the checkpoint's names.
     """
     bridged = Bridged.of(reference.model.config, settings, torch.float32, is_gpu=False)
-    chunks = build_chunks(bridged.make_chunk, bridged.config, settings.megatron)
+    chunks = build_chunks(bridged.make_chunk, bridged.config, settings.megatron, bridged.weights.model)
     model = MegatronModel([chunk.to(device).requires_grad_(False) for chunk in chunks], bridged.config, parallelism)
     own = reference.model.state_dict()
     tied = reference.model.all_tied_weights_keys
@@ -153,7 +153,7 @@ def _compare(
     try:
         for parameter in local_parameters(chunks, parallelism):
             part = bridged.weights.part(parameter.name)
-            parameter.tensor.detach().copy_(part.cut([stored[name] for name in part.names], 0, 1))
+            parameter.tensor.detach().copy_(part.cut(cast("list[Sliceable]", [stored[name] for name in part.names]), 0, 1))
             given |= zip(part.names, part.join([parameter.tensor.detach().cpu()]), strict=True)
         logprobs_N = model.forward([reference.packed().to(device)], temperature=1.0)[0][0].cpu()
     finally:

@@ -14,17 +14,25 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import PretrainedConfig
 
 from services.common.config.layout import gathers_tokens
 from services.common.config.megatron import MegatronConfig
-from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, use_faster_dispatchers
+from services.common.families.architecture import Architecture
+from services.trainer.compat.megatron.model import (
+    HiddenStateModel,
+    add_gradients_in_place,
+    set_latent_eps,
+    use_faster_dispatchers,
+)
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
 from services.trainer.megatron.microbatch import MicrobatchShard
+from services.trainer.megatron.norms import with_own_norms
 from services.trainer.megatron.settings import make, model_settings, refusals
 from services.trainer.updates.logprobs import linear_logprobs
 
@@ -155,6 +163,7 @@ def build_chunks(
     make_chunk: MakeChunk,
     config: TransformerConfig,
     megatron: MegatronConfig,
+    model: Architecture,
     *,
     is_adapted: bool = False,
     is_gpu: bool = False,
@@ -171,11 +180,12 @@ def build_chunks(
     chunks = []
     for index in range(vpp or 1):
         stage = index if vpp else None
-        spec = _layer_spec(config, stage, is_adapted=is_adapted, is_gpu=is_gpu)
+        spec = _layer_spec(config, stage, model, is_adapted=is_adapted, is_gpu=is_gpu)
         is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         chunk = make_chunk(with_grouped_experts(spec) if is_grouped else spec, (is_first, is_last), stage)
         chunk.model_type = ModelType.encoder_or_decoder
+        set_latent_eps(chunk)
         if is_grouped:
             use_faster_dispatchers(chunk, gathers=gathers_tokens(megatron, config.moe_router_topk))
         for parameter in chunk.parameters():
@@ -212,8 +222,18 @@ def wrap_chunks(
 
 
 def half_precision(chunk: Chunk, config: TransformerConfig) -> torch.nn.Module:
-    """Returns the chunk, wrapped to convert between float32 and bfloat16 if it computes in bfloat16."""
-    return Float16Module(config, chunk) if config.bf16 else chunk
+    """Returns the chunk, wrapped to convert between float32 and bfloat16 if it computes in bfloat16.
+
+    The routers' biases stay in float32.
+    """
+    if not config.bf16:
+        return chunk
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    biases = [router.expert_bias for router in routers]
+    wrapped = Float16Module(config, chunk)
+    for router, bias in zip(routers, biases, strict=True):
+        router.expert_bias = bias
+    return wrapped
 
 
 def unwrap(chunk: torch.nn.Module) -> Chunk:
@@ -224,31 +244,42 @@ def unwrap(chunk: torch.nn.Module) -> Chunk:
 
 
 def _layer_spec(
-    config: TransformerConfig, stage: int | None, *, is_adapted: bool, is_gpu: bool
+    config: TransformerConfig, stage: int | None, model: Architecture, *, is_adapted: bool, is_gpu: bool
 ) -> TransformerBlockSubmodules:
+    has_own_norms = model.family.norms_outputs or model.norms_all_heads
     if is_gpu:
+        from megatron.core.extensions.transformer_engine import TENorm
+
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-        return _with_own_norms(spec) if is_adapted else spec
-    from services.trainer.compat.megatron.attention import with_torch_modules
+        is_latent = config.multi_latent_attention
+        spec = _with_separate_norms(spec, is_latent=is_latent) if is_adapted or is_latent or has_own_norms else spec
+        return with_own_norms(spec, config, model, TENorm) if has_own_norms else spec
+    from services.trainer.compat.megatron.attention import RMSNorm, with_torch_modules
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    return with_torch_modules(spec)
+    spec = with_torch_modules(spec)
+    return with_own_norms(spec, config, model, RMSNorm) if has_own_norms else spec
 
 
-def _with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names stay the same."""
+def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:
+    """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names are those on CPU."""
     from megatron.core.extensions import transformer_engine as te
 
     assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
-        attention = replace(parts.self_attention.submodules, linear_qkv=te.TEColumnParallelLinear)
+        own: Any = {"linear_qkv": te.TEColumnParallelLinear}
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        if is_latent:
+            own = dict.fromkeys(("linear_q_up_proj", "linear_kv_up_proj"), te.TEColumnParallelLinear)
+            own |= dict.fromkeys(("q_layernorm", "kv_layernorm"), te.TENorm)
+            names = {}
+        attention = replace(parts.self_attention.submodules, **own)
         changes = {"input_layernorm": te.TENorm, "self_attention": replace(parts.self_attention, submodules=attention)}
         if getattr(parts.mlp.submodules, "linear_fc1", None) is te.TELayerNormColumnParallelLinear:
             dense = replace(parts.mlp.submodules, linear_fc1=te.TEColumnParallelLinear)
             changes |= {"pre_mlp_layernorm": te.TENorm, "mlp": replace(parts.mlp, submodules=dense)}
-            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+            names |= {} if is_latent else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
         layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names, **changes)))
     return replace(spec, layer_specs=layers)

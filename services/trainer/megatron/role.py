@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from services.common.config.layout import Layout, gathers_tokens
 from services.trainer.compat.megatron.model import set_choice, take_apart
@@ -23,15 +24,16 @@ from services.trainer.updates.packing import Microbatch
 
 
 class Replay:
-    """Makes the layers of a rank's chunks, all with experts, compute with the routed experts of micro-batches."""
+    """Makes the layers of experts of a rank's chunks compute with the routed experts of micro-batches."""
 
     def __init__(self, chunks: list[Chunk], tp_group: dist.ProcessGroup, device: torch.device):
-        self._layers = {
-            id(chunk): {layer.layer_number - 1: LayerReplay() for layer in chunk.layers()} for chunk in chunks
-        }
+        self._layers: dict[int, dict[int, LayerReplay]] = {}
         for chunk in chunks:
+            own = self._layers[id(chunk)] = {}
             for layer in chunk.layers():
-                set_choice(layer, self._layers[id(chunk)][layer.layer_number - 1].choose)
+                if isinstance(layer.mlp, MoELayer):
+                    replay = own[layer.layer_number - 1] = LayerReplay()
+                    set_choice(layer, replay.choose)
         self.model = ModelReplay([replay for layers in self._layers.values() for replay in layers.values()], device)
         self._is_cut = chunks[0].config.sequence_parallel
         self._tp_rank, self._tp_size = dist.get_rank(tp_group), dist.get_world_size(tp_group)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional as F
 from transformers import PretrainedConfig
@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
-from services.common.families.architecture import Architecture, make_architecture, require_supported
+from services.common.families.architecture import Architecture, make_architecture
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
 from services.trainer.checkpoint.model_files import load_config
 
 Settings = TypeVar("Settings")
@@ -78,11 +79,14 @@ def transformer_config(
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
         **dict.fromkeys(_FUSIONS, is_gpu),
+        # Megatron's fused kernel of latent attention has no plain rotation and is experimental.
+        **({"apply_rope_fusion": False} if "kv_lora_rank" in of_model else {}),
         # On a GPU it is Megatron's default.
         **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
     }
     overrides = megatron.transformer_config_kwargs
-    config = make(TransformerConfig, settings, overrides, "megatron.transformer_config_kwargs")
+    cls = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
+    config = make(cls, settings, overrides, "megatron.transformer_config_kwargs")
     if config.moe_z_loss_coeff is not None:
         # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
         # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
@@ -103,11 +107,43 @@ def layer_settings(hf: PretrainedConfig) -> dict[str, object]:
         "layernorm_epsilon": hf.rms_norm_eps,
         "attention_dropout": 0.0,  # as with strategy fsdp: the policy that is trained is the one that sampled
         "add_qkv_bias": model.has("self_attention.linear_qkv.bias"),
-        "qk_layernorm": model.has("self_attention.q_layernorm.weight"),
+        # Megatron would sum the gradients of norms over all heads, which TP cuts.
+        "qk_layernorm": model.has("self_attention.q_layernorm.weight") and not model.norms_all_heads,
         **(_expert_settings(hf, model) if model.num_experts else {}),
+        **_latent_settings(hf, model),
         **model.family.settings,
     }
     return settings | {"activation_func": getattr(F, str(settings["activation_func"]))}
+
+
+def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, object]:
+    """Returns the fields of MLATransformerConfig for a model with latent attention, or none for others."""
+    if not model.kv_lora_rank:
+        return {}
+    rope = dict(hf.rope_parameters)
+    settings = {
+        "q_lora_rank": model.q_lora_rank or None,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.head_dim - model.qk_rope_head_dim,
+        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "qk_layernorm": True,  # the norms of the latents
+        "rope_type": "rope",
+        "rotary_base": rope["rope_theta"],
+    }
+    if rope.get("rope_type") == "yarn":
+        has_both = rope.get("mscale") and rope.get("mscale_all_dim")
+        settings |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "original_max_position_embeddings": rope["original_max_position_embeddings"],
+            "beta_fast": rope.get("beta_fast") or 32,
+            "beta_slow": rope.get("beta_slow") or 1,
+            # Without both, cosine and sine are scaled by `factor` alone.
+            "mscale": rope["mscale"] if has_both else None,
+            "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+        }
+    return settings
 
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
@@ -140,12 +176,26 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
     return {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_intermediate_size,
+        "moe_layer_freq": [int(kind == "experts") for kind in model.kinds],
         "moe_router_topk": model.num_experts_per_tok,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": model.family.router,
         # Softmax over only the chosen experts equals softmax over all experts, renormalized.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
         "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
         "moe_shared_expert_gate": model.has("mlp.shared_experts.gate_weight"),
+        **(_sigmoid_settings(hf) if model.family.router == "sigmoid" else {}),
+    }
+
+
+def _sigmoid_settings(hf: PretrainedConfig) -> dict[str, object]:
+    has_groups = hf.n_group > 1
+    return {
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": hf.n_group if has_groups else None,
+        "moe_router_group_topk": hf.topk_group if has_groups else None,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # it stays as published
     }
 
 

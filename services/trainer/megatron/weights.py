@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
-from services.common.families.registry import Weight
+from services.common.families.layers import Weight
 from services.trainer.adapters import is_adapter
 from services.trainer.checkpoint.model_files import opened, require_finite, require_tensors, stored_tensors
 from services.trainer.megatron.experts import GroupedExperts
@@ -63,11 +64,15 @@ class WeightMap:
 
     def __init__(self, model: Architecture):
         self.model = model
-        self._layer = {weight.parameter: weight for weight in model.layer}
         # Parameters on the same ranks are adjacent, so that a publication sends them together.
-        in_order = sorted(model.layer, key=lambda weight: (weight.is_expert, weight.cut == "whole"))
-        self._places = {weight.parameter: place for place, weight in enumerate(in_order)}
-        self._experts_place = sum(not weight.is_expert for weight in model.layer)
+        in_order = {
+            kind: sorted(weights, key=lambda weight: (weight.is_expert, weight.cut == "whole"))
+            for kind, weights in model.kind_weights.items()
+        }
+        self._places = {
+            kind: {weight.parameter: (place, weight) for place, weight in enumerate(weights)}
+            for kind, weights in in_order.items()
+        }
         output = model.family.embedding if model.tie_word_embeddings else model.family.output
         self._outside = {
             model.family.embedding.parameter: (model.family.embedding, 0),
@@ -82,16 +87,17 @@ class WeightMap:
             return self._part(weight, weight.tensors, order=(place * (self.model.num_layers + 1),))
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         parameter, expert = _local_name(match[2]) if match else ("", 0)
-        weight = self._layer.get(parameter)
-        if match is None or weight is None:
+        layer = int(match[1]) if match else -1
+        places = self._places[self.model.kinds[layer]] if layer < self.model.num_layers else {}
+        if parameter not in places:
             raise InternalError(f"no checkpoint tensor is known for Megatron's parameter {name}")
-        layer, place = int(match[1]), self._places[parameter]
+        place, weight = places[parameter]
         prefix = f"{self.model.family.layers}.{layer}."
         names = tuple(prefix + tensor.format(expert=expert) for tensor in weight.tensors)
         order: tuple[int, ...] = (layer + 1, place)
         if weight.is_expert:  # those of a block are neighbors in memory, so they are also neighbors in a publication
             block = expert // max(1, self.model.num_experts // EXPERT_BLOCKS)
-            order = (layer + 1, self._experts_place, block, place, expert)
+            order = (layer + 1, len(places), block, place, expert)
         return self._part(weight, names, order)
 
     def is_published(self, name: str) -> bool:
@@ -210,10 +216,13 @@ def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapt
 
 
 def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters of a chunk; experts that share a parameter have a view of it each."""
+    """Yields the parameters of a chunk and the biases of its routers, which are buffers; experts that share a parameter
+    have a view of it each."""
     for prefix, module in chunk.named_modules():
         own = module.expert_weights() if isinstance(module, GroupedExperts) else module.named_parameters(recurse=False)
         yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own)
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            yield f"{prefix}.expert_bias", module.expert_bias
 
 
 def load_checkpoint_weights(
@@ -245,7 +254,9 @@ def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -
     if is_critic:
         shapes.pop(output, None)
     tied = {output: embedding} if model.tie_word_embeddings else {}
-    require_tensors(stored_tensors(directory), shapes, tied, directory, has_head=not is_critic)
+    after = range(model.num_layers, model.num_layers + model.num_mtp_layers)
+    ignored = [rf"^{re.escape(model.family.layers)}\.{number}\." for number in after]
+    require_tensors(stored_tensors(directory), shapes, tied, directory, has_head=not is_critic, ignored=ignored)
 
 
 def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:

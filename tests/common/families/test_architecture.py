@@ -1,6 +1,7 @@
 """Shapes of models, as their config.json has them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.architecture import read_architecture
 
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10, "num_key_value_heads": 4}
+DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
 FAMILIES = {
     "llama": {},
     "mistral": {"head_dim": 16},
@@ -16,6 +19,7 @@ FAMILIES = {
     "qwen3": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": 0},
+    "olmo2": {},
     "qwen2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -23,6 +27,23 @@ FAMILIES = {
         "shared_expert_intermediate_size": 40,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    "deepseek_v3": {**LATENT, **DEEPSEEK, "q_lora_rank": 16, "first_k_dense_replace": 0},
+    "glm4_moe_lite": {**LATENT, **DEEPSEEK, "q_lora_rank": None, "mlp_layer_types": ["sparse"] * 3},
+    "glm4_moe": {
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+    },
+}
+# Models of the families above with dense layers between those with experts, and the numbers of the dense ones.
+MIXED = {
+    "deepseek_v3": ({"first_k_dense_replace": 1, "q_lora_rank": None}, {0}),
+    "glm4_moe_lite": ({"mlp_layer_types": None}, {0}),
+    "qwen3_moe": ({"mlp_only_layers": [1]}, {1}),
+    "glm4_moe": ({"first_k_dense_replace": 2, "attention_bias": True, "use_qk_norm": True}, {0, 1}),
+    "qwen2_moe": ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, {0, 1, 2}),
 }
 BASE = {
     "vocab_size": 64,
@@ -41,13 +62,21 @@ def write_model(directory: Path, **content: Any) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_are_those_that_transformers_builds(family: str, tmp_path: Path) -> None:
+MOE = BASE | FAMILIES["qwen3_moe"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dense"),
+    [*((family, {}, set()) for family in FAMILIES), *((family, *mixed) for family, mixed in MIXED.items())],
+)
+def test_shapes_are_those_that_transformers_builds(
+    family: str, changes: dict[str, Any], dense: set[int], tmp_path: Path
+) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    hf = transformers.AutoConfig.for_model(family, **(BASE | FAMILIES[family]))
+    hf = transformers.AutoConfig.for_model(family, **(BASE | FAMILIES[family] | changes))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(hf)
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    sizes = list(tensor_sizes(model))
     hf.save_pretrained(tmp_path)
     ours = read_architecture(tmp_path)
     assert ours.num_parameters == sum(sizes)
@@ -55,8 +84,16 @@ def test_shapes_are_those_that_transformers_builds(family: str, tmp_path: Path) 
     if not ours.num_experts:  # transformers fuses experts, checkpoints do not
         assert list(ours.tensor_sizes()) == sizes
     embeddings = ours.embedding_parameters() * (1 if ours.tie_word_embeddings else 2)
-    layer = ours.layer_parameters() + ours.num_experts * ours.expert_parameters()
-    assert sum(sizes) == 3 * layer + embeddings + ours.hidden_size
+    layers = [ours.layer_parameters(n) + ours.num_experts * ours.expert_parameters(n) for n in range(3)]
+    assert sum(sizes) == sum(layers) + embeddings + ours.hidden_size
+    assert ours.dense_layers == dense
+    assert layers == [sum(tensor_sizes(layer)) for layer in model.model.layers]
+
+
+def tensor_sizes(module: Any) -> Iterator[int]:
+    """Yields the sizes of what checkpoints contain: parameters, and the correction biases of routers."""
+    yield from (parameter.numel() for parameter in module.parameters())
+    yield from (buffer.numel() for name, buffer in module.named_buffers() if name.endswith("correction_bias"))
 
 
 def test_unusable_model_is_refused(tmp_path: Path) -> None:
@@ -65,8 +102,10 @@ def test_unusable_model_is_refused(tmp_path: Path) -> None:
     for content, words in (
         ({"model_type": "gpt2"}, ["'gpt2'", "llama", "qwen3_moe"]),
         ({"model_type": "qwen3", **BASE, "vocab_size": None}, ["vocab_size is None"]),
-        ({"model_type": "qwen3"}, ["intermediate_size is None, not a size"]),
-        ({"model_type": "qwen3_moe", **BASE, **FAMILIES["qwen3_moe"], "mlp_only_layers": [0]}, ["mlp_only_layers"]),
+        ({"model_type": "qwen3"}, ["num_hidden_layers is None, not a size"]),
+        ({"model_type": "qwen3_moe", **MOE, "mlp_only_layers": 1}, ["mlp_only_layers 1"]),
+        ({"model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 0}, ["decoder_sparse_step 0"]),
+        ({"model_type": "qwen3_moe", **MOE, "mlp_only_layers": [0], "intermediate_size": None}, ["intermediate_size"]),
         ([], ["not a JSON object"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(content))

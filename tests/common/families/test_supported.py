@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidInput
-from services.common.families.architecture import require_supported
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
 
 BOTH, MEGATRON = ("fsdp", "megatron"), ("megatron",)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -41,8 +41,19 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, BOTH, "quantization_config"),
         ({"model_type": "qwen3", "transformers_weights": "other.safetensors"}, BOTH, "transformers_weights"),
         ({"model_type": "qwen3_moe", "num_experts": 10**9}, BOTH, "num_experts 1000000000 is more than 4096"),
+        ({"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 40.0}}, (), ""),
+        ({"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "truncate": False}}, MEGATRON, "'truncate'"),
+        ({"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "attention_factor": 1.0}}, MEGATRON, "'yarn'"),
+        ({"model_type": "deepseek_v3", "rope_scaling": {"type": "linear", "factor": 2.0}}, MEGATRON, "'linear'"),
+        ({"model_type": "deepseek_v3", "rope_interleave": False}, MEGATRON, "rope_interleave False"),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, BOTH, "quantization_config"),
         ({"model_type": "llama", "attention_bias": True}, MEGATRON, "attention_bias True"),
         ({"model_type": "llama", "logit_scale": 0.5}, (), ""),
+        ({"model_type": "glm4_moe", "attention_bias": True, "partial_rotary_factor": 0.5}, (), ""),
+        ({"model_type": "glm4_moe", "norm_topk_prob": False}, MEGATRON, "norm_topk_prob False"),
+        ({"model_type": "glm4_moe", "num_experts_per_tok": 1}, MEGATRON, "num_experts_per_tok 1"),
+        ({"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}, (), ""),
+        ({"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 8, "topk_group": 2}, MEGATRON, "n_group 8"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, (), ""),
         ({"model_type": "gpt2"}, MEGATRON, "knows llama"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, MEGATRON, "not mistral3"),

@@ -1,18 +1,13 @@
-"""Tests the rules for parallel sizes, the coordinates of each rank, and the share of a model that a rank holds."""
+"""Tests the rules for parallel sizes."""
 
-import itertools
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from services.common.config import layout as layout_module
-from services.common.config.layout import Layout, check_layout, data_parallel_size, rank_map
+from services.common.config.layout import check_layout, data_parallel_size
 from services.common.config.megatron import MegatronConfig
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
@@ -34,6 +29,8 @@ DENSE = Architecture(
 MOE = replace(
     DENSE, model_type="qwen3_moe", intermediate_size=0, num_experts=12, num_experts_per_tok=2, moe_intermediate_size=36
 )
+LATENT = replace(DENSE, model_type="deepseek_v3", kv_lora_rank=32, qk_rope_head_dim=4, v_head_dim=8)
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP, VPP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
 
@@ -102,10 +99,33 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(12, {TP: 12}, {MODEL: DENSE})],
         ["tensor_model_parallel_size 12", "rows of q, k and v 160", "nearest legal: 4"],
     ),
+    "TP cuts no head of a key that is normed with the others": (
+        (4, {TP: 4}, {MODEL: replace(DENSE, model_type="olmo2", head_dim=24)}),
+        [(12, {TP: 12}, {MODEL: replace(DENSE, model_type="olmo2", head_dim=24)})],
+        ["tensor_model_parallel_size 12", "num_key_value_heads 4", "nearest legal: 4"],
+    ),
     "PP divides the layers": (
         (4, {PP: 4}, {MODEL: DENSE}),
         [(5, {PP: 5}, {MODEL: DENSE})],
         ["pipeline_model_parallel_size 5", "num_hidden_layers 12", "PP x VPP", "4 or 6"],
+    ),
+    "PP divides the layers between the ends": (
+        (5, {PP: 5, "transformer_config_kwargs": {FIRST: 1, LAST: 2}}, {MODEL: DENSE}),
+        [
+            (5, {PP: 5, "transformer_config_kwargs": {FIRST: 1, LAST: 3}}, {MODEL: DENSE}),
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: 5, LAST: 5}}, {MODEL: DENSE}),
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: 12}}, {MODEL: DENSE}),
+            (4, {PP: 2, VPP: 2, "transformer_config_kwargs": {FIRST: 5}}, {MODEL: DENSE}),
+        ],
+        ["pipeline_model_parallel_size", "num_hidden_layers 12", FIRST, LAST],
+    ),
+    "a number of layers": (
+        (2, {PP: 2, "transformer_config_kwargs": {FIRST: 6}}, {}),
+        [
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: 0}}, {}),
+            (2, {PP: 2, "transformer_config_kwargs": {FIRST: "6"}}, {}),
+        ],
+        [f"transformer_config_kwargs.{FIRST}", "is not a number of layers"],
     ),
     "PP x VPP divides the layers": (
         (6, {PP: 6, VPP: 2}, {MODEL: DENSE}),
@@ -144,6 +164,21 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
             (2, {TP: 2, EP: 2, ETP: 1, "sequence_parallel": False}, {}),
         ],
         ["sequence_parallel false", "experts with TP 2", "true, null, or TP 1"],
+    ),
+    "latent keys with TP need sequence parallelism": (
+        (2, {TP: 2}, {MODEL: LATENT}),
+        [(2, {TP: 2, "sequence_parallel": False}, {MODEL: LATENT})],
+        ["sequence_parallel false", "latent keys with TP 2", "true, null, or TP 1"],
+    ),
+    "the router is the model's": (
+        (1, {"moe": {"router_score_function": "softmax", "router_enable_expert_bias": False}}, {MODEL: MOE}),
+        [
+            (1, {"moe": {"router_score_function": "sigmoid"}}, {MODEL: MOE}),
+            (1, {"moe": {"router_score_function": "softmax"}}, {MODEL: replace(MOE, model_type="glm4_moe")}),
+            (1, {"moe": {"router_enable_expert_bias": True}}, {MODEL: MOE}),
+            (1, {"moe": {"router_enable_expert_bias": False}}, {MODEL: replace(MOE, model_type="glm4_moe")}),
+        ],
+        ["moe.router_", "the model's is", "or null"],
     ),
     "the flex dispatcher needs a group": (
         (2, {EP: 2, "moe": {"token_dispatcher_type": "flex"}}, {MODEL: MOE}),
@@ -297,104 +332,3 @@ def test_data_parallel_size() -> None:
     trainer = TrainerConfig(strategy="megatron", num_ranks=24, megatron=MegatronConfig(**{TP: 2, PP: 2, CP: 2}))
     assert data_parallel_size(trainer) == 3
     assert data_parallel_size(trainer.model_copy(update={"megatron": MegatronConfig(**{PP: 4})})) == 6
-
-
-def many_layouts() -> Iterator[Layout]:
-    for tp, cp, dp, pp, ep, etp in itertools.product((1, 2, 4), (1, 3), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2)):
-        if tp * cp * dp % (ep * etp) == 0:
-            yield Layout(tp * cp * dp * pp, tp, pp, 1, cp, ep, etp, dp)
-
-
-_ASK_MEGATRON = """
-import dataclasses, json, sys
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_state import RankGenerator
-from megatron.core.transformer import TransformerConfig
-
-ORDER = "tp-cp-ep-dp-pp"
-groups = []
-for tp, cp, dp, pp, ep, etp, edp in json.loads(sys.argv[1]):
-    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=ORDER)
-    expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=ORDER)
-    of_dense = {token: dense.get_ranks(token) for token in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")}
-    groups.append([of_dense, {token: expert.get_ranks(token) for token in ("tp", "ep", "dp", "pp", "tp-ep")}])
-classes = [TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]
-print(json.dumps([groups, [[field.name for field in dataclasses.fields(cls)] for cls in classes]]))
-"""
-
-
-@pytest.fixture(scope="module")
-def megatron_says() -> tuple[list[Any], list[list[str]]]:
-    """Asks a process without the CPU shim for Megatron's groups of `many_layouts` and for its config keys."""
-    pytest.importorskip("megatron.core", reason="the coordinator's environment has no Megatron")
-    sizes = [(at.tp, at.cp, at.dp, at.pp, at.ep, at.etp, at.edp) for at in many_layouts()]
-    command = [sys.executable, "-W", "ignore", "-c", _ASK_MEGATRON, json.dumps(sizes)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    groups, keys = json.loads(done.stdout.splitlines()[-1])
-    return groups, keys
-
-
-def groups_of(layout: Layout, names: tuple[str, ...], along: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """Returns the groups of ranks that, of the coordinates `names`, differ only in those of `along`."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for at in rank_map(layout):
-        place = tuple(getattr(at, name) for name in names if name not in along)
-        groups.setdefault(place, []).append(at.rank)
-    return {tuple(ranks) for ranks in groups.values()}
-
-
-@pytest.mark.slow
-def test_ranks_are_where_megatron_puts_them(megatron_says: tuple[list[Any], Any]) -> None:
-    layouts = list(many_layouts())
-    assert len(layouts) == len(megatron_says[0]) > 200
-    ours = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
-    for layout, (dense, expert) in zip(layouts, megatron_says[0], strict=True):
-        for token, ranks in dense.items():
-            got = groups_of(layout, ("tp", "cp", "dp", "pp"), tuple(token.split("-")))
-            assert got == set(map(tuple, ranks)), (layout, token)
-        for token, ranks in expert.items():
-            along = tuple(ours[name] for name in token.split("-"))
-            assert groups_of(layout, ("etp", "ep", "edp", "pp"), along) == set(map(tuple, ranks)), (layout, token)
-
-
-def test_coordinates_count_up_along_their_groups() -> None:
-    """A comparison of groups alone would not notice two stages in the wrong order."""
-    ranks = rank_map(Layout(world=16, tp=2, pp=2, vpp=1, cp=2, ep=4, etp=1, dp=2))
-    assert [(at.tp, at.cp, at.dp, at.pp) for at in ranks[:6]] == [
-        (0, 0, 0, 0),
-        (1, 0, 0, 0),
-        (0, 1, 0, 0),
-        (1, 1, 0, 0),
-        (0, 0, 1, 0),
-        (1, 0, 1, 0),
-    ]
-    assert [(at.etp, at.ep, at.edp, at.pp) for at in ranks[3:6]] == [(0, 3, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0)]
-    assert (ranks[8].pp, ranks[15].pp) == (1, 1)
-
-
-def test_reserved_keys_are_megatrons(megatron_says: tuple[Any, list[list[str]]]) -> None:
-    """A reserved key that Megatron has renamed would no longer be refused."""
-    tables = ("transformer_config_kwargs", "optimizer_config_kwargs", "ddp_config")
-    for table, known in zip(tables, megatron_says[1], strict=True):
-        assert set(layout_module._RESERVED[table]) <= set(known)
-
-
-def test_layers_and_experts_of_a_rank() -> None:
-    layout = Layout(world=8, tp=1, pp=2, vpp=2, cp=1, ep=4, etp=1, dp=4)
-    assert layout.layers(12, 0) == (range(0, 3), range(6, 9))
-    assert layout.layers(12, 1) == (range(3, 6), range(9, 12))
-    assert [layout.experts(8, ep) for ep in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-
-
-def test_share_of_a_rank() -> None:
-    """Tests that TP cuts matrices, but neither norms nor the router."""
-    matrices = 96 * (96 + 32 + 32) + 96 * 96
-    llama, mixtral = replace(DENSE, model_type="llama"), replace(MOE, model_type="mixtral")
-    assert llama.layer_parameters(4) == (matrices + 3 * 96 * 192) // 4 + 2 * 96
-    assert mixtral.layer_parameters(4) == matrices // 4 + 12 * 96 + 2 * 96
-    assert mixtral.expert_parameters(4) == 3 * 96 * 36 // 4
-    assert replace(llama, model_type="qwen2").layer_parameters(4) == llama.layer_parameters(4) + 160 // 4
-    assert replace(llama, model_type="qwen3").layer_parameters(4) == llama.layer_parameters(4) + 2 * 8
-    biased = replace(llama, flags=frozenset(["attention_bias"]))
-    assert biased.layer_parameters(4) == llama.layer_parameters(4) + 160 // 4 + 96

@@ -60,12 +60,10 @@ def test_messages_need_no_chat_key(tmp_path: Path) -> None:
 def test_a_model_of_any_family(tmp_path: Path) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
     content = json.loads((MODEL / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"model_type": "olmo2"}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"model_type": "cohere2"}))
     data = write(tmp_path / "a.jsonl", prompt="1", answer="2")
     text = starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
-    assert "  # olmo2\n" in text and "lr: 1.0e-06}" in text and "0.2B parameters and more; see docs" in text
-    (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"mlp_only_layers": [0]}))
-    assert "  # qwen3\n" in starting_config(tmp_path / "model", data, Path("y.yaml"), num_gpus=0)
+    assert "  # cohere2\n" in text and "lr: 1.0e-06}" in text and "0.2B parameters and more; see docs" in text
 
 
 @pytest.mark.parametrize(("hidden_size", "lr"), [(64, 3e-4), (512, 1e-4), (1024, 1e-5), (2048, 1e-6)])

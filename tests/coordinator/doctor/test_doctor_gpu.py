@@ -75,7 +75,7 @@ def test_memory_of_another_family(config: Config, tmp_path: Path, monkeypatch: p
     """Tests that a model whose needs cannot be counted here gives only a warning: the host may be fit for it."""
     monkeypatch.setattr(measured, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "read_gpus", list)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "olmo2"}))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "cohere2"}))
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
     *_, memory = doctor.examine_gpus(config, Addresses(), "580.65.06", "13.0")
     assert (memory.check, memory.verdict) == ("GPU memory", Verdict.WARN)

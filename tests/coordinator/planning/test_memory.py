@@ -11,7 +11,14 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
 from services.coordinator.planning import activations
 from services.coordinator.planning.measured import MeasuredModel
-from services.coordinator.planning.memory import Memory, fsdp_memory, publication, rank_memory, stage_memory
+from services.coordinator.planning.memory import (
+    Memory,
+    cache_token_bytes,
+    fsdp_memory,
+    publication,
+    rank_memory,
+    stage_memory,
+)
 from services.trainer.updates import logprobs
 from tests.coordinator.planning.small_models import DENSE, MOE, make, sizes, write
 from tests.support import ROOT, raises
@@ -82,6 +89,56 @@ def test_memory_of_an_expert_that_computes_every_token(tmp_path: Path) -> None:
     assert memory.parameters == dense + 8 * 2 * 3 * 64 * 32
     expert = 2 * (3 * 32 + 2 * 64)
     assert memory.activations == 8 * 16384 * 2 * (4 * 64 + 2 * 128 + 2 * 64 + 3 * 96 + expert) // 2
+
+
+def test_layers_of_two_kinds_and_stages_of_other_sizes(tmp_path: Path) -> None:
+    """Checks 3 + 5 layers, the first two of them dense, of which the second stage has none."""
+    content = MOE | {"mlp_only_layers": [0, 1], "intermediate_size": 1024}
+    uneven = sizes(pp=2, transformer_config_kwargs={"num_layers_in_first_pipeline_stage": 3})
+    config, model = make(write(tmp_path / "model", content), num_ranks=2, megatron=uneven)
+    first, last = (stage_memory(config, model, pp, is_gpu=True) for pp in range(2))
+    shared, dense, experts = ATTENTION + NORMS, 3 * 64 * 1024, 8 * 64 + 8 * 3 * 64 * 32
+    assert first.parameters == 3 * shared + 2 * dense + experts + 256 * 64
+    assert last.parameters == 5 * (shared + experts) + 256 * 64 + 64
+    assert first.parameters + last.parameters == model.num_parameters
+    tokens = 16384
+    attention = 4 * 64 + 2 * 128 + 2 * 64 + (128 + 64)
+    routed = 2 * (3 * 32 + 2 * 64)
+    assert first.activations == tokens * 2 * (3 * attention + 2 * 3 * 1024 + routed)
+    assert last.activations == tokens * 2 * 5 * (attention + routed)
+    # Working memory is that of the widest layer of the stage.
+    assert (first.microbatch.forward, last.microbatch.forward) == (
+        tokens * 2 * (3 * 1024 + 3 * 64),
+        max(tokens * 2 * (3 * 128 + 3 * 64), 4 * tokens * 256),
+    )
+    recomputed = config.trainer.model_copy(update={"gradient_checkpointing": True})
+    block = recomputed.megatron.model_copy(update={"recompute_method": "block", "recompute_num_layers": 1})
+    config = config.model_copy(update={"trainer": recomputed.model_copy(update={"megatron": block})})
+    first = stage_memory(config, model, 0, is_gpu=True)  # it recomputes one dense layer
+    assert first.activations == tokens * 2 * (2 * attention + 3 * 1024 + routed + 64)
+    alone = fsdp_memory(config, model, is_gpu=True)
+    assert alone.gathered == 2 * (2 * (shared + dense) + 2 * 256 * 64 + 64)
+
+
+def test_memory_of_latent_attention(tmp_path: Path) -> None:
+    """TP cuts what is made from the latents; every rank has the latents' matrices and norms, and vLLM their cache."""
+    latent = {"kv_lora_rank": 48, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 32}
+    experts = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0, "num_key_value_heads": 4}
+    content = MOE | latent | experts | {"model_type": "deepseek_v3"}
+    config, model = make(write(tmp_path / "latent", content), num_ranks=4, megatron=sizes(tp=2, ep=4, etp=1))
+    whole = 64 * 40 + 40 + 64 * (48 + 8) + 48
+    cut = 40 * 4 * 24 + 48 * 4 * (16 + 32) + 4 * 32 * 64
+    dense = 8 * (whole + cut // 2 + 2 * 64 + 8 * 64 + 8 + 3 * 64 * 32 // 2) + 2 * 256 * 64 // 2 + 64
+    memory = stage_memory(config, model, 0, is_gpu=True)
+    assert memory.parameters == dense + 8 * 2 * 3 * 64 * 32
+    # Inputs and outputs of the latents' norms; queries and keys, values and outputs of the heads; the shared expert.
+    kept = 4 * 64 + 2 * (40 + 48) + 2 * 4 * 24 + 2 * 4 * 32 + 3 * 32
+    assert memory.activations == 8 * 16384 * 2 * (kept + 2 * (3 * 32 + 2 * 64)) // 2
+    assert cache_token_bytes(config, model) == 2 * 8 * (48 + 8)
+    config, _ = make(tmp_path / "latent", num_ranks=4, megatron=sizes(tp=2, ep=4, etp=1), lora={"rank": 4})
+    adapters = 4 * 8 * (64 + 40 + 64 + 48 + 8 + 40 + 4 * 24 // 2 + 48 + 4 * 48 // 2 + 4 * 32 // 2 + 64)
+    shared = 4 * 8 * (64 + 2 * 32 // 2 + 32 // 2 + 64)
+    assert stage_memory(config, model, 0, is_gpu=True).gradients == 4 * (adapters + shared)
 
 
 def test_keys_that_change_memory(dense: Path) -> None:

@@ -17,7 +17,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli.main import app, main
 from services.coordinator.planning import measured
 from services.coordinator.planning.plan import check_model, show_plan
-from tests.coordinator.planning.small_models import DENSE, MOE, make, sizes, write
+from tests.coordinator.planning.small_models import DENSE, make, sizes, write
 from tests.support import raises
 
 
@@ -181,22 +181,12 @@ def test_a_model_outside_the_registry_cannot_be_planned_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "cohere2"}))
     check_model(config)
     monkeypatch.setattr(measured, "find_spec", lambda name: None)
     with raises(InvalidInput, field="model") as caught:
         shown(config)
     assert "torch, with which its parameters are counted, is not installed" in caught.value.message
-
-
-def test_a_model_of_dense_layers_and_experts_is_planned_with_fsdp(tmp_path: Path) -> None:
-    config, _ = make(write(tmp_path / "model", MOE), strategy="fsdp")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MOE | {"mlp_only_layers": [0]}))
-    text = " ".join(shown(config).split())
-    dense, expert = 3 * 64 * 128, 8 * 3 * 64 * 32 + 8 * 64
-    count = 2 * 256 * 64 + 64 + 8 * (64 * 256 + 128 * 64 + 2 * 64 + 2 * 32) + dense + 7 * expert
-    assert f"qwen3_moe: 8 layers, {count / 1e3:.2f}K parameters" in text
-    assert "Parameters are those that the trainer's code has counted" in text
 
 
 def test_a_plan_of_a_run_with_an_environment_shows_it(dense: Path) -> None:

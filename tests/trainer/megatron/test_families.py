@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support import VOCAB
+from services.common.errors import InvalidInput
+from services.common.families.architecture import read_architecture
+from services.trainer.megatron.weights import require_loadable
+from tests.support import VOCAB, raises
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, read, samples
 from tests.trainer.harness_processes import run_harness
@@ -28,9 +31,49 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GLM = {
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+}
 TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Values are wider than keys. The eps of config.json is not that of the latents' norms, and large enough to be seen.
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16}
 CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT | {"n_group": 4, "topk_group": 1},
+    "deepseek_v3-yarn": LATENT
+    | {
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0},
+    },
+    "glm4_moe_lite": {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     "llama-llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
     "mistral": {"sliding_window": None},
@@ -40,6 +83,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
     "qwen3_moe-bf16": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
     "qwen3_moe-unnormalized": {"head_dim": 32, **EXPERTS, "norm_topk_prob": False},
+    # The first of two pipeline stages has one layer, without experts.
+    "qwen3_moe-mixed": {"head_dim": 32, **EXPERTS, "mlp_only_layers": [0], "num_hidden_layers": 3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80},
     "qwen2_moe-normalized": {
         **EXPERTS,
@@ -48,10 +93,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "qkv_bias": False,
     },
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, **TOKENS},
+    "glm4_moe": GLM,
+    "glm4_moe-bf16": GLM,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-HALF = ("qwen3-bf16", "qwen3_moe-bf16")
+HALF = ("qwen3-bf16", "qwen3_moe-bf16", "glm4_moe-bf16")
 SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2]
+LONG = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 4]
+ALL_SPLIT = [*SPLIT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 
 
 def make_family(directory: Path, kind: str, **changes: Any) -> None:
@@ -64,32 +113,41 @@ def make_family(directory: Path, kind: str, **changes: Any) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn(parameter.shape)
-    model.to(torch.bfloat16 if kind in HALF else torch.float32).save_pretrained(directory)
+    model.to(torch.bfloat16 if kind in HALF else torch.float32)
+    for module in model.modules():
+        bias = getattr(module, "e_score_correction_bias", None)
+        if bias is not None:  # always float32, and here large enough to change many choices
+            bias.data = 0.2 * torch.randn(bias.shape)
+    model.save_pretrained(directory)
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provides a directory with `models/<family>`, and in `results` what one rank and two ranks made of them."""
+def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provides a directory with `models/<family>`, and in `results` what one rank and two ranks made of them, and four
+    if a long test runs."""
     directory = tmp_path_factory.mktemp("families")
     for kind in (*FAMILIES, *HALF):
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
     run_harness("megatron_harness", results, 1, results, [*FAMILIES, *HALF])
     run_harness("megatron_harness", results, 2, results, SPLIT)
+    if any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path):
+        run_harness("megatron_harness", results, 4, results, LONG)
     return directory
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *SPLIT])
+@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *ALL_SPLIT])
 def test_export_is_the_checkpoint_bit_by_bit(families: Path, name: str) -> None:
     stored = load_file(families / "models" / FAMILY_LAYOUTS[name].kind / "model.safetensors")
     exported, _ = read(families / "results", f"{name}-before")
     assert exported.keys() == stored.keys()
     for tensor_name, tensor in stored.items():
-        assert exported[tensor_name].dtype == tensor.dtype == (torch.bfloat16 if name in HALF else torch.float32)
+        is_half = name in HALF and "correction_bias" not in tensor_name
+        assert exported[tensor_name].dtype == tensor.dtype == (torch.bfloat16 if is_half else torch.float32)
         assert torch.equal(exported[tensor_name], tensor), tensor_name
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *SPLIT])
+@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *ALL_SPLIT])
 def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
     _, answers = read(families / "results", f"{name}-before")
     # Two float32 forwards of logits of size 5 differ by a few times 5 x 2^-24; in bfloat16 every activation is rounded
@@ -99,7 +157,7 @@ def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
     np.testing.assert_allclose(np.concatenate(answers["logprobs"]), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *SPLIT])
+@pytest.mark.parametrize("name", [*FAMILIES, *ALL_SPLIT])
 def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Tests the update also of biases and routers, and which weights decay and which do not."""
     after, answers = read(families / "results", f"{name}-after")
@@ -110,6 +168,17 @@ def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: p
     for tensor_name, tensor in want.items():
         gap = (after[tensor_name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
         assert gap < 3e-6, f"{tensor_name}: {gap:.3g}"
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    make_family(tmp_path, "glm4_moe")
+    model, tensors = read_architecture(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert model.num_mtp_layers == 1
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    require_loadable(model, str(tmp_path), is_critic=False)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with raises(InvalidInput, field="model"):
+        require_loadable(model, str(tmp_path), is_critic=False)
 
 
 @functools.cache

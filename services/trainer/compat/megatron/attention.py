@@ -1,11 +1,13 @@
 """Cuts sequences for context parallelism, and implements norm and attention for CPU, without TransformerEngine.
 
-Reason for these: in Megatron's local layer spec the norm does not support sequence parallelism, and the attention
-supports neither packed sequences nor context parallelism. Seen with Megatron-Core 0.16.1.
+Reason for these: in Megatron's local layer spec the norm does not support sequence parallelism, the attention supports
+neither packed sequences nor context parallelism, and latent attention cuts its projections to latents, after which the
+key's rotated part would get the gradient of only this rank's heads. Seen with Megatron-Core 0.16.1.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -42,6 +44,11 @@ def with_torch_modules(spec: Any) -> Any:
     if isinstance(spec, functools.partial):
         kwargs = {name: with_torch_modules(value) for name, value in spec.keywords.items()}
         return functools.partial(with_torch_modules(spec.func), *map(with_torch_modules, spec.args), **kwargs)
+    if isinstance(spec, multi_latent_attention.MLASelfAttentionSubmodules):
+        # The class that it builds as a layer that is not cut.
+        multi_latent_attention.TELinear = DuplicatedLinear  # pyright: ignore[reportAttributeAccessIssue]
+        whole = dict.fromkeys(("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear)
+        spec = dataclasses.replace(spec, **whole)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = [field.name for field in dataclasses.fields(spec) if field.init]
         return dataclasses.replace(spec, **{name: with_torch_modules(getattr(spec, name)) for name in fields})
@@ -53,15 +60,37 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object):
         super().__init__()
-        self._eps = eps
+        self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # If Megatron finds this attribute, finalize_model_grads sums the gradient over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self._eps)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
+
+
+class DuplicatedLinear(MegatronModule):
+    """Multiplies this rank's tokens with a weight that all tensor-parallel ranks hold, with TELinear's arguments."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], torch.Tensor],
+        **kwargs: object,
+    ):
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
 
 
 class SDPAttention(MegatronModule):

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from services.trainer.compat.torch import set_class
@@ -32,6 +34,23 @@ class HiddenStateModel(GPTModel):
         return hidden_states
 
 
+# transformers' classes give the norms of latents this eps, and not that of config.json.
+_LATENT_EPS = 1e-6
+
+
+def set_latent_eps(chunk: torch.nn.Module) -> None:
+    """Gives the norms of latent attention the eps that they have in transformers.
+
+    Reason: Megatron has one setting for all norms.
+    """
+    for layer in chunk.modules():
+        if isinstance(layer, MLASelfAttention):
+            for name in ("q_layernorm", "kv_layernorm") if layer.config.q_lora_rank else ("kv_layernorm",):
+                norm: Any = getattr(layer, name)
+                assert isinstance(norm.eps, float)
+                norm.eps = _LATENT_EPS
+
+
 def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
     """Makes TransformerEngine's GEMMs add gradients into the gradient buffer, without rounding or copying them first.
 
@@ -48,9 +67,10 @@ def take_apart(chunks: Iterable[torch.nn.Module]) -> None:
     """Breaks the reference cycles of chunks, wrapped or not, to free their memory and groups. Do not use them then.
 
     Reason: the cycles go through C++ (DDP's gradient accumulators, the float32 weight that a parameter keeps), where
-    Python's garbage collector does not see them, and a cache on the rotary embedding's class keeps instances alive.
+    Python's garbage collector does not see them, and a cache on each rotary embedding's class keeps instances alive.
     """
     RotaryEmbedding.forward.cache_clear()
+    YarnRotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]  its decorators hide the cache
     for chunk in chunks:
         getattr(chunk, "grad_accs", []).clear()
         for parameter in chunk.parameters():

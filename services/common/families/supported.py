@@ -1,0 +1,148 @@
+"""Refuses, from config.json, models that a strategy would compute otherwise than transformers. The trainer and
+`lockstep plan` thus have the same rules."""
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from services.common.errors import InvalidInput
+from services.common.families.registry import FAMILIES
+from services.common.files.storage import JsonObject
+
+# Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+# Keys of which each number is a list or a dictionary of modules, and more than any model has.
+_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST = 4096
+# transformers' defaults of keys that a config.json may leave out.
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
+# Keys of a composite config that are true of its text part, too.
+_OF_WHOLE = ("model_type", "quantization_config", "transformers_weights")
+_FSDP = "; try strategy fsdp"
+
+
+def require_counts(content: JsonObject, source: str) -> None:
+    """Refuses a config.json with more layers or experts than any model has: making them would take all memory."""
+    for key in _COUNTS:
+        value = content.get(key)
+        if isinstance(value, int | float) and value > _MOST:
+            raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
+
+
+def text_of(content: JsonObject) -> JsonObject:
+    """Returns the config of the text part of a model that also sees or hears; of others, `content`."""
+    text = content.get("text_config")
+    if not isinstance(text, Mapping):
+        return content
+    return {**cast(JsonObject, text), **{key: content[key] for key in _OF_WHOLE if key in content}}
+
+
+def require_supported(content: JsonObject, strategy: str, source: str) -> None:
+    """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
+    transformers."""
+    require_counts(content, source)
+    content = text_of(content)
+    rules = (_of_both,) if strategy == "fsdp" else (_of_both, _of_megatron)
+    for rule in rules:
+        for problem in rule(content):
+            raise InvalidInput(f"model: {source}: {problem}", field="model")
+
+
+def _of_both(content: JsonObject) -> Iterator[str]:
+    model_type = content.get("model_type")
+    if content.get("quantization_config"):
+        yield "quantization_config is not supported: weights must be of floating point"
+    if content.get("transformers_weights"):
+        yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
+    for rope in _ropes(content):
+        kind = _kind(rope)
+        if kind in _LENGTH_DEPENDENT:
+            yield (
+                f"rotary scaling {kind!r} is not supported by any strategy: its result for a sample depends on the "
+                "longest sample that is computed together with it"
+            )
+        if model_type in FAMILIES and not FAMILIES[model_type].has_partial_rotary:
+            factor = rope.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+            if factor not in (None, 1):
+                yield (
+                    f"partial_rotary_factor {factor!r} is not supported by any strategy: transformers ignores it for "
+                    f"model_type {model_type}, and vLLM applies it"
+                )
+
+
+def _of_megatron(content: JsonObject) -> Iterator[str]:
+    model_type = content.get("model_type")
+    if model_type not in FAMILIES:
+        yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{_FSDP}"
+        return
+    window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
+    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
+        yield f"sliding_window {window!r} is not supported by strategy megatron{_FSDP}"
+    for key, wanted in FAMILIES[model_type].required.items():
+        value = content.get(key, wanted)
+        if value != wanted and key != "sliding_window":
+            yield f"{key} {value!r} is not supported by strategy megatron{_FSDP}"
+    if FAMILIES[model_type].router == "sigmoid":
+        yield from _of_sigmoid_router(content)
+    for rope in _ropes(content):
+        is_known = _is_latent_rope if FAMILIES[model_type].nullable else _is_rope
+        if not is_known(rope, content):
+            yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
+
+
+def _of_sigmoid_router(content: JsonObject) -> Iterator[str]:
+    chosen, groups, kept = (content.get(key) for key in ("num_experts_per_tok", "n_group", "topk_group"))
+    # Megatron always divides the weights of several experts by their sum, and never that of one.
+    if (is_divided := content.get("norm_topk_prob", True)) is not True or chosen == 1:
+        yield (
+            f"norm_topk_prob {is_divided!r} with num_experts_per_tok {chosen!r} is not supported by strategy megatron"
+            f"{_FSDP}"
+        )
+        return
+    # transformers always scores a group by its best two, Megatron by the best num_experts_per_tok // topk_group.
+    has_best_two = isinstance(chosen, int) and isinstance(kept, int) and kept > 0 and chosen // kept == 2
+    if groups not in (None, 1) and not has_best_two:
+        yield (
+            f"n_group {groups!r} is supported by strategy megatron only with a topk_group of half of "
+            f"num_experts_per_tok {chosen!r}, not {kept!r}{_FSDP}"
+        )
+
+
+def _is_window_on(content: JsonObject) -> bool:
+    """Returns whether transformers applies a window: of the known families, only Qwen's read `use_sliding_window`."""
+    model_type = str(content.get("model_type"))
+    if model_type.startswith("qwen"):
+        return bool(content.get("use_sliding_window"))
+    return model_type in FAMILIES or bool(content.get("use_sliding_window", True))
+
+
+def _ropes(content: JsonObject) -> list[JsonObject]:
+    """Returns the rotary settings: one, or one for each type of layer. Older configs have them in `rope_scaling`."""
+    given: object = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"model: rope_parameters is {given!r}, not an object", field="model")
+    rope = cast(JsonObject, given)
+    nested = [cast(JsonObject, part) for part in rope.values() if isinstance(part, Mapping)]
+    return nested or [rope]
+
+
+def _kind(rope: JsonObject) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _is_rope(rope: JsonObject, content: JsonObject) -> bool:
+    """Returns whether Megatron computes a rotary scaling as transformers does."""
+    kind = _kind(rope)
+    return kind in ("default", "linear") or (kind == "llama3" and _is_llama3(rope, content))
+
+
+def _is_latent_rope(rope: JsonObject, content: JsonObject) -> bool:
+    """Returns whether Megatron's latent attention does, which rounds where YaRN's ramp begins and ends."""
+    is_rounded = rope.get("truncate", True) is True and rope.get("attention_factor") is None
+    return _kind(rope) == "default" or (_kind(rope) == "yarn" and is_rounded)
+
+
+def _is_llama3(rope: JsonObject, content: JsonObject) -> bool:
+    """Returns whether the constants are those of Llama 3, because Megatron's cannot be set."""
+    keys = ("original_max_position_embeddings", "max_position_embeddings")
+    original = next((part[key] for key in keys for part in (rope, content) if part.get(key)), None)
+    return (rope.get("low_freq_factor"), rope.get("high_freq_factor"), original) == (1, 4, 8192)
