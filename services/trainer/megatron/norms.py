@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.families.architecture import Architecture
+from services.trainer.compat.megatron.state import group_of
 from services.trainer.megatron.experts import Offsets
 
 _Add = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
@@ -45,7 +46,7 @@ class AllHeadsNorm(MegatronModule):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int):
         super().__init__(config=config)
-        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._group = group_of(parallel_state.get_tensor_model_parallel_group())
         self._eps, self._size = eps, num_heads * hidden_size
         is_gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
@@ -83,6 +84,7 @@ def with_own_norms(
     layers = []
     for layer in spec.layer_specs:
         changes: dict[str, Any] = {}
+        parts: Any = layer.submodules
         if model.family.norms_outputs:
             add = ModuleSpec(module=NormedResidual, params={"config": config, "norm": norm})
             changes |= {"input_layernorm": IdentityOp, "pre_mlp_layernorm": IdentityOp}
@@ -90,7 +92,7 @@ def with_own_norms(
         if model.norms_all_heads:
             heads = {"q_layernorm": model.num_attention_heads, "k_layernorm": model.num_key_value_heads}
             norms = {name: ModuleSpec(AllHeadsNorm, params={"num_heads": number}) for name, number in heads.items()}
-            parts: Any = layer.submodules.self_attention
-            changes["self_attention"] = replace(parts, submodules=replace(parts.submodules, **norms))
-        layers.append(replace(layer, submodules=replace(layer.submodules, **changes)))
+            attention = parts.self_attention
+            changes["self_attention"] = replace(attention, submodules=replace(attention.submodules, **norms))
+        layers.append(replace(layer, submodules=replace(parts, **changes)))
     return replace(spec, layer_specs=layers)
