@@ -1,4 +1,4 @@
-"""Plays agents with the real reward service, endpoint, sandbox and collector, and an engine that says what a test wants.
+"""Plays agents with the real reward service, endpoint, sandbox and collector, and an engine that says what tests want.
 
 The engine logs every prompt that it gets and every token that it samples.
 """
@@ -93,7 +93,7 @@ class Stage:
     ) -> ScoredGroup | None:
         """Plays and scores one prompt group."""
         messages = ({"role": "user", "content": question},)
-        prompt = Prompt(f"p{question}", question, (5,), answer, extra, messages, question)
+        prompt = Prompt("p0", question, (5,), answer, extra, messages, question)
         sampling = SamplingConfig(max_tokens=200)
         request = PromptRequest(num_samples, sampling, STAMP, STAMP.version, keep_failed=keep_failed)
         async with asyncio.timeout(60):

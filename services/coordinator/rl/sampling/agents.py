@@ -63,6 +63,7 @@ class AgentCollector(PlayedCollector):
         self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
         self.dialog = Dialog(tokenizer, (), config)
         self.dialog.check(())
+        self._has_experts = False
 
     async def _attempt(
         self, episode_id: str, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
@@ -102,6 +103,12 @@ class AgentCollector(PlayedCollector):
         if call.parent:
             self._counts.update(reused=len(call.parent.tokens), cached=group.num_cached_tokens)
         experts, masks = group.routed_experts, group.sampling_mask
+        self._has_experts = self._has_experts or bool(experts)
+        if self._has_experts and not experts:
+            message = (
+                "an agent's `stop`: the engine returns no routed experts then; set trainer.moe.router_replay to off"
+            )
+            raise InvalidInput(message, field="trainer.moe.router_replay")
         return _Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
 
     def count(self, **numbers: int) -> None:
@@ -157,8 +164,6 @@ class _AgentEpisode:
             self._limit = _LENGTH
         if self._limit is not None:
             return self._over(asked)
-        if said["stop"] and collector.config.wants_routed_experts:
-            return self._refuse(asked, "stop: the experts of such an answer are not known", "invalid_stop")
         try:
             call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
