@@ -72,7 +72,7 @@ def per_trained_token(table: pa.Table, values: list[list[float]]) -> list[float]
 @pytest.mark.parametrize("kind", sorted(ESTIMATORS.keys() - {"python"}))
 @pytest.mark.parametrize("whitening", ["none", "batch", "group"])
 def test_advantages_do_not_depend_on_the_split(kind: str, whitening: str):
-    config = AdvantageConfig(kind=kind, whitening=whitening, **({"gamma": 0.9} if kind in ("gae", "per_turn") else {}))
+    config = AdvantageConfig(kind=kind, whiten=whitening, **({"gamma": 0.9} if kind in ("gae", "per_turn") else {}))
     whole, *splits = (compute_advantages(batch(number), config) for number in (1, 2, 7))
     expected = per_trained_token(whole, whole["advantages"].to_pylist())
     for split in splits:
@@ -82,7 +82,7 @@ def test_advantages_do_not_depend_on_the_split(kind: str, whitening: str):
         assert not any(outside)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
 def test_weights_of_tokens_in_the_loss_do_not_depend_on_the_split(aggregation: str):
     norm = {"norm_tokens": 4} if aggregation.endswith("norm") else {}
     config, weights = LossConfig(aggregation=aggregation, **norm), []
