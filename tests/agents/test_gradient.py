@@ -1,6 +1,6 @@
 """Tests that an episode counts once: however it is split into segments, its tokens weigh the same."""
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +9,7 @@ import pytest
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.batches.blocks import BlockCutter, begins_of_samples, blocks_of, trained_tokens
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.loss import LossConfig
+from services.common.config.loss import Aggregation, LossConfig
 from services.common.errors import InvalidInput
 from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
 from services.coordinator.rl.metrics import batch_metrics
@@ -82,7 +82,9 @@ def test_advantages_do_not_depend_on_the_split(kind: str, whitening: str):
         assert not any(outside)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+)
 def test_weights_of_tokens_in_the_loss_do_not_depend_on_the_split(aggregation: str):
     norm = {"norm_tokens": 4} if aggregation.endswith("norm") else {}
     config, weights = LossConfig(aggregation=aggregation, **norm), []

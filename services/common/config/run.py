@@ -296,6 +296,10 @@ class Config(AnyRun):
     def _check_agent(self) -> None:
         """Refuses what would treat the segments of an episode as samples."""
         if not self.environment or self.environment.kind != "agent":
+            if any(scorer.kind == "code" and scorer.file for scorer in self.reward.scorers):
+                raise ValueError(
+                    "reward.scorers: file of a code scorer is one that an agent left: set environment.kind"
+                )
             return
         loss, correction = self.trainer.loss, self.trainer.loss.correction
         set_keys = {
