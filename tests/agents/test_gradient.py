@@ -1,6 +1,6 @@
 """Tests that an episode counts once: however it is split into segments, its tokens weigh the same."""
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +9,7 @@ import pytest
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.batches.blocks import BlockCutter, begins_of_samples, blocks_of, trained_tokens
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.loss import Aggregation, LossConfig
+from services.common.config.loss import LossConfig
 from services.common.errors import InvalidInput
 from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
 from services.coordinator.rl.metrics import batch_metrics
