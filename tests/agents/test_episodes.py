@@ -160,7 +160,7 @@ async def test_an_episode_that_takes_too_long_fails_and_leaves_nothing():
         with pytest.raises(EpisodeFailed, match="episode_s"):
             await stage.play()
         agents = stage.servicer.agents
-        assert not agents._endpoint._lines and not agents._playing  # type: ignore[union-attr]
+        await until(lambda: not agents._endpoint._lines and not agents._playing)  # type: ignore[union-attr]
 
 
 async def test_an_answer_of_other_weights_ends_the_run_of_the_episode():
