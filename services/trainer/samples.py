@@ -261,7 +261,9 @@ def train_parts(
         for rank, microbatches in enumerate(_assign(block.take(pa.array(of_minibatch)), config, num_ranks)):
             orders[rank] += [int(of_minibatch[index]) for microbatch in microbatches for index in microbatch]
             sizes[rank].append((number, [len(microbatch) for microbatch in microbatches]))
-    narrow = block.select(_columns(block, config, role)).append_column("trained_tokens", trained_of_samples(block))
+    narrow = block.select(_columns(block, config, role))
+    if block["segment"].null_count == 0:
+        narrow = narrow.append_column("trained_tokens", trained_of_samples(block))
     return [
         Message({"minibatches": sizes[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
         for rank in range(num_ranks)

@@ -123,7 +123,7 @@ async def test_nothing_is_left_of_an_agent_that_ends_is_ended_or_is_abandoned(pr
             if how == "ends":
                 assert await playing
             else:
-                await until(lambda: len(is_running(mark)) >= 3)  # the program and its child
+                await until(lambda: len(is_running(mark)) >= 2)  # the program and its child
                 if not settings:
                     playing.cancel()
                     await asyncio.gather(playing, return_exceptions=True)

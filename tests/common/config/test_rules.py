@@ -15,48 +15,7 @@ LAG = ["trainer.lag.versions=1", "trainer.loss.kind=grpo", "trainer.loss.old_log
 GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
 LONG = ["data.max_prompt_tokens=100", "rollout.sampling.max_tokens=100"]
 HELD = ["data.eval={held: a.jsonl}"]
-_AGENT = "environment={kind: agent, path: 'm:run'}"
 CROSS_FIELD = {
-    "an agent gives no rewards": (
-        [_AGENT, "reward.scorers=[]"],
-        ["reward.scorers", "at least one"],
-        [_AGENT],
-    ),
-    "segments have no ratio of a sample": (
-        [_AGENT, "trainer.loss.kind=gspo"],
-        ["trainer.loss.kind gspo", "segments"],
-        [_AGENT, "trainer.loss.kind=cispo"],
-    ),
-    "segments have no correction of a sample": (
-        [_AGENT, "trainer.loss.correction={veto: 0.1}"],
-        ["correction.veto"],
-        [_AGENT, "trainer.loss.correction={weight: token}"],
-    ),
-    "an agent is a command or a function": (
-        ["environment={kind: agent, path: 'm:run', command: [a]}"],
-        ["either command or path"],
-        ["environment={kind: agent, command: [a]}"],
-    ),
-    "a function has no sandbox": (
-        ["environment={kind: agent, path: 'm:run', collect: ['*']}"],
-        ["collect", "sandbox"],
-        ["environment={kind: agent, command: [a], collect: ['*']}"],
-    ),
-    "files of an agent are below its places": (
-        ["environment={kind: agent, command: [a], files: {'../x': y}}"],
-        ["../x", "/workspace"],
-        ["environment={kind: agent, command: [a], files: {'~/x': y}}"],
-    ),
-    "columns of an agent are there": (
-        ["environment={kind: agent, path: 'm:run', columns: [level]}", "data.extra_columns=[other]"],
-        ["environment.columns", "level"],
-        ["environment={kind: agent, path: 'm:run', columns: [level]}", "data.extra_columns=[level]"],
-    ),
-    "a file of the code scorer": (
-        ["reward.scorers=[{kind: code, file: a.py}]"],
-        ["reward.scorers", "agent"],
-        ["reward.scorers=[{kind: code, file: a.py}]", "environment={kind: agent, command: [a]}"],
-    ),
     "colocated ranks and workers are pairs": (
         ["placement=colocated", "trainer.num_ranks=2", "rollout.tensor_parallel_size=4"],
         ["trainer.num_ranks is 2 and there are 4 workers (rollout.num_replicas 1 x tensor_parallel_size 4)"],
