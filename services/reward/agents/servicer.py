@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 from lockstep.reward.v1 import agent_pb2 as pb
 from lockstep.reward.v1 import agent_pb2_grpc
@@ -68,6 +69,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self._runner: Runner | None = None
         self._endpoint: Endpoint | None = None
         self._playing: set[asyncio.Task[Played]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._tracebacks = Tracebacks()
 
     async def open(self, run_id: str, config: AgentEnvironmentConfig) -> OpenRunResponse:
@@ -95,7 +97,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def end(self) -> None:
         runner, endpoint, self._runner, self._run_id = self._runner, self._endpoint, None, ""
         self.end_episodes()
-        await asyncio.gather(*self._playing, return_exceptions=True)
+        await asyncio.gather(*self._playing, *self._ending, return_exceptions=True)
         if runner and endpoint:
             await endpoint.close()
             await runner.close()
@@ -129,12 +131,21 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 yield pb.PlayResponse(call=call)
             yield self._last(begin, playing, line)
         finally:
-            self._metrics.episodes.dec()
-            episode.close()
-            for task in (playing, reading):
-                task.cancel()
-            await asyncio.gather(playing, reading, return_exceptions=True)
-            await self._endpoint.end(line)
+            # A caller cancels the call as soon as it has the last message; nothing may be left even so.
+            ending = asyncio.create_task(self._end_episode(self._endpoint, episode, line, {playing, reading}))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def _end_episode(
+        self, endpoint: Endpoint, episode: _Episode, line: Line, tasks: set[asyncio.Task[Any]]
+    ) -> None:
+        self._metrics.episodes.dec()
+        episode.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await endpoint.end(line)
 
     async def _run(self, runner: Runner, begin: pb.Begin, line: Line) -> Played:
         if begin.alone:
