@@ -123,7 +123,7 @@ async def staged(says: Says, *, scorers: Sequence[dict[str, Any]] = (), **enviro
         environment={"kind": "agent", "episode_s": 60, "max_retries": 0, "on_failure": "fail", **environment},
         rollout={"max_model_len": MAX_MODEL_LEN, "sampling": {"max_tokens": 200}},
         data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
-        reward={"scorers": list(scorers) or [{"kind": "exact"}], "on_failure": "fail"},
+        reward={"scorers": list(scorers) or [{"kind": "exact"}], "on_failure": "fail", "group_timeout_s": 60},
     )
     tokenizer = make_chat_tokenizer()
     server, servicer, engine = Server(), RewardServicer(), ScriptedReplica(tokenizer, says)
