@@ -6,8 +6,9 @@ from services.common.rpc.server import Server
 
 async def run(options: ServeOptions) -> int:
     """Serves until a signal arrives."""
-    from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2_grpc
+    from lockstep.reward.v1 import agent_pb2_grpc, environment_pb2_grpc, reward_pb2_grpc
 
+    from services.reward.agents import servicer as agents
     from services.reward.environments import servicer as environments
     from services.reward.metrics import RewardMetrics
     from services.reward.servicer import NAME, RewardServicer
@@ -17,8 +18,9 @@ async def run(options: ServeOptions) -> int:
     servicer = RewardServicer(RewardMetrics(registry))
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(servicer.environments, server.grpc)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer.agents, server.grpc)
     options.metrics.serve()
-    await server.start(options.listen, [NAME, environments.NAME], insecure=options.insecure)
+    await server.start(options.listen, [NAME, environments.NAME, agents.NAME], insecure=options.insecure)
     try:
         return await server.serve()
     finally:

@@ -62,12 +62,17 @@ _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 _X32 = 0x40000000
 
 
-def filter_program() -> bytes:
-    """Returns the filter for this machine. Raises ScoringError if there is none for its architecture."""
+def filter_program(*, has_loopback: bool = False) -> bytes:
+    """Returns the filter for this machine; with `has_loopback`, sockets of the Internet and of Unix are allowed.
+
+    Raises:
+        ScoringError: There is none for its architecture.
+    """
     machine = platform.machine()
     if machine not in _DENIED:
         raise ScoringError(FailureReason.ERROR, f"no system call filter for {machine}: use x86_64 or aarch64")
-    denied = (*_DENIED[machine].values(), *_DENIED_EVERYWHERE)
+    allowed = {"socket", "memfd_create"} if has_loopback else set()
+    denied = (*(number for name, number in _DENIED[machine].items() if name not in allowed), *_DENIED_EVERYWHERE)
     instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
@@ -78,6 +83,7 @@ def filter_program() -> bytes:
         # clone3 has its flags in memory, which a filter cannot read. With ENOSYS, libc falls back to clone.
         *_when(_CLONE3, errno.ENOSYS),
         *(step for number in denied for step in _when(number, errno.EPERM)),
+        *(_only_families(_DENIED[machine]["socket"]) if has_loopback else ()),
         (_JUMP_EQUAL, 0, 3, _CLONE[machine]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
         (_JUMP_ANY_BIT, 0, 1, _CLONE_NEW),
@@ -91,16 +97,27 @@ def _when(number: int, error: int) -> list[tuple[int, int, int, int]]:
     return [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
 
 
+def _only_families(socket_number: int) -> list[tuple[int, int, int, int]]:
+    """Allows the system call `socket` for AF_UNIX, AF_INET and AF_INET6 only: AF_VSOCK would reach the host."""
+    return [
+        (_JUMP_EQUAL, 0, 6, socket_number),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+        (_JUMP_EQUAL, 3, 0, 1),
+        (_JUMP_EQUAL, 2, 0, 2),
+        (_JUMP_EQUAL, 1, 0, 10),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+
+
 START_TIMEOUT_S = 30.0  # for bwrap and the interpreter, which take about 30 ms on an idle machine
 REPLY_GRACE_S = 5.0  # in addition to a test's own time limit, which the harness enforces
 _NOBODY = 65534
 _CHILD = re.compile(rb'"child-pid": (\d+)')
 # The interpreter that the virtual environment is based on.
 PYTHON = str(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttributeAccessIssue] not in typeshed
+_ISOLATED = ("-S", "-s", "-P", "-B", "-X", "utf8")
 _CODE = "/code"  # where the modules of services/reward/sandboxed are in the sandbox
-_MAIN = (
-    f"import sys; sys.path.insert(0, {_CODE!r}); from services.reward.sandboxed.harness import main; del sys.path[0]; "
-)
 _NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
 _PROBE = "import socket\ntry: socket.socket()\nexcept PermissionError: print('closed')"
 
@@ -140,6 +157,14 @@ class Sandbox:
 
     async def open(self) -> None:
         """Creates one sandbox. Raises ScoringError, which says what to install or allow, if this host cannot."""
+        await self._prepare()
+        async with self.run(_PROBE, [{"kind": "stdin", "input": ""}]) as replies:
+            outputs = [output async for output in replies]
+        if outputs != ["closed\n"]:
+            raise ScoringError(FailureReason.ERROR, f"the sandbox does not block sockets: a probe printed {outputs}")
+
+    async def _prepare(self, *more: str) -> None:
+        """Makes the directory that sandboxes read, and their arguments, to which `more` are added."""
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise ScoringError(FailureReason.ERROR, "bwrap not found: install bubblewrap (apt-get install bubblewrap)")
@@ -153,11 +178,7 @@ class Sandbox:
             elif path.stat().st_nlink == 1:
                 path.chmod(path.stat().st_mode | 0o444)
         self._arguments = [*self._as_nobody(), bwrap, *_bwrap_arguments(source, prefix, self._limits.disk_bytes)]
-        self._arguments += ["--ro-bind", str(folder / "code"), _CODE, "--remount-ro", "/"]
-        async with self.run(_PROBE, [{"kind": "stdin", "input": ""}]) as replies:
-            outputs = [output async for output in replies]
-        if outputs != ["closed\n"]:
-            raise ScoringError(FailureReason.ERROR, f"the sandbox does not block sockets: a probe printed {outputs}")
+        self._arguments += ["--ro-bind", str(folder / "code"), _CODE, *more, "--remount-ro", "/"]
 
     def close(self) -> None:
         self._files.close()
@@ -183,24 +204,24 @@ class Sandbox:
             process, info = await asyncio.shield(starting)
         except asyncio.CancelledError:  # end what was started: asyncio would kill bwrap, but not its child
             with contextlib.suppress(ScoringError):
-                await _end(*await starting, None)
+                await end_namespace(*await starting, None)
             raise
         pidfd = None
         try:
             await _wait_until_ready(process)
-            pidfd = _first_process(info)
+            pidfd = first_process(info)
             async with contextlib.aclosing(_outputs(process, len(tests), limits.timeout_s + REPLY_GRACE_S)) as outputs:
                 yield outputs
         finally:
-            await _end(process, info, pidfd)
+            await end_namespace(process, info, pidfd)
 
     async def _start(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
         """Starts bwrap. Returns its process, and the read end of the pipe on which it reports its first child's pid."""
         info, info_write = os.pipe()
         with contextlib.ExitStack() as files:
             files.callback(os.close, info_write)
-            job_file, tests_file, filter_file = (_memory_file(data, files) for data in (job, tests, filter_program()))
-            harness = [PYTHON, "-S", "-s", "-P", "-B", "-X", "utf8", "-c", f"{_MAIN}main({job_file}, {tests_file})"]
+            job_file, tests_file, filter_file = (memory_file(data, files) for data in (job, tests, filter_program()))
+            harness = python_call("harness", job_file, tests_file)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--", *harness],
@@ -242,6 +263,13 @@ class Sandbox:
             _link(file, folder / file.relative_to(prefix))
         shutil.copytree(standard, folder / standard.relative_to(prefix), ignore=_NOT_NEEDED, copy_function=_link)
         return folder
+
+
+def python_call(module: str, *files: int) -> list[str]:
+    """Returns the command that runs `main` of a module of services/reward/sandboxed with descriptors as arguments."""
+    source = f"services.reward.sandboxed.{module}"
+    begin = f"import sys; sys.path.insert(0, {_CODE!r}); from {source} import main; del sys.path[0]; "
+    return [PYTHON, *_ISOLATED, "-c", f"{begin}main({', '.join(map(str, files))})"]
 
 
 def _compile(folder: Path) -> None:
@@ -287,7 +315,7 @@ def _bwrap_arguments(source: Path, prefix: Path, disk_bytes: int) -> list[str]:
     return arguments
 
 
-def _memory_file(data: bytes, files: contextlib.ExitStack) -> int:
+def memory_file(data: bytes, files: contextlib.ExitStack) -> int:
     file = files.enter_context(os.fdopen(os.memfd_create("sandbox"), "r+b"))
     file.write(data)
     file.seek(0)
@@ -321,7 +349,7 @@ async def _outputs(
         yield output if isinstance(output, str) else None
 
 
-def _first_process(info: int) -> int | None:
+def first_process(info: int) -> int | None:
     """Returns a pidfd of the namespace's first process, None if that has ended. Waits until bwrap has started it."""
     child = _CHILD.search(os.read(info, 4096))  # empty if bwrap has ended, or was read before
     with contextlib.suppress(ProcessLookupError):
@@ -329,14 +357,14 @@ def _first_process(info: int) -> int | None:
     return None
 
 
-async def _end(process: asyncio.subprocess.Process, info: int, pidfd: int | None) -> None:
+async def end_namespace(process: asyncio.subprocess.Process, info: int, pidfd: int | None) -> None:
     """Kills the first process of the namespace, so that the kernel kills all others; waits until they are gone.
 
     It does not kill bwrap: if bwrap is killed while it starts, its child waits forever and keeps the pipes that are
     read here open.
     """
     if pidfd is None:
-        pidfd = await asyncio.to_thread(_first_process, info)
+        pidfd = await asyncio.to_thread(first_process, info)
     os.close(info)
     with contextlib.suppress(ProcessLookupError):
         if pidfd is None:

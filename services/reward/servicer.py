@@ -15,6 +15,7 @@ from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
+from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.servicer import EnvironmentServicer, finish_reason, parse_object, require_run
 from services.reward.errors import Tracebacks
 from services.reward.metrics import RewardMetrics
@@ -33,6 +34,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._metrics = metrics or RewardMetrics()
         self._fence = Fence(self._close_abandoned)
         self.environments = EnvironmentServicer(self._metrics, self._fence)
+        self.agents = AgentServicer(self._metrics, self._fence)
         self._run: ScoringRun | None = None
         self._answer = pb.OpenRunResponse()
         self._opened = NO_RUN
@@ -67,12 +69,16 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             self._fence.take_over(request.run_id)
             if replaces:
                 self.environments.end_episodes()
+                self.agents.end_episodes()
             if self._run is None or opened != self._opened:
                 await self._close()
                 run = ScoringRun(config, self._metrics)
                 try:
                     await run.open()
-                    self._answer = await self.environments.open(request.run_id, environment)
+                    if environment and environment.kind == "agent":
+                        self._answer = await self.agents.open(request.run_id, environment)
+                    else:
+                        self._answer = await self.environments.open(request.run_id, environment)
                 except BaseException:  # cancellation too: no process may be left running
                     await run.close()
                     raise
@@ -129,6 +135,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._tracebacks = Tracebacks()
         run, self._run, self._opened = self._run, None, NO_RUN
         await self.environments.end()
+        await self.agents.end()
         if run:
             await run.close()
 
@@ -141,13 +148,21 @@ def _items(request: pb.ScoreRequest) -> list[Item]:
         Item(
             prompt=request.prompt,
             answer=request.answer,
-            extra=extra,
+            extra=extra | _left_behind(candidate),
             completion=candidate.text,
             num_tokens=candidate.num_tokens,
             finish_reason=finish_reason(candidate.finish_reason, field=f"candidates[{index}].finish_reason"),
         )
         for index, candidate in enumerate(request.candidates)
     ]
+
+
+def _left_behind(candidate: pb.Candidate) -> dict[str, object]:
+    """Returns the entry `agent` of a sample's extra columns: what the agent left behind; none without an agent."""
+    if not candidate.HasField("agent"):
+        return {}
+    files = {path: content.decode(errors="replace") for path, content in candidate.agent.files.items()}
+    return {"agent": {"exit_code": candidate.agent.exit_code, "files": files}}
 
 
 def _to_message(outcome: Outcome) -> pb.Score:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
 from services.common.batches.batch import SAMPLE_SCHEMA, allows_sampled, decode_sampling_masks
-from services.common.batches.blocks import packed_lengths
+from services.common.batches.blocks import begins_of_samples, packed_lengths, trained_tokens
 from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.layout import microbatches_multiple
 from services.common.config.trainer import TrainerConfig
@@ -58,7 +58,7 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
     for name in (name for name in PER_TOKEN if samples[name].null_count < samples.num_rows):
         _refuse(samples[name].is_null().to_numpy(), name, "is missing")
         _refuse(_lengths(samples, name) != num_tokens, name, "differs in length from tokens")
-    for name in SAMPLE_SCHEMA.names:
+    for name in (name for name in SAMPLE_SCHEMA.names if name != "calls"):  # those are for people
         _check_values(samples, name, vocab_size)
     _check_groups(samples)
     if samples["turn_begins"].null_count < samples.num_rows:
@@ -150,20 +150,35 @@ def _rows_of(values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
 def _check_groups(samples: pa.Table) -> None:
     """Rejects a sample that is there twice, and a group with several prompts or a prompt with several groups."""
     group, sample = samples["group"].to_numpy().astype(np.int64), samples["sample"].to_numpy()
-    # One number for both, which have 32 bits each.
-    _, firsts = np.unique(group << 32 | sample, return_index=True)
+    segment = pc.fill_null(samples["segment"], -1).to_numpy()
+    _, firsts = np.unique(np.stack([group, sample, segment]), axis=1, return_index=True)
     is_again = np.ones(len(group), bool)
     is_again[firsts] = False
     _refuse(is_again, "sample", "is in the batch twice: its group has another row with its number")
+    _check_segments(samples, group, sample, segment)
     prompt = samples["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
     _refuse(prompt != prompt[_first_rows(group)], "prompt_id", "has another prompt than its group")
     _refuse(group != group[_first_rows(prompt)], "group", "has a prompt that is in another group, too")
+    if (segment >= 0).any():  # each call of an agent has a prompt of its own
+        return
     lengths, first_rows = _lengths(samples, "prompt_tokens"), _first_rows(group)
     differs = "has another prompt than its group"
     _refuse(lengths != lengths[first_rows], "prompt_tokens", differs)
     begins, tokens = np.cumsum(lengths) - lengths, pc.list_flatten(samples["prompt_tokens"]).to_numpy()
     differences = tokens != tokens[np.repeat(begins[first_rows] - begins, lengths) + np.arange(len(tokens))]
     _refuse(_rows_of(differences, lengths), "prompt_tokens", differs)
+
+
+def _check_segments(samples: pa.Table, group: np.ndarray, sample: np.ndarray, segment: np.ndarray) -> None:
+    """Rejects segments that do not follow each other or differ in the reward, and batches with both kinds of rows."""
+    if (segment < 0).all():
+        return
+    _refuse(segment < 0, "segment", "is missing")
+    begins = begins_of_samples(samples)
+    first = np.repeat(begins, np.diff(begins, append=samples.num_rows))
+    _refuse(segment != np.arange(samples.num_rows) - first, "segment", "does not follow the one before it")
+    reward = samples["reward"].to_numpy()
+    _refuse(reward != reward[first], "reward", "is not that of the first segment of its sample")
 
 
 def _first_rows(keys: np.ndarray) -> np.ndarray:
@@ -255,10 +270,19 @@ def train_parts(
             orders[rank] += [int(of_minibatch[index]) for microbatch in microbatches for index in microbatch]
             sizes[rank].append((number, [len(microbatch) for microbatch in microbatches]))
     narrow = block.select(_columns(block, config, role))
+    if block["segment"].null_count == 0:
+        narrow = narrow.append_column("trained_tokens", trained_of_samples(block))
     return [
         Message({"minibatches": sizes[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
         for rank in range(num_ranks)
     ]
+
+
+def trained_of_samples(samples: pa.Table) -> pa.Array:
+    """Returns for each row the number of trained tokens of its sample, which may have more rows, int64 [rows]."""
+    begins, trained = begins_of_samples(samples), trained_tokens(samples)
+    counts = np.add.reduceat(trained, begins)
+    return pa.array(np.repeat(counts, np.diff(begins, append=samples.num_rows)))
 
 
 def forward_parts(

@@ -136,10 +136,12 @@ class BatchTraining:
         own_parts = [parts[data_rank] for data_rank in self.opened.data_ranks]
         await self._ranks.call(Worker.add_block, own_parts, role=self.role)
         self._blocks.append(block)
-        trained = blocks.trained_tokens(block)
+        trained, of_samples = blocks.trained_tokens(block), np.zeros(block.num_rows, np.int64)
+        begins = blocks.begins_of_samples(block)  # a sample counts at its first row
+        of_samples[begins] = np.add.reduceat(trained, begins)
         for number, of_minibatch in rows.items():
             self._totals[number]["num_tokens"] += int(trained[of_minibatch].sum())
-            self._totals[number]["num_sequences"] += int((trained[of_minibatch] > 0).sum())
+            self._totals[number]["num_sequences"] += int((of_samples[of_minibatch] > 0).sum())
         self.busy_s += time.perf_counter() - begin
 
     async def apply(self) -> dict[str, float]:

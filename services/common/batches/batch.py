@@ -9,12 +9,15 @@ import pyarrow as pa
 
 from services.common.errors import InvalidInput
 
+CALL = pa.struct([pa.field("number", pa.int32()), pa.field("parent", pa.int32()), pa.field("sha256", pa.string())])
 # Samples are tokens everywhere. Text is derived from tokens and is never tokenized again.
 SAMPLE_SCHEMA = pa.schema(
     [
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("group", pa.int32(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),
+        # A sample of an agent has a row for each of its segments, which are neighbors; null otherwise.
+        pa.field("segment", pa.int32()),
         pa.field("prompt_tokens", pa.list_(pa.uint32()), nullable=False),
         pa.field("tokens", pa.list_(pa.uint32()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
@@ -39,6 +42,9 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("turn_ends", pa.list_(pa.int32())),
         pa.field("turn_rewards", pa.list_(pa.float64())),
         pa.field("environment", pa.string()),
+        # Only samples of an agent have these: for each turn the number of its call, that of the call that it continues
+        # (null in the first turn of a segment), and the SHA-256 of the request's body.
+        pa.field("calls", pa.list_(CALL)),
         # The experts that the engine chose for each token but the last (routed_experts.py); null if it returned none.
         pa.field("routed_experts", pa.large_binary()),
         # The tokens that each token was drawn from (encode_sampling_masks); null if sampling was not truncated.

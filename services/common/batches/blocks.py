@@ -21,6 +21,15 @@ def begins_of_groups(samples: pa.Table) -> np.ndarray:
     return np.flatnonzero(np.diff(group, prepend=group[0] - 1))
 
 
+def begins_of_samples(samples: pa.Table) -> np.ndarray:
+    """Returns the first row of each sample, int64 [samples]. A sample of an agent has several, which are neighbors."""
+    if "segment" not in samples.column_names or not samples["segment"].is_valid().to_numpy().any():
+        return np.arange(samples.num_rows)
+    keys = [samples[name].to_numpy() for name in ("group", "sample")]
+    begins: np.ndarray = np.flatnonzero(np.logical_or.reduce([np.diff(key, prepend=key[0] - 1) != 0 for key in keys]))
+    return begins
+
+
 def packed_lengths(samples: pa.Table) -> np.ndarray:
     """Returns the number of tokens that each sample has in a micro-batch, with its prompt, int64 [samples]."""
     lengths = pc.add(pc.list_value_length(samples["prompt_tokens"]), pc.list_value_length(samples["tokens"]))
@@ -107,7 +116,7 @@ def _bytes_of(column: pa.ChunkedArray) -> Sequence[bytes | pa.Buffer]:
     if not pa.types.is_list(column.type):
         return [json.dumps(column.to_pylist()).encode()]
     values = pc.list_flatten(column)
-    if values.null_count:
+    if values.null_count or pa.types.is_struct(values.type):
         return [json.dumps(column.to_pylist()).encode()]
     lengths = pc.fill_null(pc.list_value_length(column), -1)
     return [lengths.to_numpy().tobytes(), values.to_numpy().tobytes()]

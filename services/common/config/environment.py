@@ -8,8 +8,21 @@ from services.common.config.base import NAME, Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 
-class BaseEnvironmentConfig(Strict):
-    """The keys that all kinds of environments have."""
+class EpisodeSettings(Strict):
+    """The keys that all kinds of environments have, agents too."""
+
+    episode_s: float = Field(default=1800.0, gt=0, le=604800)
+    """Time limit in seconds for a whole episode, including generation."""
+    max_retries: int = Field(default=2, ge=0, le=100)
+    """How often an episode is played again, with the same seeds, after the environment failed. What other episodes may
+    have caused does not count; an episode that hangs again in a worker of its own is not played again."""
+    on_failure: Literal["drop_group", "fail"] = "drop_group"
+    """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
+    fails. A failure of the environment never becomes a reward."""
+
+
+class BaseEnvironmentConfig(EpisodeSettings):
+    """The keys that all kinds of environments have which take turns with the policy."""
 
     max_turns: int = Field(default=8, ge=1, le=1000)
     """Maximum number of the policy's turns in an episode. An episode that reaches it ends with the rewards that it has
@@ -22,16 +35,8 @@ class BaseEnvironmentConfig(Strict):
     turn_s: float = Field(default=30.0, gt=0, le=86400)
     """Time limit in seconds for one reply of the environment. Waiting for a place among max_concurrent ones does not
     count."""
-    episode_s: float = Field(default=1800.0, gt=0, le=604800)
-    """Time limit in seconds for a whole episode, including generation."""
     weight: float = 1.0
     """Factor of the environment's rewards in the reward of a sample. The scorers' rewards are added."""
-    max_retries: int = Field(default=2, ge=0, le=100)
-    """How often an episode is played again, with the same seeds, after the environment failed. What other episodes may
-    have caused does not count; an episode that hangs again in a worker of its own is not played again."""
-    on_failure: Literal["drop_group", "fail"] = "drop_group"
-    """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
-    fails. A failure of the environment never becomes a reward."""
 
     @property
     def longest_reply_s(self) -> float:
@@ -217,7 +222,73 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
         return self.episode_s
 
 
-_OwnConfig = PythonEnvironmentConfig | ToolsEnvironmentConfig
+class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
+    kind: Literal["agent"] = "agent"
+    """Train the model inside of your own program, which calls it over HTTP as OpenAI's chat completions: see
+    docs/agents.md. Set command or path."""
+    command: tuple[str, ...] = ()
+    """Program and arguments, run in a sandbox without network but for the model. {prompt}, {seed} and {url} are
+    replaced in each."""
+    path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
+    """Function, as package.module:function, sync or async, that is importable on the reward service. It runs in a
+    worker process without a sandbox, gets row, seed, url and key as keyword arguments, and returns the final text."""
+    columns: tuple[str, ...] = ()
+    """Columns of data.extra_columns that the agent gets in its row, with the prompt. It never gets the answer."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the command. {url}, {key} and {seed} are replaced. OPENAI_BASE_URL, OPENAI_API_KEY,
+    HOME, PATH, LOCKSTEP_ROW (a file with the row as JSON) and LOCKSTEP_SEED are set."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Files of the command: path in the sandbox -> file on the reward service's host. The path is below /workspace,
+    where the command runs, or below HOME if it begins with ~/."""
+    mounts: tuple[str, ...] = ()
+    """Further directories and files of the reward service's host that the command can read, at the same path. It always
+    has the system's programs and libraries, and the Python environment of the reward service."""
+    setup: tuple[str, ...] = ()
+    """Program and arguments to run in /workspace before the command. If it fails, the episode fails."""
+    collect: tuple[str, ...] = ()
+    """Patterns of files below /workspace, such as "*.py" or "out/**", to keep at the end of an episode. Scorers read
+    them."""
+    max_files_mib: float = Field(default=1.0, gt=0, le=16)
+    """Maximum size of the collected files together, in MiB; the rest is not kept."""
+    max_calls: int = Field(default=50, ge=1, le=10_000)
+    """Maximum number of calls of the model in an episode. An episode that reaches this, max_tokens or max_segments is
+    over: calls are refused, the agent has grace_s to end, and the reward is scored."""
+    max_tokens: int = Field(default=65536, ge=1)
+    """Maximum number of sampled tokens in an episode. A call is also limited by rollout.sampling.max_tokens and
+    rollout.max_model_len."""
+    max_segments: int = Field(default=32, ge=1, le=10_000)
+    """Maximum number of rows that an episode becomes. Each conversation that does not only continue an earlier one is a
+    segment: a sub-agent, a compacted history, an edited answer, a parallel call."""
+    max_concurrent: int = Field(default=64, ge=1, le=65536)
+    """Maximum number of episodes that a reward service plays at the same time. Others wait."""
+    grace_s: float = Field(default=30.0, gt=0, le=86400)
+    """Seconds that the agent has to end once its episode is over. Then it is ended; its files are still collected."""
+    drop_tools: tuple[str, ...] = ()
+    """Types of tools, such as web_search, to leave out of requests. Without this, a request with a tool that is no
+    function is refused."""
+    tool_syntax: Literal["hermes", "qwen3_coder", "llama3", "none"] = "hermes"
+    """How the model writes calls of the functions in a request; see the kind tools. none: its text is the answer."""
+    num_workers: int = Field(default=2, ge=1, le=1024)
+    """With path: number of worker processes. Each runs many episodes."""
+    max_memory_gib: float = Field(default=4.0, gt=0.1, le=1 << 20)
+    """Maximum address space of a worker or, in the sandbox, of one process, in GiB."""
+    max_disk_mib: int = Field(default=256, ge=1, le=1 << 20)
+    """Maximum size of all files in the sandbox, which are in memory, in MiB."""
+    max_processes: int = Field(default=128, ge=1, le=1 << 16)
+    """Maximum number of processes and threads in the sandbox."""
+
+    def check_rules(self) -> None:
+        if bool(self.command) == bool(self.path):
+            raise ValueError("kind agent needs either command or path")
+        own = ("env", "files", "mounts", "setup", "collect")
+        if self.path and (unread := [key for key in own if getattr(self, key)]):
+            raise ValueError(f"{unread[0]}: only a command has it, because a function runs in no sandbox: leave it out")
+        for path in self.files:
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"files: {path} must be a path below /workspace or, with ~/, below HOME")
+
+
+_OwnConfig = PythonEnvironmentConfig | ToolsEnvironmentConfig | AgentEnvironmentConfig
 _LibraryConfig = TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig | OpenEnvEnvironmentConfig
 EnvironmentConfig = Annotated[_OwnConfig | _LibraryConfig, Field(discriminator="kind")]
 

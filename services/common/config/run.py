@@ -175,7 +175,9 @@ class Config(AnyRun):
         """The maximum number of tokens of a sample after its first prompt."""
         if self.environment is None:
             return self.rollout.sampling.max_tokens
-        return self.environment.max_tokens or self.rollout.max_model_len - self.data.max_prompt_tokens
+        # An agent's rows are limited by the model's length only: its max_tokens are those of a whole episode.
+        of_episode = None if self.environment.kind == "agent" else self.environment.max_tokens
+        return of_episode or self.rollout.max_model_len - self.data.max_prompt_tokens
 
     @property
     def bucket_bytes(self) -> int:
@@ -199,6 +201,7 @@ class Config(AnyRun):
         self._check_batch()
         self._check_sampling()
         self._check_rewards()
+        self._check_agent()
         self._check_sets()
         check_held_out(self.evaluation, self.data.eval, self.checkpoint.keep_best, self.checkpoint.save_freq)
 
@@ -296,6 +299,31 @@ class Config(AnyRun):
                 "rollout.sampling.temperature must be above 0: all greedy samples of a prompt are identical"
             )
 
+    def _check_agent(self) -> None:
+        """Refuses what would treat the segments of an episode as samples."""
+        if not self.environment or self.environment.kind != "agent":
+            if any(scorer.kind == "code" and scorer.file for scorer in self.reward.scorers):
+                raise ValueError(
+                    "reward.scorers: file of a code scorer is one that an agent left: set environment.kind"
+                )
+            return
+        loss, correction = self.trainer.loss, self.trainer.loss.correction
+        set_keys = {
+            "kind gspo": loss.kind == "gspo",
+            "correction.weight sequence": correction.weight == "sequence",
+            "correction.geometric_mask": correction.geometric_mask is not None,
+            "correction.veto": correction.veto is not None,
+        }
+        for key in (key for key, is_set in set_keys.items() if is_set):
+            raise ValueError(
+                f"trainer.loss.{key} with an agent: it is made of the ratio of a whole sample, and an episode of "
+                "several segments has no such ratio; use a loss of single tokens"
+            )
+        extra = self.data.extra_columns
+        missing = [name for name in self.environment.columns if extra is not None and name not in extra]
+        if missing:
+            raise ValueError(f"environment.columns: {missing[0]} is not one of data.extra_columns")
+
     def _check_speculation(self, speculation: SpeculationConfig) -> None:
         if self.trainer.moe.router_replay == "on":
             raise ValueError(
@@ -332,6 +360,8 @@ class Config(AnyRun):
     def _check_rewards(self) -> None:
         if not self.reward.scorers and not self.environment:
             raise ValueError("reward.scorers: set at least one scorer, or an environment")
+        if self.environment and self.environment.kind == "agent" and not self.reward.scorers:
+            raise ValueError("reward.scorers: set at least one scorer; an agent gives no rewards")
         if self.environment and any(scorer.component == "environment" for scorer in self.reward.scorers):
             raise ValueError("reward.scorers: the name `environment` is taken by the environment's rewards")
         if self.selection.dynamic.enabled and self.rollout.completions_per_prompt < 2:

@@ -35,6 +35,9 @@ class CodeConfig(BaseScorerConfig):
     kind: Literal["code"] = "code"
     """Run the completion's Python program against tests, in a sandbox (needs bubblewrap). The score is 1 if all tests
     pass, else 0."""
+    file: str = ""
+    """With an agent: the collected file with the program, such as solution.py; without that file the score is 0. By
+    default, the program is in the completion."""
     tests_key: str | None = "tests"
     """Dataset column with the tests, which must be among data.extra_columns; null reads the tests from the answer."""
     partial: bool = False

@@ -1,6 +1,6 @@
 """The known model families, by the model_type in a model's config.json, and the matrices that can have adapters."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, cast

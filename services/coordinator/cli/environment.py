@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from services.common.config.environment import BaseEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.clients.environment import row_of
@@ -52,6 +53,7 @@ def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -
         raise InvalidInput("environment: the config has none to play", field="environment")
     prompt = _prompt(config, row)
     with EnvironmentProbe(config.environment, shows_errors=True) as probe:
+        assert isinstance(config.environment, BaseEnvironmentConfig), "a probe takes no agent"
         opened = _answer(probe.open)
         console.print(f"{config.environment.kind} {opened['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
         for tool in opened["tools"]:

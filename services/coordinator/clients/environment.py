@@ -3,22 +3,23 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from enum import StrEnum
 from typing import TypeVar
 
+from lockstep.reward.v1 import agent_pb2, agent_pb2_grpc, environment_pb2_grpc
 from lockstep.reward.v1 import environment_pb2 as pb
-from lockstep.reward.v1 import environment_pb2_grpc
+from lockstep.reward.v1.agent_pb2_grpc import AgentServiceServicer as AgentService
 from lockstep.reward.v1.environment_pb2_grpc import EnvironmentServiceServicer as EnvironmentService
 from lockstep.types.v1.types_pb2 import FinishReason
 
-from services.common.config.environment import EnvironmentConfig
+from services.common.config.environment import AgentEnvironmentConfig, BaseEnvironmentConfig, EnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport
-from services.common.tasks import gather
+from services.common.tasks import gather, task_group
 from services.coordinator.clients.reward import Reward, Rewards
 from services.coordinator.data.prompts import Prompt
 
@@ -78,7 +79,7 @@ def row_of(prompt: Prompt) -> dict[str, object]:
 class EpisodeClient:
     """Calls the environment of one reward service about one episode."""
 
-    def __init__(self, service: "_Service", episode_id: str, settings: EnvironmentConfig):
+    def __init__(self, service: "_Service", episode_id: str, settings: BaseEnvironmentConfig):
         self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
         self._episode_s = settings.episode_s
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
@@ -120,12 +121,15 @@ class EpisodeClient:
             log.info("episode %s is left to its lease: %s", self._ids["episode_id"], error.message)
 
 
+Answer = Callable[[agent_pb2.AgentCall], Awaitable[agent_pb2.CallAnswer]]
+
+
 class Environments:
     """Plays each episode on the reward service that has the fewest open episodes."""
 
     def __init__(self, rewards: Rewards, settings: EnvironmentConfig, transport: Transport = LOCAL):
         """Creates the clients. The reward services must be open."""
-        self._services = [_Service(reward, transport) for reward in rewards.services]
+        self._services = [_Service(reward, settings, transport) for reward in rewards.services]
         self._settings = settings
         self._ends: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them alive
         opened = rewards.services[0].opened
@@ -133,20 +137,45 @@ class Environments:
         """JSON schemas of the tools, as chat templates take them."""
         self.roles = tuple(opened.roles)
         """Roles of the messages that the environment may send."""
+        self.name = opened.environment
+        """Name and version of the environment."""
 
     @asynccontextmanager
     async def episode(self, episode_id: str) -> AsyncIterator[EpisodeClient]:
         """Yields the client of a new episode, which ends afterwards; nobody waits for its end."""
+        assert isinstance(self._settings, BaseEnvironmentConfig), "agents have no client of an episode"
+        with self._least_loaded() as service:
+            client = EpisodeClient(service, episode_id, self._settings)
+            try:
+                yield client
+            finally:
+                end = asyncio.create_task(client.close())
+                self._ends.add(end)
+                end.add_done_callback(self._ends.discard)
+
+    async def play(self, begin: agent_pb2.Begin, answer: Answer) -> agent_pb2.AgentEnd:
+        """Plays an agent's episode, answers its calls and returns what it left behind.
+
+        A call that is in progress when the agent ends still gets its answer: whether it is trained must not depend on
+        how long it takes.
+
+        Raises:
+            EpisodeFailed: The agent failed.
+        """
+        assert isinstance(self._settings, AgentEnvironmentConfig), "the run has an agent"
+        limit_s = self._settings.episode_s + _START_S + _MARGIN_S
+        with self._least_loaded() as service:
+            async with service.places, task_group() as tasks:
+                return await service.play(begin, answer, tasks, limit_s)
+
+    @contextmanager
+    def _least_loaded(self) -> Iterator["_Service"]:
         service = min(self._services, key=lambda service: service.num_episodes)
-        client = EpisodeClient(service, episode_id, self._settings)
         service.num_episodes += 1
         try:
-            yield client
+            yield service
         finally:
             service.num_episodes -= 1
-            end = asyncio.create_task(client.close())
-            self._ends.add(end)
-            end.add_done_callback(self._ends.discard)
 
     async def close(self) -> None:
         """Waits until all episodes have ended, and closes the channels."""
@@ -173,28 +202,68 @@ _Reply = TypeVar("_Reply", pb.ResetResponse, pb.StepResponse)
 
 
 class _Service:
-    def __init__(self, reward: Reward, transport: Transport):
+    def __init__(self, reward: Reward, settings: EnvironmentConfig, transport: Transport):
         self.reward = reward
-        self._client = Client(reward.address, environment_pb2_grpc.EnvironmentServiceStub, transport)
+        is_agent = isinstance(settings, AgentEnvironmentConfig)
+        stub = agent_pb2_grpc.AgentServiceStub if is_agent else environment_pb2_grpc.EnvironmentServiceStub
+        self._client = Client(reward.address, stub, transport)
         self.num_episodes = 0
+        self.places = asyncio.Semaphore(settings.max_concurrent if is_agent else 1)
+        """Those for episodes of agents."""
 
     async def call(self, method: Method[Request, _Reply], request: Request, reply_s: float) -> _Reply:
+        async with self._losing():
+            answer = await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
+        if answer.HasField("failure"):
+            raise _failed(answer.failure)
+        return answer
+
+    async def play(
+        self, begin: agent_pb2.Begin, answer: Answer, tasks: asyncio.TaskGroup, limit_s: float
+    ) -> agent_pb2.AgentEnd:
+        begin.run_id = self.reward.run_id
+        sent: asyncio.Queue[agent_pb2.PlayRequest] = asyncio.Queue()
+        sent.put_nowait(agent_pb2.PlayRequest(begin=begin))
+
+        async def requests() -> AsyncIterator[agent_pb2.PlayRequest]:
+            while True:
+                yield await sent.get()
+
+        async def reply(call: agent_pb2.AgentCall) -> None:
+            sent.put_nowait(agent_pb2.PlayRequest(answer=await answer(call)))
+
+        async with (
+            self._losing(),
+            aclosing(self._client.stream(AgentService.Play, requests(), timeout_s=limit_s)) as responses,
+        ):
+            async for response in responses:
+                if response.HasField("failure"):
+                    raise _failed(response.failure)
+                if response.HasField("end"):
+                    return response.end
+                tasks.create_task(reply(response.call))
+        raise EpisodeFailed(EnvironmentFailure.LOST, "the stream ended before the agent")
+
+    @asynccontextmanager
+    async def _losing(self) -> AsyncIterator[None]:
+        """Raises EpisodeFailed if the service is lost in the block, once it is open again."""
         num_opens = self.reward.num_opens
         try:
-            answer = await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
+            yield
         except (Unavailable, DeadlineExceeded, PreconditionFailed) as error:
             if error.reason not in (Reason.UNREACHABLE, Reason.DEADLINE, Reason.RUN_NOT_OPEN, Reason.EPISODE_NOT_OPEN):
                 raise
             if error.reason is Reason.RUN_NOT_OPEN or isinstance(error, Unavailable):
                 await self.reward.reopen(num_opens, why=error.message)
             raise EpisodeFailed(EnvironmentFailure.LOST, error.message) from error
-        if answer.HasField("failure"):
-            reason = _FAILURES.get(answer.failure.reason, EnvironmentFailure.UNSPECIFIED)
-            raise EpisodeFailed(reason, answer.failure.message, alone=answer.failure.alone)
-        return answer
 
     async def end(self, request: pb.CloseRequest, end_s: float) -> None:
         await self._client.call(EnvironmentService.Close, request, timeout_s=end_s + _MARGIN_S)
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def _failed(failure: pb.EnvironmentFailure) -> EpisodeFailed:
+    reason = _FAILURES.get(failure.reason, EnvironmentFailure.UNSPECIFIED)
+    return EpisodeFailed(reason, failure.message, alone=failure.alone)

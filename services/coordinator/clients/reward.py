@@ -176,7 +176,12 @@ class Reward:
             extra_json=json.dumps(prompt.extra),
         )
         for sample, completion in enumerate(group.completions):
-            episode = group.episode(sample)
+            episode, left = group.episode(sample), group.left[sample] if group.left else None
+            if left:
+                result = pb.AgentResult(exit_code=left.exit_code, files=left.files)
+                of_agent = {"text": left.text, "num_tokens": left.num_tokens, "agent": result}
+                request.candidates.add(finish_reason=completion.finish_reason, **of_agent)
+                continue
             request.candidates.add(
                 text=final_text(completion, episode, tokenizer),
                 num_tokens=num_sampled(completion, episode),

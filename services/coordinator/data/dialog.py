@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lockstep.reward.v1.environment_pb2 import Message
 
-from services.common.config.environment import ReasoningTags
+from services.common.config.environment import BaseEnvironmentConfig, ReasoningTags
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.data.prompts import Prompt
@@ -40,7 +40,8 @@ class Dialog:
         environment = config.environment
         self._reasoning_tags = environment.reasoning_tags if isinstance(environment, ReasoningTags) else ()
         self._has_default_tags = "reasoning_tags" not in environment.model_fields_set
-        self._max_message_tokens = config.environment.max_message_tokens
+        takes_turns = isinstance(environment, BaseEnvironmentConfig)
+        self._max_message_tokens = environment.max_message_tokens if takes_turns else None
         self._max_prompt_tokens, self._stop = config.data.max_prompt_tokens, config.rollout.sampling.stop
 
     def check(self, roles: Sequence[str]) -> None:

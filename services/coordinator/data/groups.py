@@ -127,6 +127,53 @@ FINISH_REASONS = {
 
 
 @dataclass(frozen=True)
+class Row:
+    """A row of a batch: a sample or, of an agent's episode, a segment."""
+
+    sample: int
+    prompt_tokens: Sequence[int]
+    completion: Completion
+    episode: Episode | None = None
+    routed_experts: bytes | None = None
+    sampling_mask: bytes | None = None
+    segment: int | None = None
+    """Number of the segment in its episode; None without an agent."""
+    calls: Sequence[Mapping[str, object]] | None = None
+    """The call of each turn: its number, that of the call that it continues, and the SHA-256 of its body."""
+    num_repeated: int = 0
+    """Number of the first turns that are trained in another row of the episode."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with the prompt, as micro-batches count them (common.batches.blocks)."""
+        return len(self.prompt_tokens) + len(self.completion.tokens) - 1
+
+    def loss_mask(self, *, mask_truncated: bool) -> list[bool] | None:
+        """Returns which tokens are trained; None if all are. With `mask_truncated`, none of a truncated sample is."""
+        num_tokens = len(self.completion.tokens)
+        if mask_truncated and self.completion.finish_reason == FinishReason.FINISH_REASON_LENGTH:
+            return [False] * num_tokens
+        if self.episode is None:
+            return [True] * num_tokens if mask_truncated else None
+        mask = self.episode.loss_mask(num_tokens)
+        if self.num_repeated:
+            end = self.episode.turn_ends[self.num_repeated - 1]
+            mask[:end] = [False] * end
+        return mask
+
+
+@dataclass(frozen=True)
+class Left:
+    """What an agent left behind at the end of an episode, for the scorers."""
+
+    text: str
+    exit_code: int
+    files: Mapping[str, bytes]
+    num_tokens: int
+    """Number of tokens that the policy sampled."""
+
+
+@dataclass(frozen=True)
 class SampledGroup:
     """One prompt, its completions and the stamp of the weights that generated them."""
 
@@ -145,15 +192,34 @@ class SampledGroup:
     returned none."""
     sampling_mask: Sequence[bytes] = field(default=(), kw_only=True)
     """The sampling masks of each completion (common.batches.batch); empty if nothing was truncated."""
+    segments: Sequence[Row] = field(default=(), kw_only=True)
+    """The rows of agents' episodes, by sample; a completion then has no tokens. Empty without an agent."""
+    left: Sequence[Left | None] = field(default=(), kw_only=True)
+    """What the agent left behind in each sample; empty without an agent."""
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Returns the rows of the batch that the group becomes; those of a sample are neighbors."""
+        return self.segments or [
+            Row(
+                sample,
+                self.prompt.tokens,
+                completion,
+                self.episode(sample),
+                self.routed_experts[sample] if self.routed_experts else None,
+                self.sampling_mask[sample] if self.sampling_mask else None,
+            )
+            for sample, completion in enumerate(self.completions)
+        ]
 
     @property
     def length(self) -> int:
-        return max(len(completion.tokens) for completion in self.completions)
+        return max(len(row.completion.tokens) for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of its samples with their prompts, as micro-batches count them (common.batches.blocks)."""
-        return sum(len(self.prompt.tokens) + len(completion.tokens) - 1 for completion in self.completions)
+        return sum(row.num_tokens for row in self.rows)
 
     def episode(self, sample: int) -> Episode | None:
         """Returns the episode of a completion; None without an environment."""
@@ -169,7 +235,7 @@ class ScoredGroup(SampledGroup):
     baseline: float | None = None
     """Reward of the prompt's greedy completion, if there is one."""
     columns: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    """Outputs of other models for the samples: column of the batch -> one list per sample."""
+    """Outputs of other models for the rows: column of the batch -> one list per row."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -202,38 +268,30 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
         {
             "prompt_id": group.prompt.prompt_id,
             "group": group.index,
-            "sample": sample,
-            "prompt_tokens": group.prompt.tokens,
-            "tokens": completion.tokens,
-            "logprobs": completion.logprobs,
-            "reward": score.reward,
-            "components": list(score.components.items()),
+            "sample": row.sample,
+            "segment": row.segment,
+            "prompt_tokens": row.prompt_tokens,
+            "tokens": row.completion.tokens,
+            "logprobs": row.completion.logprobs,
+            "reward": group.scores[row.sample].reward,
+            "components": list(group.scores[row.sample].components.items()),
             "baseline": group.baseline,
-            "loss_mask": _loss_mask(group, sample, mask_truncated),
-            "finish_reason": FINISH_REASONS[completion.finish_reason],
+            "loss_mask": row.loss_mask(mask_truncated=mask_truncated),
+            "finish_reason": FINISH_REASONS[row.completion.finish_reason],
             "policy_version": group.stamp.version,
             "policy_digest": group.stamp.digest,
             "scorer": group.scorer,
-            "seed": completion.seed,
-            **(vars(group.episodes[sample]) if group.episodes else {}),
-            **({"routed_experts": group.routed_experts[sample]} if group.routed_experts else {}),
-            **({"sampling_mask": group.sampling_mask[sample]} if group.sampling_mask else {}),
-            **{name: rows[sample] for name, rows in group.columns.items()},
+            "seed": row.completion.seed,
+            **(vars(row.episode) if row.episode else {}),
+            "calls": row.calls,
+            "routed_experts": row.routed_experts,
+            "sampling_mask": row.sampling_mask,
+            **{name: columns[place] for name, columns in group.columns.items()},
         }
         for group in groups
-        for sample, (completion, score) in enumerate(zip(group.completions, group.scores, strict=True))
+        for place, row in enumerate(group.rows)
     ]
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
-
-
-def _loss_mask(group: ScoredGroup, sample: int, mask_truncated: bool) -> list[bool] | None:
-    completion, episode = group.completions[sample], group.episode(sample)
-    num_tokens = len(completion.tokens)
-    if mask_truncated and completion.finish_reason == FinishReason.FINISH_REASON_LENGTH:
-        return [False] * num_tokens
-    if episode:
-        return episode.loss_mask(num_tokens)
-    return [True] * num_tokens if mask_truncated else None
 
 
 def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict[str, float]:

@@ -298,6 +298,8 @@ def _needs_sandbox(config: AnyConfig | None) -> bool:
         return False
     environment = config.environment
     tools = environment.tools if environment and environment.kind == "tools" else ()
+    if environment and environment.kind == "agent" and environment.command:
+        return True
     has_code = any(scorer.kind == "code" for scorer in config.reward.scorers)
     return has_code or any(tool.kind == "python" for tool in tools)
 

@@ -163,6 +163,9 @@ def examine_environment(config: Config, addresses: Addresses, prompt: Prompt | N
     if addresses.reward:
         yield Finding("environment", "not opened: it runs where the reward services do")
         return
+    if config.environment.kind == "agent":
+        yield Finding("environment", "agent: not started, because it needs a model")
+        return
     calls = []
     if prompt:
         begin = {"reset": row_of(prompt), "seed": environment_seed(config.seed, prompt.prompt_id)}

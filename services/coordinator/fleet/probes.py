@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from services.common.config.environment import EnvironmentConfig
+from services.common.config.environment import BaseEnvironmentConfig, EnvironmentConfig
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError, PreconditionFailed
@@ -105,8 +105,11 @@ class EnvironmentProbe(Probe):
     def __init__(
         self, environment: EnvironmentConfig, command: Sequence[str] = ENVIRONMENT, *, shows_errors: bool = False
     ):
+        if not isinstance(environment, BaseEnvironmentConfig):
+            message = "environment: an agent calls the model by itself and is not played without one: run the config"
+            raise InvalidInput(message, field="environment.kind")
         super().__init__(command, end_s=environment.turn_s + _MARGIN_S, shows_errors=shows_errors)
-        self._environment = environment
+        self._environment: BaseEnvironmentConfig = environment
 
     def open(self, timeout_s: float = OPEN_TIMEOUT_S) -> Answer:
         """Returns the environment's version and tools."""

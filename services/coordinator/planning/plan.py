@@ -50,6 +50,12 @@ def environment_plan(config: Config) -> list[str]:
     environment = config.environment
     if environment is None:
         return []
+    if environment.kind == "agent":
+        return [
+            f"environment agent: up to {environment.max_calls} calls and {environment.max_tokens} sampled tokens in an "
+            f"episode, which becomes up to {environment.max_segments} rows of {config.rollout.max_model_len} tokens",
+            f"  each reward service plays {environment.max_concurrent} episodes at once",
+        ]
     turn, response = config.rollout.sampling.max_tokens, config.max_response_tokens
     prompt, turns = config.data.max_prompt_tokens, environment.max_turns * turn
     messages = "any length (environment.max_message_tokens is not set)"

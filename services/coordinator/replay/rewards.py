@@ -6,6 +6,7 @@ from itertools import chain
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
+from services.common.config.environment import BaseEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, NotFound, PreconditionFailed, Reason
 from services.common.rewards import total, weighted_sum
@@ -97,7 +98,7 @@ async def replay_environment(
 
 class _Player:
     def __init__(self, environments: Environments, dialog: Dialog, config: Config):
-        assert config.environment, "the run has an environment"
+        assert isinstance(config.environment, BaseEnvironmentConfig), "the run has an environment"
         self._environments, self._dialog, self._config = environments, dialog, config
         self._weight = config.environment.weight
 

@@ -132,6 +132,7 @@ class _Session:
         return Replayed(self.step, compared, list(differences), run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
+        _refuse_agents(run.config, What.REWARDS)
         async with self._scoring(run, addresses) as (rewards, environments, tokenizer):
             data = _prompts(run.config, tokenizer, environments)
             return await replay_rewards(self.record.batch(self.step), rewards, data, tokenizer)
@@ -140,6 +141,7 @@ class _Session:
         config = run.config
         if config.environment is None:
             raise InvalidInput("--what environment: the run has no environment", field="what")
+        _refuse_agents(config, What.ENVIRONMENT)
         async with self._scoring(run, addresses) as (_, environments, tokenizer):
             assert environments, "the run has an environment"
             data = _prompts(config, tokenizer, environments)
@@ -197,3 +199,10 @@ def _prompts(config: Config, tokenizer: Tokenizer, environments: Environments | 
     shown = tokenizer.with_tools(environments.tools) if environments else tokenizer
     needs_answer = config.reward.reads_answers
     return PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
+
+
+def _refuse_agents(config: Config, what: What) -> None:
+    """Agents are other programs, and a batch does not keep the final text and the files that their rewards are for."""
+    if config.environment and config.environment.kind == "agent":
+        message = f"--what {what}: the batches of an agent have no texts and files to repeat it from; use --what train"
+        raise InvalidInput(message, field="what")

@@ -129,7 +129,7 @@ class BlockMaker:
         samples = pa.concat_tables(to_table([group]) for group in groups)
         names = [model.column for model in self._models]
         answers = await gather(self._forward(model, samples) for model in self._models)
-        begins = accumulate((len(group.completions) for group in groups), initial=0)
+        begins = accumulate((len(group.rows) for group in groups), initial=0)
         slices = ([rows[begin:end].to_pylist() for rows in answers] for begin, end in pairwise(begins))
         return [dict(zip(names, columns, strict=True)) for columns in slices]
 

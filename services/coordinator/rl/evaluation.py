@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.batches.blocks import begins_of_samples
 from services.common.config.evaluation import EvalSetConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.rewards import reaches
@@ -62,6 +63,7 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
     adds its mean over all samples under its own name.
     """
     numbers = batch_metrics(samples)
+    samples = samples.take(pa.array(begins_of_samples(samples)))  # each counts once, however many rows it has
     metrics = {"reward": numbers["reward/mean"]}
     _, prompt_of = np.unique(samples["group"].to_numpy(), return_inverse=True)
     num_samples = np.bincount(prompt_of)

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches.batch import decode_sampling_masks
+from services.common.batches.blocks import begins_of_samples
 from services.common.config.observability import WarningsConfig
 from services.common.rewards import all_equal, is_constant
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
@@ -109,10 +110,12 @@ def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:
     """Returns metrics of a batch (SAMPLE_SCHEMA): of rewards, lengths and, if present, advantages, KL and values."""
-    rewards = batch["reward"].to_numpy()
-    lengths = pc.list_value_length(batch["tokens"]).to_numpy()
-    truncated = pc.equal(batch["finish_reason"], "length").to_numpy()
-    _, group_of = np.unique(batch["group"].to_numpy(), return_inverse=True)
+    firsts = begins_of_samples(batch)  # a sample of an agent counts once, however many rows it has
+    samples = batch.take(pa.array(firsts)) if len(firsts) < batch.num_rows else batch
+    rewards = samples["reward"].to_numpy()
+    lengths = np.add.reduceat(pc.list_value_length(batch["tokens"]).to_numpy(), firsts)
+    truncated = pc.equal(samples["finish_reason"], "length").to_numpy()
+    _, group_of = np.unique(samples["group"].to_numpy(), return_inverse=True)
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": 0.0 if all_equal(rewards) else float(rewards.std()),
@@ -121,22 +124,31 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
         "completion/tokens_mean": float(lengths.mean()),
         "completion/tokens_max": float(lengths.max()),
         "completion/truncated": float(truncated.mean()),
-        "batch/samples": float(batch.num_rows),
+        "batch/samples": float(samples.num_rows),
         "batch/tokens": float(lengths.sum()),
     }
-    components = {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
+    components = {f"reward/{name}": value for name, value in component_means(samples["components"]).items()}
     metrics = {**metrics, **components, **metrics}  # a component cannot override these
     return metrics | _episode_metrics(batch) | _token_metrics(batch)
 
 
 def _episode_metrics(batch: pa.Table) -> dict[str, float]:
-    """Returns the number of turns, and the share of tokens that the policy sampled; nothing without an environment."""
+    """Returns the number of turns, and the share of tokens that the policy sampled; nothing without an environment.
+
+    For agents, also the number of segments, and the share of sampled tokens that a row repeats from another.
+    """
     episodes = batch.filter(pc.is_valid(batch["environment"]))
     if not episodes.num_rows:
         return {}
-    turns = pc.list_value_length(episodes["turn_begins"]).to_numpy()
-    limited = pc.equal(episodes["finish_reason"], "turn_limit").to_numpy()
-    return {
+    firsts = begins_of_samples(episodes)
+    turns = np.add.reduceat(pc.list_value_length(episodes["turn_begins"]).to_numpy(), firsts)
+    limited = pc.equal(episodes["finish_reason"], "turn_limit").to_numpy()[firsts]
+    of_agent: dict[str, float] = {}
+    if _has(episodes, "segment"):
+        begins, ends = (pc.sum(pc.list_flatten(episodes[name])).as_py() for name in ("turn_begins", "turn_ends"))
+        repeated = 1 - trained_mask(episodes).sum() / max(ends - begins, 1)
+        of_agent = {"agent/segments_mean": episodes.num_rows / len(firsts), "agent/repeated_share": float(repeated)}
+    return of_agent | {
         "episode/turns_mean": float(turns.mean()),
         "episode/turns_max": float(turns.max()),
         "episode/turn_limit": float(limited.mean()),
@@ -167,7 +179,10 @@ def _token_metrics(batch: pa.Table) -> dict[str, float]:
         metrics |= {f"advantage/{name}": float(function(advantages_M)) for name, function in statistics.items()}
     if _has(batch, "ref_logprobs"):
         kl_M = kl_of(batch, "k1")
-        metrics |= {"kl/token_mean": float(kl_M.mean()), "kl/sample_mean": float(kl_M.sum() / batch.num_rows)}
+        metrics |= {
+            "kl/token_mean": float(kl_M.mean()),
+            "kl/sample_mean": float(kl_M.sum() / len(begins_of_samples(batch))),
+        }
     if _has(batch, "values") and _has(batch, "returns"):
         values_M, returns_M = (per_token(batch, name, "metrics")[mask_N] for name in ("values", "returns"))
         metrics["value/mean"] = float(values_M.mean())

@@ -222,11 +222,17 @@ class Bridge:
             if joined and not message["role"] and not joined[-1]["role"]:
                 message = {**message, "content": joined.pop()["content"] + message["content"]}
             joined.append(message)
-        mark = self._tokenizer.as_text
-        return [
-            {key: value if key == "role" or not isinstance(value, str) else mark(value) for key, value in one.items()}
-            for one in joined
-        ]
+        return [{key: value if key == "role" else self._marked(value) for key, value in one.items()} for one in joined]
+
+    def _marked(self, value: Any) -> Any:
+        """Returns a value of a message in which special tokens are marked as text, in lists and objects too."""
+        if isinstance(value, str):
+            return self._tokenizer.as_text(value)
+        if isinstance(value, list):
+            return [self._marked(entry) for entry in value]
+        if isinstance(value, dict):
+            return {self._marked(key): self._marked(entry) for key, entry in value.items()}
+        return value
 
     def _raw(self, text: str) -> list[int]:
         # Some tokenizers put a space before a text. After other text they do not.

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from services.common.batches.blocks import content_sha256
+from services.common.batches.blocks import begins_of_samples, content_sha256
 from services.common.errors import DataLoss
 from services.common.rpc.history import scores_hashes
 from services.coordinator.data.order import EpochOrder, seed_of, shuffled
@@ -18,7 +18,8 @@ from services.coordinator.data.prompts import REFILLS
 
 Json = Mapping[str, Any]
 """A line, a config, or the body of a row."""
-_NUMBERS = ["prompt_id", "group", "sample", "seed", "policy_version", "policy_digest", "reward"]
+_STAMPED = ["prompt_id", "sample", "policy_version", "policy_digest"]
+_NUMBERS = ["prompt_id", "group", "sample", "segment", "seed", "policy_version", "policy_digest", "reward"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class SampleChecks:
             DataLoss: The file cannot be read.
         """
         samples = _read(path)
-        rows = samples.select(_NUMBERS).to_pylist()
+        rows = samples.select([name for name in _NUMBERS if name in samples.column_names]).to_pylist()
         yield from self._check_stamps(path, rows, (body.get("drawn", step), body["digest"]))
         for number, row in enumerate(rows):
             expected = seed_of(config["seed"], step, row["prompt_id"], row["sample"])
@@ -70,7 +71,7 @@ class SampleChecks:
             DataLoss: The file cannot be read.
         """
         samples = _read(path)
-        yield from self._check_stamps(path, samples.select(_NUMBERS).to_pylist(), stamp)
+        yield from self._check_stamps(path, samples.select(_STAMPED).to_pylist(), stamp)
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
         yield from differing(path, {name: _metrics_of(samples)["reward/mean"]}, metrics)
 
@@ -119,11 +120,14 @@ def differing(path: Path, metrics: Mapping[str, float], recorded: Mapping[str, f
 def _check_groups(path: Path, rows: Sequence[Json], body: Json, config: Json) -> Iterator[str]:
     """Compares the samples of each group with those that every group has, and their number with the selection."""
     samples_of: dict[int, list[int]] = {}
+    segments = set[tuple[int, int, int]]()
     for number, row in enumerate(rows):
-        samples = samples_of.setdefault(row["group"], [])
-        if row["sample"] in samples:
+        segment = row["group"], row["sample"], row.get("segment") or 0
+        if segment in segments:
             yield f"{_who(row, number, path)} is in the batch twice"
-        samples.append(row["sample"])
+        elif not segment[-1]:
+            samples_of.setdefault(row["group"], []).append(row["sample"])
+        segments.add(segment)
     if "num_groups" not in body:
         return
     if len(samples_of) != body["num_groups"]:
@@ -135,10 +139,11 @@ def _check_groups(path: Path, rows: Sequence[Json], body: Json, config: Json) ->
 
 def _metrics_of(samples: pa.Table) -> dict[str, float]:
     """Returns metrics of a step (rl.metrics.batch_metrics) that cost little to compute again."""
+    num_tokens, samples = pc.sum(pc.list_value_length(samples["tokens"])).as_py(), _first_rows(samples)
     return {
         "reward/mean": float(samples["reward"].to_numpy().mean()),
         "batch/samples": float(samples.num_rows),
-        "batch/tokens": float(pc.sum(pc.list_value_length(samples["tokens"])).as_py()),
+        "batch/tokens": float(num_tokens),
         "completion/truncated": float(pc.mean(pc.equal(samples["finish_reason"], "length")).as_py()),
     }
 
@@ -147,12 +152,17 @@ def _scores_of(samples: pa.Table) -> dict[str, Sequence[str]]:
     """Returns the hashes of each prompt's scores; that of the rewards only if no environment has added its own."""
     scores: dict[str, list[tuple[float, dict[str, float]]]] = {}
     of_environment = set[str]()
-    for row in samples.select(["prompt_id", "reward", "components", "environment"]).to_pylist():
+    for row in _first_rows(samples).select(["prompt_id", "reward", "components", "environment"]).to_pylist():
         components = {name: value for name, value in row["components"] if name != "environment"}
         scores.setdefault(row["prompt_id"], []).append((row["reward"], components))
         if row["environment"] is not None:
             of_environment.add(row["prompt_id"])
     return {name: scores_hashes(some)[: 1 if name in of_environment else 2] for name, some in scores.items()}
+
+
+def _first_rows(samples: pa.Table) -> pa.Table:
+    """Returns one row of each sample; a sample of an agent has several."""
+    return samples.take(pa.array(begins_of_samples(samples)))
 
 
 def _read(path: Path) -> pa.Table:

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 # Users' environments and tools import these from here.
+from services.common.tool_syntax import ToolCall as ToolCall
 from services.reward.errors import EnvironmentFailure as EnvironmentFailure
 from services.reward.errors import EpisodeError as EpisodeError
 
@@ -23,12 +24,6 @@ class Message:
     role: str
     content: str
     name: str = ""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: Mapping[str, object]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,15 @@ log = logging.getLogger(__name__)
 
 def class_target(path: str, kwargs: Mapping[str, object], max_memory_bytes: int) -> Target:
     """Returns how a worker starts that plays episodes of a class, a `module:Class`."""
+    executor = "services.reward.environments.executor:EpisodeExecutor"
+    return worker_target(executor, {"path": path, "kwargs": kwargs}, max_memory_bytes)
+
+
+def worker_target(executor: str, settings: Mapping[str, object], max_memory_bytes: int) -> Target:
+    """Returns how a worker of an EpisodePool starts; `executor` is a `module:Class`."""
     return Target(
-        "services.reward.environments.executor:EpisodeExecutor",
-        {"path": path, "kwargs": kwargs},
+        executor,
+        settings,
         lambda reason, detail, traceback: EpisodeError(EnvironmentFailure(reason), detail, traceback),
         failed=EnvironmentFailure.CRASHED,
         max_reply_bytes=2 * MAX_REPLY_BYTES,

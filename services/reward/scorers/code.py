@@ -52,7 +52,7 @@ class CodeScorer(Scorer):
         column = item.column(self._config.tests_key, "tests_key")
         tests = read_tests(column, float_tolerance=self._config.float_tolerance)
         self._check_sizes(tests)
-        program = find_program(item.completion, require_fence=self._config.require_fence)
+        program = self._program(item)
         if program is None:
             return 0.0
         async with self._slots:
@@ -68,6 +68,12 @@ class CodeScorer(Scorer):
                 raise
             finally:
                 self._running.discard(running)
+
+    def _program(self, item: Item) -> str | None:
+        if not self._config.file:
+            return find_program(item.completion, require_fence=self._config.require_fence)
+        left = item.extra.get("agent")
+        return left["files"].get(self._config.file) if isinstance(left, dict) else None
 
     async def close(self) -> None:
         self._closed = True

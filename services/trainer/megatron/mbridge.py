@@ -9,6 +9,7 @@ is opened with transformers, because no list of corrections can be known to be c
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -153,7 +154,9 @@ def _compare(
     try:
         for parameter in local_parameters(chunks, parallelism):
             part = bridged.weights.part(parameter.name)
-            parameter.tensor.detach().copy_(part.cut(cast("list[Sliceable]", [stored[name] for name in part.names]), 0, 1))
+            parameter.tensor.detach().copy_(
+                part.cut(cast("list[Sliceable]", [stored[name] for name in part.names]), 0, 1)
+            )
             given |= zip(part.names, part.join([parameter.tensor.detach().cpu()]), strict=True)
         logprobs_N = model.forward([reference.packed().to(device)], temperature=1.0)[0][0].cpu()
     finally:

@@ -18,7 +18,7 @@ class Microbatch:
     """Holds sequences end to end, as the model reads them: T tokens, B sequences, N predicted completion tokens.
 
     The last token of a sequence predicts nothing and is left out of T. `columns` holds one value per predicted
-    token: behavior_logprobs, loss_mask (1 or 0), completion_length (how many tokens of its sequence have mask 1) and,
+    token: behavior_logprobs, loss_mask (1 or 0), completion_length (how many tokens of its sample have mask 1) and,
     if the batch has them, advantages, returns, values, old_logprobs and ref_logprobs.
 
     Example: prompt [5, 6], completion [7, 8] gives tokens [5, 6, 7], predict [1, 2], targets [7, 8].
@@ -172,7 +172,10 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
     for name in ("loss_mask", "advantages", "ref_logprobs", "values", "returns"):
         if samples[name].null_count == 0:
             columns[name] = _flat(samples, name)
-    trained = np.add.reduceat(columns["loss_mask"], np.cumsum(counts) - counts)
+    if "trained_tokens" in samples.column_names:  # a sample of an agent has several rows
+        trained = samples["trained_tokens"].to_numpy()
+    else:
+        trained = np.add.reduceat(columns["loss_mask"], np.cumsum(counts) - counts)
     columns["completion_length"] = np.repeat(trained, counts)
     return Microbatch(
         tokens_T=torch.from_numpy(np.concatenate(inputs).astype(np.int64)),

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from lockstep.coordinator.v1 import coordinator_pb2
-from lockstep.reward.v1 import environment_pb2, reward_pb2
+from lockstep.reward.v1 import agent_pb2, environment_pb2, reward_pb2
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2
 
@@ -27,7 +27,7 @@ from tests.support import PATIENCE_S
 keep_early_status()
 
 HOST = "127.0.0.1"
-FILES = (rollout_pb2, trainer_pb2, reward_pb2, environment_pb2, coordinator_pb2)
+FILES = (rollout_pb2, trainer_pb2, reward_pb2, environment_pb2, agent_pb2, coordinator_pb2)
 SERVICES = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
 METHODS = {f"/{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 UNLISTED = "/lockstep.reward.v1.RewardService/AddedYesterday"

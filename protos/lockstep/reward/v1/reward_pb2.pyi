@@ -64,14 +64,31 @@ class CloseRunResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("text", "num_tokens", "finish_reason")
+    __slots__ = ("text", "num_tokens", "finish_reason", "agent")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
     text: str
     num_tokens: int
     finish_reason: _types_pb2.FinishReason
-    def __init__(self, text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+    agent: AgentResult
+    def __init__(self, text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., agent: _Optional[_Union[AgentResult, _Mapping]] = ...) -> None: ...
+
+class AgentResult(_message.Message):
+    __slots__ = ("exit_code", "files")
+    class FilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    exit_code: int
+    files: _containers.ScalarMap[str, bytes]
+    def __init__(self, exit_code: _Optional[int] = ..., files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates", "run_id")

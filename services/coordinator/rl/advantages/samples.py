@@ -1,4 +1,7 @@
-"""Reads the columns of a batch as flat arrays. Suffixes: S samples, N completion tokens, M trained tokens."""
+"""Reads the columns of a batch as flat arrays. Suffixes: S samples, N completion tokens, M trained tokens.
+
+A sample of an agent has several rows, R in all, whose trained tokens follow each other as those of one sample.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from services.common.batches.blocks import begins_of_samples
 from services.common.config.advantage import AdvantageConfig, KlConfig
 from services.common.errors import InvalidInput
 
@@ -40,7 +44,7 @@ class Samples:
     group_S: np.ndarray  # index of the sample's prompt group, from 0 without gaps
     count_S: np.ndarray  # number of trained tokens of each sample; may be 0
     truncated_S: np.ndarray  # whether the sample was cut off at max_tokens
-    offsets_S: np.ndarray  # int32 [S + 1], index among all N of each sample's first token
+    offsets_R: np.ndarray  # int32 [R + 1], index among all N of each row's first token
     position_M: np.ndarray  # index of each trained token among all N
     sample_M: np.ndarray  # index of its sample
     penalty_M: np.ndarray  # KL penalty of each token, multiplied by the coefficient
@@ -57,33 +61,34 @@ class Samples:
         Raises:
             InvalidInput: See `compute_advantages`.
         """
-        _, group_S = np.unique(batch["group"].to_numpy(), return_inverse=True)
+        first_S = begins_of_samples(batch)
+        _, group_S = np.unique(batch["group"].to_numpy()[first_S], return_inverse=True)
         if config.needs_group and np.bincount(group_S).min(initial=2) < 2:
             raise InvalidInput(
                 f"group: advantage.kind {config.kind} compares the samples of a prompt with each other, but a group "
                 "has only one; increase rollout.completions_per_prompt",
                 field="group",
             )
-        lengths_S: np.ndarray = pc.list_value_length(batch["tokens"]).to_numpy()
-        num_samples: int = batch.num_rows
+        lengths_R: np.ndarray = pc.list_value_length(batch["tokens"]).to_numpy()
+        offsets_R = np.concatenate([[0], np.cumsum(lengths_R)]).astype(np.int32)
+        num_samples = len(first_S)
         position_M = np.flatnonzero(trained_mask(batch))
-        sample_M = np.repeat(np.arange(num_samples), lengths_S)[position_M]
+        sample_M = np.searchsorted(offsets_R[first_S], position_M, side="right") - 1
         kind = f"advantage.kind {config.kind}"
         values_M = per_token(batch, "values", kind)[position_M] if config.needs_values else None
         kl_M = kl_of(batch, config.kl.kind) if config.needs_reference else np.zeros(len(position_M))
-        offsets_S = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32)
-        turn_starts_M, turn_rewards_K = _turns(batch, offsets_S, position_M, sample_M)
+        turn_starts_M, turn_rewards_K = _turns(batch, offsets_R, position_M, sample_M)
         return cls(
-            rewards_S=batch["reward"].to_numpy(),
+            rewards_S=batch["reward"].to_numpy()[first_S],
             group_S=group_S,
             count_S=np.bincount(sample_M, minlength=num_samples),
-            truncated_S=pc.equal(batch["finish_reason"], "length").to_numpy(),
-            offsets_S=offsets_S,
+            truncated_S=pc.equal(batch["finish_reason"], "length").to_numpy()[first_S],
+            offsets_R=offsets_R,
             position_M=position_M,
             sample_M=sample_M,
             penalty_M=kl_coef * kl_M,
             values_M=values_M,
-            baseline_S=_required(batch, "baseline", kind).to_numpy() if config.needs_baseline else None,
+            baseline_S=_required(batch, "baseline", kind).to_numpy()[first_S] if config.needs_baseline else None,
             turn_starts_M=turn_starts_M,
             turn_rewards_K=turn_rewards_K,
         )
@@ -117,23 +122,23 @@ class Samples:
         return rewards_M
 
     def to_lists(self, numbers_M: np.ndarray) -> pa.Array:
-        """Returns list<float> [S]: `numbers_M` at the trained tokens, 0 at the others."""
-        flat_N = np.zeros(self.offsets_S[-1], np.float32)
+        """Returns list<float> [R]: `numbers_M` at the trained tokens, 0 at the others."""
+        flat_N = np.zeros(self.offsets_R[-1], np.float32)
         flat_N[self.position_M] = numbers_M
-        return pa.ListArray.from_arrays(pa.array(self.offsets_S), pa.array(flat_N))
+        return pa.ListArray.from_arrays(pa.array(self.offsets_R), pa.array(flat_N))
 
 
 def _turns(
-    batch: pa.Table, offsets_S: np.ndarray, position_M: np.ndarray, sample_M: np.ndarray
+    batch: pa.Table, offsets_R: np.ndarray, position_M: np.ndarray, sample_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns where turns start, bool [M], and the reward of each turn that has trained tokens, float64 [K]."""
     starts_M = np.ones(len(sample_M), bool)
     starts_M[1:] = (np.diff(position_M) > 1) | (np.diff(sample_M) > 0)
     begins, rewards = batch["turn_begins"], batch["turn_rewards"]
-    counts_S = pc.fill_null(pc.list_value_length(begins), 0).to_numpy()
-    begins_N = np.repeat(offsets_S[:-1], counts_S) + pc.list_flatten(begins).to_numpy()
+    counts_R = pc.fill_null(pc.list_value_length(begins), 0).to_numpy()
+    begins_N = np.repeat(offsets_R[:-1], counts_R) + pc.list_flatten(begins).to_numpy()
     starts_M |= np.isin(position_M, begins_N)  # turns between which the environment added nothing
-    rewards_N = np.zeros(offsets_S[-1])
+    rewards_N = np.zeros(offsets_R[-1])
     rewards_N[begins_N] = pc.list_flatten(rewards).to_numpy()
     return starts_M, rewards_N[position_M[starts_M]]
 
@@ -217,5 +222,6 @@ def kl_record(batch: pa.Table, coef: float, config: KlConfig) -> dict[str, float
     Raises:
         InvalidInput: ref_logprobs are missing.
     """
-    kl = kl_of(batch, config.kind).sum() / batch.num_rows
-    return {"kl_coef": coef, "kl_per_sample": float(kl), "num_samples": float(batch.num_rows)}
+    num_samples = len(begins_of_samples(batch))
+    kl = kl_of(batch, config.kind).sum() / num_samples
+    return {"kl_coef": coef, "kl_per_sample": float(kl), "num_samples": float(num_samples)}

@@ -7,16 +7,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from services.reward.environments.tools.syntax import is_deep, read_json
+from services.common.tool_syntax import Schema, fits, is_option
 
-Schema = Mapping[str, Any]
 _TYPES: Mapping[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
-_CLASSES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,),
-    "array": (list,), "null": (type(None),),
-}  # fmt: skip
-# Chat templates that show values as Python does write these for true, false and null.
-_PYTHON_LITERALS: Mapping[str, object] = {"True": True, "False": False, "None": None}
 
 
 def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
@@ -41,7 +34,7 @@ def function_schema(function: Callable[..., object]) -> Schema:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} of {function.__name__}: a tool's arguments must be given by name")
         schema = _type_schema(hints.get(parameter.name, Any))
-        if parameter.default is None and schema and not _fits(None, schema):
+        if parameter.default is None and schema and not fits(None, schema):
             schema = {"anyOf": [schema, {"type": "null"}]}
         meaning = meanings.get(parameter.name)
         properties[parameter.name] = {**schema, "description": meaning} if meaning else schema
@@ -69,7 +62,7 @@ def find_fault(arguments: Mapping[str, object], parameters: Schema) -> str:
     if unknown := [name for name in arguments if name not in properties]:
         return f"unknown argument {unknown[0][:100]!r}: there are {', '.join(properties) or 'none'}"
     for name, value in arguments.items():
-        if not _fits(value, properties[name]) and not _is_left_out(name, value, parameters):
+        if not fits(value, properties[name]) and not _is_left_out(name, value, parameters):
             return f"argument {name} must be {_describe(properties[name])}"
     return ""
 
@@ -85,82 +78,23 @@ def fitted(arguments: Mapping[str, object], parameters: Schema) -> Mapping[str, 
     }
 
 
-def read_texts(texts: Mapping[str, object], parameters: Schema) -> Mapping[str, object]:
-    """Returns arguments that were written as texts, of the types of the schema, which may be that of another server.
-
-    A text stays as it is if its parameter takes texts and the text is no value of another type that it takes too, or if
-    it is no value of any type that it takes.
-    """
-    properties = parameters.get("properties") or {}
-    return {name: _read_text(str(text), properties.get(name, {})) for name, text in texts.items()}
-
-
-def _read_text(text: str, schema: Schema) -> object:
-    kinds = _kinds(schema)
-    if kinds == {"string"}:
-        return text
-    try:
-        literal = text.strip()
-        value = _PYTHON_LITERALS[literal] if literal in _PYTHON_LITERALS else read_json(literal)
-    except (ValueError, RecursionError):
-        return text
-    fits = not isinstance(value, str) and any(_fits(value, {"type": kind}) for kind in kinds)
-    return value if fits and not is_deep(value) else text
-
-
-def _kinds(schema: Schema) -> set[str]:
-    """Returns the names of the types that a schema allows; all if it does not say."""
-    if not isinstance(schema, Mapping):  # `true` allows everything
-        return set(_CLASSES)
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if options:
-        return set().union(*map(_kinds, options))
-    if "enum" in schema:
-        return {kind for value in schema["enum"] for kind in _CLASSES if _fits(value, {"type": kind})}
-    kind = schema.get("type", list(_CLASSES))
-    return {kind} if isinstance(kind, str) else set(kind)
-
-
 def _is_left_out(name: str, value: object, parameters: Schema) -> bool:
     is_optional = name not in parameters["required"]
-    return value is None and is_optional and not _fits(None, parameters["properties"][name])
+    return value is None and is_optional and not fits(None, parameters["properties"][name])
 
 
 def _fit(value: object, schema: Schema) -> object:
     """Returns a value that fits the schema, with integers where it wants them."""
     if "anyOf" in schema:
-        fits = [_fit(value, option) for option in schema["anyOf"] if _fits(value, option)]
+        fits = [_fit(value, option) for option in schema["anyOf"] if fits(value, option)]
         return next((fit for fit in fits if type(fit) is type(value)), fits[0])
     if "enum" in schema:
-        return next(option for option in schema["enum"] if _is_option(value, option))
+        return next(option for option in schema["enum"] if is_option(value, option))
     if isinstance(value, list):
         return [_fit(entry, schema.get("items", {})) for entry in value]
     if isinstance(value, dict):
         return {key: _fit(entry, schema.get("additionalProperties", {})) for key, entry in value.items()}
     return int(value) if isinstance(value, float) and schema.get("type") == "integer" else value
-
-
-def _is_option(value: object, option: object) -> bool:
-    return value == option and (type(value) is type(option) or (type(value) is float and type(option) is int))
-
-
-def _fits(value: object, schema: Schema) -> bool:
-    if "anyOf" in schema:
-        return any(_fits(value, option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return any(_is_option(value, option) for option in schema["enum"])
-    kind = schema.get("type")
-    if kind is None:
-        return True
-    if isinstance(value, float) and kind == "integer":
-        return value.is_integer()
-    if (isinstance(value, bool) and kind != "boolean") or not isinstance(value, _CLASSES.get(kind, ())):
-        return False
-    if isinstance(value, list):
-        return all(_fits(entry, schema.get("items", {})) for entry in value)
-    if isinstance(value, dict) and "additionalProperties" in schema:
-        return all(_fits(entry, schema["additionalProperties"]) for entry in value.values())
-    return True
 
 
 def _describe(schema: Schema) -> str:

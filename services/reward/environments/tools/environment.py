@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from services.common.config.environment import ToolsEnvironmentConfig
+from services.common.tool_syntax import BadCall, Call, find_calls, read_texts
 from services.reward.environments.base import Environment, Message, Reply, ToolCall, Turn
 from services.reward.environments.tools import base
 from services.reward.environments.tools.base import BadArgumentsError, Schema, Tool
@@ -11,7 +12,6 @@ from services.reward.environments.tools.compute import Calculator, Python
 from services.reward.environments.tools.functions import FunctionTools
 from services.reward.environments.tools.mcp import McpTools
 from services.reward.environments.tools.search import Search
-from services.reward.environments.tools.syntax import BadCall, Call, find_calls
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
 # Longer results are cut, so that those of a turn fit into one message of the service.
@@ -95,7 +95,7 @@ class ToolsEnvironment(Environment):
     def _typed(self, call: ToolCall) -> ToolCall:
         """Returns the call with its texts read as its schema says; as it is if there is no such tool."""
         parameters = self._parameters.get(call.name)
-        return ToolCall(call.name, base.read_texts(call.arguments, parameters)) if parameters else call
+        return ToolCall(call.name, read_texts(call.arguments, parameters)) if parameters else call
 
     async def _answer(self, episode_id: str, call: Call, share: float) -> tuple[Message, str]:
         if isinstance(call, BadCall):

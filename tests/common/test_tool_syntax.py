@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from services.common.tool_syntax import MAX_CALLS, THINK, BadCall, find_calls, read_texts
 from services.reward.environments.base import ToolCall, Turn
-from services.reward.environments.tools.base import read_texts
-from services.reward.environments.tools.syntax import MAX_CALLS, THINK, BadCall, find_calls
 
 ARGUMENTS = {"search": "query", "python": "code"}
 

@@ -1,3 +1,4 @@
+# pyright: standard
 """Reads the tool calls in the policy's text, which may be anything. Errors in calls are described for the policy.
 
 Each syntax is a parser that begins at the opening tag of a call and says where the call ends. So a tag within a string
@@ -9,8 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from services.reward.environments.base import ToolCall
+from typing import Any
 
 MAX_CALLS = 8  # in one turn. Each further one is answered with an error, up to as many again
 THINK = ("<think>", "</think>")
@@ -24,6 +24,12 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _FUNCTION_END = re.compile(r"\s*</function>\s*</tool_call>")
 # A value may hold any of these tags, but not all that end a call in their order.
 _VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=[^<>\n]+>|</function>\s*</tool_call>))")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -249,3 +255,72 @@ def _number(text: str) -> float:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_number, strict=False)
 # Finds the end of a value whose content may be refused.
 _SPAN = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, strict=False)
+
+Schema = Mapping[str, Any]
+_CLASSES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,),
+    "array": (list,), "null": (type(None),),
+}  # fmt: skip
+# Chat templates that show values as Python does write these for true, false and null.
+_PYTHON_LITERALS: Mapping[str, object] = {"True": True, "False": False, "None": None}
+
+
+def read_texts(texts: Mapping[str, object], parameters: Schema) -> Mapping[str, object]:
+    """Returns arguments that were written as texts, of the types of the schema, which may be that of another server.
+
+    A text stays as it is if its parameter takes texts and the text is no value of another type that it takes too, or if
+    it is no value of any type that it takes.
+    """
+    properties = parameters.get("properties") or {}
+    return {name: _read_text(str(text), properties.get(name, {})) for name, text in texts.items()}
+
+
+def _read_text(text: str, schema: Schema) -> object:
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    try:
+        literal = text.strip()
+        value = _PYTHON_LITERALS[literal] if literal in _PYTHON_LITERALS else read_json(literal)
+    except (ValueError, RecursionError):
+        return text
+    is_typed = not isinstance(value, str) and any(fits(value, {"type": kind}) for kind in kinds)
+    return value if is_typed and not is_deep(value) else text
+
+
+def _kinds(schema: Schema) -> set[str]:
+    """Returns the names of the types that a schema allows; all if it does not say."""
+    if not isinstance(schema, Mapping):  # `true` allows everything
+        return set(_CLASSES)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return set().union(*map(_kinds, options))
+    if "enum" in schema:
+        return {kind for value in schema["enum"] for kind in _CLASSES if fits(value, {"type": kind})}
+    kind = schema.get("type", list(_CLASSES))
+    return {kind} if isinstance(kind, str) else set(kind)
+
+
+def is_option(value: object, option: object) -> bool:
+    """Returns whether a value is the `option` of an enum; 3.0 is 3, and True is not 1."""
+    return value == option and (type(value) is type(option) or (type(value) is float and type(option) is int))
+
+
+def fits(value: object, schema: Schema) -> bool:
+    """Returns whether a value fits a JSON schema, of which it knows the parts that functions have."""
+    if "anyOf" in schema:
+        return any(fits(value, option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return any(is_option(value, option) for option in schema["enum"])
+    kind = schema.get("type")
+    if kind is None:
+        return True
+    if isinstance(value, float) and kind == "integer":
+        return value.is_integer()
+    if (isinstance(value, bool) and kind != "boolean") or not isinstance(value, _CLASSES.get(kind, ())):
+        return False
+    if isinstance(value, list):
+        return all(fits(entry, schema.get("items", {})) for entry in value)
+    if isinstance(value, dict) and "additionalProperties" in schema:
+        return all(fits(entry, schema["additionalProperties"]) for entry in value.values())
+    return True

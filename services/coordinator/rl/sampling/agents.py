@@ -1,0 +1,293 @@
+"""Plays the episodes of agents, which own their loop: answers each call of the model from exactly the episode's stamp.
+
+A call is mapped to the tokens that it continues (text/threads.py). At the end of an episode, the calls become rows in
+which each sampled token is trained once.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.reward.v1.agent_pb2 import AgentCall, AgentEnd, Begin, CallAnswer
+from lockstep.types.v1.types_pb2 import Completion, FinishReason
+
+from services.common.batches.batch import join_sampling_masks
+from services.common.config.environment import AgentEnvironmentConfig
+from services.common.config.run import Config
+from services.common.errors import InvalidInput
+from services.common.tool_syntax import BadCall, ToolCall, find_calls, read_texts
+from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Affinity, Rollout
+from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.groups import Episode, Left, Row, SampledGroup, Stream
+from services.coordinator.data.order import environment_seed, seed_of
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.rl.sampling.collect import PromptRequest
+from services.coordinator.rl.sampling.played import Played, PlayedCollector, require_stamp
+from services.coordinator.text.threads import Call, Json, Path, Renderer, Threads, close
+from services.coordinator.text.tokenizer import Tokenizer
+
+_STOP, _LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
+_TURN_LIMIT = FinishReason.FINISH_REASON_TURN_LIMIT
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What a call keeps of its answer: the completion, with routed experts and sampling mask."""
+
+    completion: Completion
+    routed_experts: bytes
+    sampling_mask: bytes
+    body_sha256: str
+
+
+class AgentCollector(PlayedCollector):
+    """Collects groups whose samples are episodes of agents.
+
+    Raises:
+        InvalidInput: The model has no chat template, or reasons between other tags than those of the config.
+    """
+
+    def __init__(
+        self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
+    ):
+        super().__init__(rollout, rewards, tokenizer, config, environments)
+        assert isinstance(config.environment, AgentEnvironmentConfig), "make_collector has checked"
+        self.settings, self.config = config.environment, config
+        if not tokenizer.has_chat_template:
+            message = "an agent sends messages, and the model has no chat template: set data.chat_template"
+            raise InvalidInput(message, field="data.chat_template")
+        self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
+        self.dialog = Dialog(tokenizer, (), config)
+        self.dialog.check(())
+        self._has_experts = False
+
+    async def _attempt(
+        self, episode_id: str, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
+    ) -> Played:
+        columns = {name: prompt.extra[name] for name in self.settings.columns if name in prompt.extra}
+        begin = Begin(
+            episode_id=episode_id,
+            seed=environment_seed(self._seed, prompt.prompt_id),
+            row_json=json.dumps({"prompt": prompt.row_prompt, **columns}),
+            alone=alone,
+            max_model_len=self.config.rollout.max_model_len,
+        )
+        episode = _AgentEpisode(self, prompt, request, sample)
+        end = await self._environments.play(begin, episode.answer)
+        return episode.played(end, self._environments.name)
+
+    def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
+        segments = [
+            replace(row, sample=sample)
+            for sample, one in enumerate(played)
+            for row in one.segments or [Row(0, prompt.tokens, one.completion, one.episode, segment=0)]
+        ]
+        completions, left = [one.completion for one in played], [one.left for one in played]
+        return SampledGroup(index, prompt, completions, request.stamp, segments=segments, left=left)
+
+    async def sample(self, call: Call, episode: "_AgentEpisode", limit: int, stop: Sequence[str]) -> _Sampled:
+        """Samples the answer of a call."""
+        prompt, request, sample = episode.prompt, episode.request, episode.sample
+        params = self._params(request, limit)
+        params.stop.extend(stop)
+        occurrence = episode.threads.occurrence(call)
+        seed = seed_of(self._seed, request.step, prompt.prompt_id, sample, *_key_of(call, occurrence))
+        context = replace(prompt, tokens=call.prompt)
+        group = await self._rollout.generate(0, context, [seed], params, request.stamp, episode.affinity)
+        require_stamp(group, request, sample, call.number)
+        self._count_drafts(group, request)
+        if call.parent:
+            self._counts.update(reused=len(call.parent.tokens), cached=group.num_cached_tokens)
+        experts, masks = group.routed_experts, group.sampling_mask
+        self._has_experts = self._has_experts or bool(experts)
+        if self._has_experts and not experts:
+            message = (
+                "an agent's `stop`: the engine returns no routed experts then; set trainer.moe.router_replay to off"
+            )
+            raise InvalidInput(message, field="trainer.moe.router_replay")
+        return _Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
+
+    def count(self, **numbers: int) -> None:
+        self._counts.update(numbers)
+
+
+class _AgentEpisode:
+    """One episode in progress: answers calls, and makes rows of them at the end."""
+
+    def __init__(self, collector: AgentCollector, prompt: Prompt, request: PromptRequest, sample: int):
+        self._collector, self._settings = collector, collector.settings
+        self.prompt, self.request, self.sample = prompt, request, sample
+        self.threads, self.affinity = Threads(collector.renderer), Affinity()
+        # Calls are added in the order in which they came, in a thread, because they may have to be tokenized.
+        self._adding = asyncio.Lock()
+        self._num_calls = self._num_tokens = 0
+        self._limit: FinishReason | None = None
+        self._last, self._is_cut = -1, False
+
+    async def answer(self, asked: AgentCall) -> CallAnswer:
+        """Returns the model's answer, or a refusal."""
+        said = json.loads(asked.request_json)
+        async with self._adding:
+            call = await self._add(asked, said)
+        if isinstance(call, CallAnswer):
+            return call
+        room = self._collector.config.rollout.max_model_len - len(call.prompt)
+        left = self._settings.max_tokens - self._num_tokens
+        limit = min(room, left, *([said["max_tokens"]] if said["max_tokens"] else []))
+        sampled = await self._collector.sample(call, self, limit, said["stop"])
+        completion = sampled.completion
+        message, calls = self._message(call, completion, said)
+        async with self._adding:
+            close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256))
+        self._num_tokens += len(completion.tokens)
+        is_cut = completion.finish_reason == _LENGTH
+        self._note(call.number, is_cut=is_cut)
+        return CallAnswer(
+            call=asked.number,
+            message_json=json.dumps(message),
+            finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
+            num_prompt_tokens=len(call.prompt),
+            num_sampled_tokens=len(completion.tokens),
+        )
+
+    async def _add(self, asked: AgentCall, said: Json) -> Call | CallAnswer:
+        """Returns the call with its tokens, or a refusal."""
+        settings, collector = self._settings, self._collector
+        collector.count(overridden=bool(asked.overridden))
+        if self._limit is None and self._num_calls >= settings.max_calls:
+            self._limit = _TURN_LIMIT
+        if self._limit is None and self._num_tokens >= settings.max_tokens:
+            self._limit = _LENGTH
+        if self._limit is not None:
+            return self._over(asked)
+        try:
+            call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
+        except InvalidInput as error:
+            return self._refuse(asked, error.message, "invalid_messages")
+        most = collector.config.rollout.max_model_len
+        if self.threads.num_segments > settings.max_segments:
+            self._limit = _TURN_LIMIT
+            self.threads.drop(call)
+            return self._over(asked)
+        if len(call.prompt) >= most:
+            self.threads.drop(call)
+            self._note(asked.number, is_cut=True)
+            message = f"the prompt has {len(call.prompt)} tokens, and a prompt with its answer at most {most}"
+            return self._refuse(asked, message, "context_length_exceeded")
+        self._num_calls += 1
+        return call
+
+    def _note(self, number: int, *, is_cut: bool) -> None:
+        """Remembers whether the last call was cut off by the context."""
+        if number >= self._last:
+            self._last, self._is_cut = number, is_cut
+
+    def _over(self, asked: AgentCall) -> CallAnswer:
+        message = "the episode is over: it has reached environment.max_calls, max_tokens or max_segments"
+        refusal = self._refuse(asked, message, "episode_over")
+        refusal.is_over = True
+        return refusal
+
+    def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
+        self._collector.count(refused_calls=1)
+        return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
+
+    def _message(self, call: Call, completion: Completion, said: Json) -> tuple[Json, int]:
+        """Returns the message of an answer for the agent, and its number of calls of tools.
+
+        A text with a call that is malformed is the content as it is.
+        """
+        settings, dialog = self._settings, self._collector.dialog
+        text, is_reasoning = dialog.text(completion.tokens), dialog.opens_reasoning(call.prompt)
+        reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": _before(content, said["stop"])}
+        message |= {"reasoning": reasoning} if reasoning else {}
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
+        if not tools or settings.tool_syntax == "none":
+            return message, 0
+        calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
+        made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
+        if not made or any(isinstance(one, BadCall) for one in calls):
+            return message, 0
+        message["content"] = "" if settings.tool_syntax == "llama3" else content.partition("<tool_call>")[0].strip()
+        # 9 letters and digits, which Mistral's templates want.
+        ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
+        pairs = zip(ids, made, strict=True)
+        message["tool_calls"] = [
+            {"id": name, "name": one.name, "arguments": json.dumps(one.arguments)} for name, one in pairs
+        ]
+        return message, len(made)
+
+    def played(self, end: AgentEnd, environment: str) -> Played:
+        """Returns the episode once the agent has ended. Raises EpisodeFailed if it has not called the model."""
+        paths = self.threads.paths()
+        if not paths:
+            detail = f"the agent ended with exit code {end.exit_code} and never called the model: {end.text[:200]!r}"
+            raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
+        self._collector.count(retries=end.num_retries)
+        reason = self._limit if self._limit is not None else _LENGTH if self._is_cut else _STOP
+        seed = self._collector.turn_seed(self.prompt, self.request, self.sample, 0)
+        rows = [_row(path, segment, reason, seed, environment) for segment, path in enumerate(paths)]
+        left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens)
+        whole = Completion(finish_reason=reason, seed=seed)
+        return Played(self.prompt, whole, Episode((), (), (), environment), segments=rows, left=left)
+
+
+def _key_of(call: Call, occurrence: int) -> Sequence[int]:
+    """Returns what the seed of a call depends on: its prompt, and how often the same was asked before."""
+    return [*call.prompt, -1, occurrence]
+
+
+def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment: str) -> Row:
+    stream = Stream(path.calls[0].prompt)
+    for call in path.calls:
+        sampled: _Sampled = call.facts
+        if call is not path.calls[0]:
+            stream.add_context(call.added)
+        stream.add_turn(sampled.completion, sampled.routed_experts, sampled.sampling_mask)
+        stream.rewards.append(0.0)
+    completion, episode = stream.end(reason, seed, environment)
+    has_masks = any(mask for mask, _ in stream.sampling_mask)
+    return Row(
+        0,
+        stream.prompt,
+        completion,
+        episode,
+        bytes(stream.routed_experts) or None,
+        join_sampling_masks(stream.sampling_mask) if has_masks else None,
+        segment,
+        [
+            {"number": call.number, "parent": call.parent and call.parent.number, "sha256": call.facts.body_sha256}
+            for call in path.calls
+        ],
+        path.num_repeated,
+    )
+
+
+def _typed(call: ToolCall, tools: Json, syntax: str) -> ToolCall:
+    """Returns the call with arguments of the types of its tool; this syntax writes all as text."""
+    if syntax != "qwen3_coder" or call.name not in tools:
+        return call
+    return ToolCall(call.name, read_texts(call.arguments, tools[call.name]))
+
+
+def _split_reasoning(text: str, tags: Sequence[str], *, is_reasoning: bool) -> tuple[str, str]:
+    """Returns the reasoning at the begin of a text, and the rest."""
+    if not tags:
+        return "", text
+    begin, end = tags
+    opened = text.lstrip().startswith(begin)
+    if not (is_reasoning or opened or end in text):
+        return "", text
+    reasoning, _, content = text.partition(end)
+    return (reasoning.lstrip().removeprefix(begin) if opened else reasoning).strip(), content.strip()
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first of the stop strings that the agent has asked for."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text

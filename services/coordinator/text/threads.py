@@ -1,0 +1,228 @@
+"""Maps the calls of an agent to paths of tokens: which tokens a call continues, and which rows an episode becomes.
+
+Agents send whole conversations. One that begins with a recorded conversation, the model's answer included, continues
+that one's tokens; the rest is appended by the bridge, so no sampled token is ever rendered again. Any other begins a
+segment of its own: a sub-agent, a compacted history, an answer that the agent has edited.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from services.common.errors import InvalidInput
+from services.coordinator.text.bridge import Bridge
+from services.coordinator.text.tokenizer import Tokenizer
+
+Json = Mapping[str, Any]
+"""A message or tool, as the reward service reads it from a request: without dialect."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of the model: its conversation, the tokens of its prompt and, once it is answered, those of the answer."""
+
+    number: int
+    conversation: Sequence[Json]
+    """The request's messages, and the answer once there is one."""
+    tools: str
+    prompt: tuple[int, ...]
+    parent: "Call | None" = None
+    """The call whose tokens the prompt begins with."""
+    after: int = 0
+    """How many calls had been answered when this one came."""
+    answer: tuple[int, ...] = ()
+    is_answered: bool = False
+    facts: Any = None
+    """What the caller wants to keep."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.answer)
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """Returns the tokens between the parent's answer and this call's; the whole prompt without a parent."""
+        return self.prompt[len(self.parent.tokens) :] if self.parent else self.prompt
+
+
+@dataclass(frozen=True)
+class Path:
+    """The calls of one row of a batch. The first `num_repeated` of them are trained in an earlier row."""
+
+    calls: Sequence[Call]
+    num_repeated: int
+
+
+class Renderer:
+    """Renders conversations of agents, with any tools. Keeps what it knows of the tools that it has met last."""
+
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]):
+        self._tokenizer, self._variables = tokenizer, variables
+        self._bridge = lru_cache(64)(self._make_bridge)
+        self._keeps = lru_cache(256)(self._check_keeps)
+
+    def prompt(self, messages: Sequence[Json], tools: str) -> list[int]:
+        """Returns the tokens of a whole conversation. Nothing that an agent writes becomes a special token.
+
+        Raises:
+            InvalidInput: The chat template shows no tools, or rejects the messages.
+        """
+        return self._bridge(tools).prompt((), list(map(_to_template, messages)))
+
+    def extend(self, tokens: Sequence[int], messages: Sequence[Json], tools: str) -> list[int] | None:
+        """Returns the tokens that follow an answer, which ends `tokens`; None if the template would rewrite history.
+
+        Messages of role system become those of a user, if the template takes none there.
+        """
+        shown = [dict(_to_template(message)) for message in messages]
+        for message in shown:
+            if message["role"] == "system" and not self._keeps(tools, "system"):
+                message["role"] = "user"
+        if not all(self._keeps(tools, role) for role in {message["role"] for message in shown}):
+            return None
+        return self._bridge(tools).extend(tokens, shown)
+
+    def _make_bridge(self, tools: str) -> Bridge:
+        return Bridge(self._tokenizer, json.loads(tools), self._variables)
+
+    def _check_keeps(self, tools: str, role: str) -> bool:
+        try:
+            self._bridge(tools).check([role])
+        except InvalidInput:
+            return False
+        return True
+
+
+@dataclass
+class Threads:
+    """The calls of one episode, in the order in which they came."""
+
+    renderer: Renderer
+    calls: list[Call] = field(default_factory=list)
+    num_segments: int = 0
+    """Number of rows that the calls become."""
+
+    def add(self, number: int, messages: Sequence[Json], tools: Sequence[Json]) -> Call:
+        """Adds a call, which has no answer yet.
+
+        Raises:
+            InvalidInput: The chat template shows no tools, or rejects the messages.
+        """
+        conversation, shown = list(map(_canonical, messages)), json.dumps(tools, sort_keys=True)
+        parent = self._find_parent(conversation, shown)
+        prompt: tuple[int, ...] = ()
+        if parent:
+            added = self.renderer.extend(parent.tokens, messages[len(parent.conversation) :], shown)
+            prompt = (*parent.tokens, *added) if added is not None else ()
+        if not prompt:
+            parent, prompt = None, tuple(self.renderer.prompt(messages, shown))
+        after = sum(call.is_answered for call in self.calls)
+        call = Call(number, conversation, shown, prompt, parent, after)
+        self.num_segments += parent is None or any(other.parent is parent for other in self.calls)
+        self.calls.append(call)
+        return call
+
+    def occurrence(self, call: Call) -> int:
+        """Returns how many earlier calls have the same prompt."""
+        return sum(other.prompt == call.prompt for other in self.calls[: self.calls.index(call)])
+
+    def drop(self, call: Call) -> None:
+        """Forgets a call that gets no answer."""
+        self.calls.remove(call)
+
+    def paths(self) -> list[Path]:
+        """Returns the rows that the answered calls become. Each call is trained in exactly one of them.
+
+        The order, and which of several calls continues a row, depend on tokens and not on which of them came first
+        while none of them was answered.
+        """
+        roots = sorted((call for call in self.calls if call.is_answered and call.parent is None), key=_order)
+        return [path for root in roots for path in self._paths_from([root], 0)]
+
+    def _paths_from(self, calls: list[Call], num_repeated: int) -> Iterator[Path]:
+        followers = [call for call in self.calls if call.is_answered and call.parent is calls[-1]]
+        if not followers:
+            yield Path(calls, num_repeated)
+        for index, follower in enumerate(sorted(followers, key=_order)):
+            yield from self._paths_from([*calls, follower], len(calls) if index else num_repeated)
+
+    def _find_parent(self, conversation: Sequence[Json], tools: str) -> Call | None:
+        """Returns the call with the longest conversation that this one begins with, if nothing of the model follows.
+
+        Returns None if several have other tokens: it is unknown which of them the agent has continued.
+        """
+        found: list[Call] = []
+        for call in self.calls:
+            length = len(call.conversation)
+            is_open = call.is_answered and call.tools == tools and length < len(conversation)
+            if is_open and _same(call.conversation, conversation[:length]):
+                found.append(call)
+        longest = max((len(call.conversation) for call in found), default=0)
+        found = [call for call in found if len(call.conversation) == longest]
+        is_continued = all(message["role"] != "assistant" for message in conversation[longest:])
+        is_known = len({call.tokens for call in found}) == 1
+        return found[0] if is_continued and is_known else None
+
+
+def close(call: Call, answer: Sequence[int], message: Json, facts: object) -> None:
+    """Records the answer of a call: its tokens, and the message that the agent gets."""
+    call.answer, call.facts, call.is_answered = tuple(answer), facts, True
+    call.conversation = [*call.conversation, _canonical(message)]
+
+
+def _order(call: Call) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return call.after, call.prompt, call.answer
+
+
+def _canonical(message: Json) -> Json:
+    """Returns a message with the arguments of its calls as values: 5000.0 is 5000, in any order of keys."""
+    calls = [{**call, "arguments": _value(call["arguments"])} for call in message.get("tool_calls", ())]
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def _value(arguments: str) -> str:
+    def number(text: str) -> float | int:
+        value = float(text)
+        return int(value) if value.is_integer() else value
+
+    try:
+        return json.dumps(json.loads(arguments, parse_float=number), sort_keys=True)
+    except (ValueError, OverflowError, RecursionError):
+        return arguments
+
+
+def _same(one: Sequence[Json], other: Sequence[Json]) -> bool:
+    return all(map(_same_message, one, other))
+
+
+def _same_message(one: Json, other: Json) -> bool:
+    """Compares two messages. Most clients do not send reasoning back, which is kept then as it was sampled."""
+    if "reasoning" in one and "reasoning" in other and one["reasoning"] != other["reasoning"]:
+        return False
+    return _without_reasoning(one) == _without_reasoning(other)
+
+
+def _without_reasoning(message: Json) -> Json:
+    return {key: value for key, value in message.items() if key != "reasoning"}
+
+
+def _to_template(message: Json) -> Json:
+    """Returns a message as chat templates take it, with arguments as objects."""
+    shown = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning")}
+    if "reasoning" in message:
+        shown["reasoning_content"] = message["reasoning"]
+    if "tool_calls" in message:
+        shown["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": _arguments(call)}}
+            for call in message["tool_calls"]
+        ]
+    return shown
+
+
+def _arguments(call: Json) -> object:
+    try:
+        return json.loads(call["arguments"])
+    except (ValueError, RecursionError):
+        return call["arguments"]

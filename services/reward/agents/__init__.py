@@ -1,0 +1,1 @@
+"""Runs agents: programs that own their loop and call the policy over HTTP."""

@@ -1,0 +1,225 @@
+"""Runs agents that are programs, each in a sandbox of its own that reaches nothing but the model."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+
+from services.common.config.environment import AgentEnvironmentConfig
+from services.reward.agents.base import Part, Played, Runner
+from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
+from services.reward.sandbox import (
+    Limits,
+    Sandbox,
+    end_namespace,
+    filter_program,
+    first_process,
+    memory_file,
+    python_call,
+)
+from services.reward.sandboxed.agent import HOME, MAX_TEXT_BYTES, PORT, SOCKET, WORKSPACE
+
+log = logging.getLogger(__name__)
+
+_URL = f"http://127.0.0.1:{PORT}"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/etc/alternatives", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
+_SHARED_MEMORY_BYTES = 16 << 20
+
+
+class CommandRunner(Runner):
+    """Runs `environment.command`."""
+
+    def __init__(self, config: AgentEnvironmentConfig):
+        self._config = config
+        self._sandbox = AgentSandbox(config)
+        self._files: dict[str, str] = {}
+        self._inputs: dict[str, asyncio.StreamWriter] = {}
+
+    async def open(self) -> None:
+        config = self._config
+        try:
+            contents = {name: Path(path).expanduser().read_bytes() for name, path in config.files.items()}
+            await self._sandbox.open()
+        except (OSError, ScoringError) as error:
+            raise EpisodeError(EnvironmentFailure.REFUSED, getattr(error, "detail", str(error))) from error
+        self._files = {name: base64.b64encode(content).decode() for name, content in contents.items()}
+        parts = [config.command, config.setup, config.env, self._files, config.mounts]
+        self.version = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+    async def run(self, part: Part) -> Played:
+        config, values = self._config, {"url": _URL, "key": part.key, "seed": str(part.seed)}
+        row = {**values, "prompt": str(part.row.get("prompt", ""))}
+        env = {**_base_env(values), **{name: _filled(value, values) for name, value in config.env.items()}}
+        job = {
+            "command": [_filled(word, row) for word in config.command],
+            "setup": config.setup,
+            "env": env,
+            "files": {**self._files, "~/row.json": base64.b64encode(json.dumps(part.row).encode()).decode()},
+            "collect": config.collect,
+            "max_files_bytes": int(config.max_files_mib * 2**20),
+        }
+        async with self._sandbox.start(job, part.socket) as (stdin, result):
+            self._inputs[part.episode_id] = stdin
+            try:
+                said = json.loads(await result)
+            except ValueError as error:
+                detail = "the sandbox was ended from outside, or ran out of memory"
+                raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
+            finally:
+                del self._inputs[part.episode_id]
+        if "error" in said:
+            raise EpisodeError(EnvironmentFailure.CRASHED, said["error"])
+        if said["exit_code"]:
+            line = "episode %s: the agent ended with exit code %d: %s"
+            log.info(line, part.episode_id, said["exit_code"], said["errors"][-1000:])
+        files = {name: base64.b64decode(content) for name, content in said["files"].items()}
+        return Played(said["exit_code"], said["text"], files)
+
+    def end(self, episode_id: str) -> None:
+        if stdin := self._inputs.get(episode_id):
+            stdin.close()
+
+    async def close(self) -> None:
+        self._sandbox.close()
+
+
+class AgentSandbox(Sandbox):
+    """Starts programs in sandboxes that have their own loopback, which leads to one Unix socket of the host."""
+
+    def __init__(self, config: AgentEnvironmentConfig):
+        limits = Limits(
+            timeout_s=config.episode_s,
+            memory_bytes=int(config.max_memory_gib * 2**30),
+            disk_bytes=config.max_disk_mib * 2**20,
+            max_processes=config.max_processes,
+            max_output_bytes=MAX_TEXT_BYTES,
+        )
+        super().__init__(limits)
+        self._mounts = config.mounts
+        files = int(config.max_files_mib * 2**20)
+        self._result_bytes = 2 * files + 8 * MAX_TEXT_BYTES  # base64, and JSON of control characters
+
+    async def open(self) -> None:
+        """Makes what all sandboxes need. Raises ScoringError if this host cannot."""
+        passwd, group = (self._files.enter_context(_named_file(f"agent:x:1000:1000{end}")) for end in _ACCOUNT)
+        more = ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
+        more += ["--remount-ro", "/dev", "--ro-bind", passwd, "/etc/passwd", "--ro-bind", group, "/etc/group"]
+        for path in _SYSTEM:
+            link = Path(path)
+            more += ["--symlink", os.readlink(path), path] if link.is_symlink() else ["--ro-bind-try", path, path]
+        readable = [*self._mounts, *([sys.prefix] if sys.prefix != sys.base_prefix else [])]
+        more += [word for path in readable for word in ("--ro-bind", path, path)]
+        for place in (WORKSPACE, HOME):
+            more += ["--size", str(self._limits.disk_bytes), "--tmpfs", place]
+        await self._prepare(*more)
+
+    @contextlib.asynccontextmanager
+    async def start(
+        self, job: Mapping[str, object], socket: Path
+    ) -> AsyncIterator[tuple[asyncio.StreamWriter, asyncio.Task[bytes]]]:
+        """Yields the program's input, whose end ends it, and its result to come, which is JSON text.
+
+        All of its processes have ended when the context exits. Raises EpisodeError if it cannot start.
+        """
+        rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
+        del rlimits["RLIMIT_CPU"]
+        process, info, result_fd = await self._begin({**job, "rlimits": rlimits}, socket)
+        pidfd, reading = None, asyncio.create_task(_read(result_fd, self._result_bytes))
+        try:
+            pidfd = await asyncio.to_thread(first_process, info)
+            assert process.stdin, "it is a pipe"
+            yield process.stdin, reading
+        finally:
+            await asyncio.shield(asyncio.ensure_future(end_namespace(process, info, pidfd)))
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _begin(self, job: Mapping[str, object], socket: Path) -> tuple[asyncio.subprocess.Process, int, int]:
+        (info, info_write), (result, result_write) = os.pipe(), os.pipe()
+        with contextlib.ExitStack() as files:
+            files.callback(os.close, info_write)
+            files.callback(os.close, result_write)
+            job_file = memory_file(json.dumps(job).encode(), files)
+            filter_file = memory_file(filter_program(has_loopback=True), files)
+            at = self._arguments.index("--remount-ro")
+            inside = [*self._arguments[:at], "--bind", str(socket), SOCKET, *self._arguments[at:]]
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *[*inside, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
+                    *python_call("agent", job_file, result_write),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=(job_file, filter_file, info_write, result_write),
+                    start_new_session=True,
+                    cwd="/",
+                    env={},
+                )
+            except BaseException as error:
+                os.close(info)
+                os.close(result)
+                if isinstance(error, OSError):
+                    raise EpisodeError(EnvironmentFailure.CRASHED, f"bwrap does not start: {error}") from error
+                raise
+        return process, info, result
+
+
+_ACCOUNT = (f"::{HOME}:/bin/sh\n", ":\n")
+
+
+@contextlib.contextmanager
+def _named_file(text: str) -> Iterator[str]:
+    """Yields the path of a file that everyone can read."""
+    with tempfile.NamedTemporaryFile("w", prefix="lockstep-account-") as file:
+        file.write(text)
+        file.flush()
+        os.chmod(file.name, 0o644)
+        yield file.name
+
+
+async def _read(descriptor: int, most: int) -> bytes:
+    """Returns what is written to a pipe until its end; less, if there are more than `most` bytes."""
+    reader = asyncio.StreamReader()
+    pipe = os.fdopen(descriptor, "rb")
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    data = bytearray()
+    try:
+        while (part := await reader.read(1 << 16)) and len(data) < most:
+            data += part
+        return bytes(data)
+    finally:
+        transport.close()
+
+
+def _base_env(values: Mapping[str, str]) -> dict[str, str]:
+    url, key = f"{values['url']}/v1", values["key"]
+    python = [str(Path(sys.prefix) / "bin")]
+    return {
+        "HOME": HOME,
+        "USER": "agent",
+        "LANG": "C.UTF-8",
+        "PATH": ":".join([*python, "/usr/local/bin", "/usr/bin", "/bin"]),
+        "TMPDIR": "/tmp",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_BASE": url,
+        "OPENAI_API_KEY": key,
+        "LOCKSTEP_ROW": f"{HOME}/row.json",
+        "LOCKSTEP_SEED": values["seed"],
+    }
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """Returns the text with {name} replaced by each value. Other braces stay, as JSON may have them."""
+    return re.sub("|".join(rf"\{{{name}\}}" for name in values), lambda match: values[match[0][1:-1]], text)

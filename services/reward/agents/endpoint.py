@@ -1,0 +1,213 @@
+"""The HTTP endpoint that agents call in place of a provider's.
+
+A whole answer is generated before any of it is written, streams too: clients take a stream that is cut off for a whole
+answer. The end of an episode, a limit and a bad request are all status 400, because clients repeat others.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
+
+from services.reward.agents.chat import (
+    ChatRequest,
+    Refusal,
+    read_request,
+    write_answer,
+    write_error,
+    write_models,
+    write_stream,
+)
+
+_MAX_BODY_BYTES = 8 << 20
+_MAX_WAITING = 128  # calls of one episode
+_KEEP_ALIVE_S = 10.0
+
+Ask = Callable[[AgentCall], Awaitable[CallAnswer]]
+
+
+@dataclass
+class _Asked:
+    """A call, from its request until an answer was written as a whole."""
+
+    answer: asyncio.Future[CallAnswer]
+
+
+class Line:
+    """The calls of one episode. `ask` sends a call and returns its answer.
+
+    A request with an equal body is a retry as long as the earlier one's answer is not fully written. Clients do not
+    mark retries, and an agent may ask the same again on purpose once it has an answer.
+    """
+
+    def __init__(self, ask: Ask, socket: Path, max_model_len: int):
+        self.key, self.socket, self.max_model_len = os.urandom(16).hex(), socket, max_model_len
+        self.num_retries = 0
+        self._ask, self._numbers = ask, itertools.count()
+        self._waiting: dict[str, _Asked] = {}
+        self._is_over = False
+
+    async def answer(self, chat: ChatRequest, body: bytes) -> CallAnswer:
+        """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal."""
+        if self._is_over:
+            raise _over()
+        digest = hashlib.sha256(body).hexdigest()
+        asked = self._waiting.get(digest)
+        if asked:
+            self.num_retries += 1
+        elif len(self._waiting) >= _MAX_WAITING:
+            raise Refusal(f"{_MAX_WAITING} calls of this episode are in progress", status=429)
+        else:
+            call = AgentCall(
+                number=next(self._numbers),
+                request_json=json.dumps(chat.neutral),
+                body_sha256=digest,
+                overridden=chat.overridden,
+            )
+            asked = self._waiting[digest] = _Asked(asyncio.ensure_future(self._ask(call)))
+        try:
+            answer = await asyncio.shield(asked.answer)
+        except asyncio.CancelledError:
+            if asked.answer.cancelled():
+                raise _over() from None
+            raise
+        if answer.refusal:
+            self._waiting.pop(digest, None)
+            raise Refusal(answer.refusal, code=answer.refusal_code)
+        return answer
+
+    def delivered(self, body: bytes) -> None:
+        """Says that an answer to a request was fully written."""
+        self._waiting.pop(hashlib.sha256(body).hexdigest(), None)
+
+    def close(self) -> None:
+        """Refuses all calls from now on."""
+        self._is_over = True
+        for asked in self._waiting.values():
+            asked.answer.cancel()
+
+
+def _over() -> Refusal:
+    return Refusal("the episode is over", code="episode_over")
+
+
+class Endpoint:
+    """Serves the lines of all episodes: each on a Unix socket of its own and, with `on_port`, on a port of loopback."""
+
+    def __init__(self, drop_tools: Collection[str], *, on_port: bool):
+        self._drop_tools, self._on_port = frozenset(drop_tools), on_port
+        self._lines: dict[str, Line] = {}
+        self._sites: dict[str, web.UnixSite] = {}
+        self._numbers = itertools.count()
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_route("POST", "/v1/chat/completions", self._chat)
+        app.router.add_route("GET", "/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._other)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.port = 0
+
+    async def open(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-agents-")
+        Path(self._folder.name).chmod(0o711)
+        await self._runner.setup()
+        if self._on_port:
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        for line in list(self._lines.values()):
+            await self.end(line)
+        await self._runner.cleanup()
+        if self._folder:
+            self._folder.cleanup()
+
+    async def begin(self, ask: Ask, max_model_len: int) -> Line:
+        """Opens the line of an episode."""
+        assert self._folder, "it is open"
+        path = Path(self._folder.name) / str(next(self._numbers))
+        line = Line(ask, path, max_model_len)
+        site = web.UnixSite(self._runner, path)
+        await site.start()
+        path.chmod(0o666)  # a sandbox's user is another one; only that sandbox has the socket
+        self._lines[line.key], self._sites[line.key] = line, site
+        return line
+
+    async def end(self, line: Line) -> None:
+        """Closes the line of an episode. Connections that are still open get refusals."""
+        line.close()
+        if self._lines.pop(line.key, None):
+            await self._sites.pop(line.key).stop()
+            line.socket.unlink(missing_ok=True)
+
+    def _line_of(self, request: web.Request) -> Line:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        line = next((line for key, line in self._lines.items() if hmac.compare_digest(key, given)), None)
+        name = request.transport.get_extra_info("sockname") if request.transport else None
+        at_own_socket = not isinstance(name, str) or (line is not None and name == str(line.socket))
+        if line is None or not at_own_socket:
+            raise Refusal("the API key is not that of a running episode", status=401, code="invalid_api_key")
+        return line
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        try:
+            line = self._line_of(request)
+            body = await request.read()
+            chat = read_request(body, self._drop_tools)
+            if chat.streams:
+                return await self._stream(request, line, chat, body)
+            response = web.json_response(write_answer(await line.answer(chat, body)))
+        except web.HTTPRequestEntityTooLarge:
+            return _refused(Refusal(f"the body has more than {_MAX_BODY_BYTES} bytes", status=413))
+        except Refusal as refusal:
+            return _refused(refusal)
+        await response.prepare(request)
+        await response.write_eof()
+        line.delivered(body)
+        return response
+
+    async def _stream(self, request: web.Request, line: Line, chat: ChatRequest, body: bytes) -> web.StreamResponse:
+        """Answers with a stream, of which the beginning is sent early only to keep the connection alive."""
+        answering = asyncio.create_task(line.answer(chat, body))
+        await asyncio.wait({answering}, timeout=_KEEP_ALIVE_S)
+        if answering.done():
+            answering.result()  # a refusal can still have its status
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        while not answering.done():
+            await response.write(b": the model is still at work\n\n")
+            await asyncio.wait({answering}, timeout=_KEEP_ALIVE_S)
+        try:
+            for event in write_stream(answering.result(), shows_usage=chat.shows_usage):
+                await response.write(event)
+        except Refusal as refusal:
+            await response.write(write_error(refusal))
+        await response.write_eof()
+        line.delivered(body)
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            return web.json_response(write_models(self._line_of(request).max_model_len))
+        except Refusal as refusal:
+            return _refused(refusal)
+
+    async def _other(self, request: web.Request) -> web.Response:
+        if request.method == "HEAD":
+            return web.Response()
+        message = f"{request.method} {request.path}: there are /v1/chat/completions and /v1/models"
+        return _refused(Refusal(message, status=404))
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    headers = {"Retry-After": "1"} if refusal.status == 429 else {}
+    return web.json_response(refusal.body, status=refusal.status, headers=headers)

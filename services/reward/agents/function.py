@@ -1,0 +1,93 @@
+"""Runs agents that are functions of the user, in worker processes that can be killed."""
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from services.common.config.environment import AgentEnvironmentConfig
+from services.common.import_path import require_takes
+from services.reward.agents.base import Part, Played, Runner
+from services.reward.environments.executor import MAX_REPLY_BYTES
+from services.reward.environments.pool import EpisodePool, worker_target
+from services.reward.errors import EnvironmentFailure, EpisodeError
+from services.reward.processes import child
+from services.reward.processes.child import Executor, Reply
+from services.reward.sandboxed.agent import ENDED
+
+
+class FunctionExecutor(Executor):
+    """Calls the function `path` once for each episode: {"call": "play", "episode": ..., "fields": {...}}."""
+
+    too_long = EnvironmentFailure.INVALID_REPLY
+    max_reply_bytes = MAX_REPLY_BYTES
+    memory_key = "environment.max_memory_gib"
+
+    def __init__(self, path: str):
+        self._function, module = child.load(path)
+        require_takes(self._function, path, (), dict.fromkeys(("row", "seed", "url", "key")))
+        self.version, self.facts = child.source_digest(module), {"roles": []}
+
+    async def execute(self, call: Reply) -> Reply:
+        if call["call"] != "play":
+            return {}
+        text = await _call(self._function, call["fields"])
+        if text is not None and not isinstance(text, str):
+            detail = f"the agent returned {text!r:.200}: return its final text, or None"
+            raise EpisodeError(EnvironmentFailure.INVALID_REPLY, detail)
+        return {"text": text or ""}
+
+
+async def _call(function: object, fields: Mapping[str, object]) -> object:
+    """Calls a function on the event loop if it is async, else in a thread of its own."""
+    assert callable(function)
+    if inspect.iscoroutinefunction(function):
+        return await function(**fields)
+    thread = ThreadPoolExecutor(1)
+    try:
+        result = asyncio.get_running_loop().run_in_executor(thread, lambda: function(**fields))
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:  # a thread cannot be interrupted
+            await asyncio.wait({result})
+            raise
+    finally:
+        thread.shutdown(wait=False)
+
+
+class FunctionRunner(Runner):
+    """Runs `environment.path`."""
+
+    def __init__(self, config: AgentEnvironmentConfig):
+        executor, limit = f"{__name__}:FunctionExecutor", int(config.max_memory_gib * 2**30)
+        target = worker_target(executor, {"path": config.path}, limit)
+        self._workers = EpisodePool(target, config.num_workers)
+        self._running: dict[str, asyncio.Future[Played]] = {}
+
+    async def open(self) -> None:
+        await self._workers.open()
+        self.version = self._workers.version
+
+    def isolate(self, episode_id: str) -> None:
+        self._workers.isolate(episode_id)
+
+    async def run(self, part: Part) -> Played:
+        fields = {"row": part.row, "seed": part.seed, "url": f"http://127.0.0.1:{part.port}", "key": part.key}
+        call = asyncio.create_task(self._workers.begin(part.episode_id, {"call": "play", "fields": fields}))
+        ended = self._running[part.episode_id] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED)
+            return ended.result() if ended.done() else Played(0, call.result()["text"])
+        finally:
+            del self._running[part.episode_id]
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await asyncio.shield(self._workers.end(part.episode_id))
+
+    def end(self, episode_id: str) -> None:
+        ended = self._running.get(episode_id)
+        if ended and not ended.done():
+            ended.set_result(Played(ENDED, ""))
+
+    async def close(self) -> None:
+        await self._workers.close()

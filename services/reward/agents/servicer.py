@@ -1,0 +1,199 @@
+"""The gRPC service lockstep.reward.v1.AgentService: plays the episodes of agents."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from lockstep.reward.v1 import agent_pb2 as pb
+from lockstep.reward.v1 import agent_pb2_grpc
+from lockstep.reward.v1.environment_pb2 import EnvironmentFailure as Failed
+from lockstep.reward.v1.reward_pb2 import OpenRunResponse
+
+from services.common.config.environment import AgentEnvironmentConfig
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.rpc.fence import Fence
+from services.common.rpc.server import Context
+from services.reward.agents.base import Part, Played, Runner
+from services.reward.agents.command import CommandRunner
+from services.reward.agents.endpoint import Endpoint, Line
+from services.reward.agents.function import FunctionRunner
+from services.reward.environments.servicer import parse_object, require_run
+from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
+from services.reward.metrics import RewardMetrics
+
+log = logging.getLogger(__name__)
+
+NAME = "lockstep.reward.v1.AgentService"
+
+
+class _Episode:
+    """One stream: passes calls out and answers in, and keeps the clock once a limit of the config was reached."""
+
+    def __init__(self, runner: Runner, begin: pb.Begin, grace_s: float):
+        self._runner, self._begin, self._grace_s = runner, begin, grace_s
+        self.calls: asyncio.Queue[pb.AgentCall] = asyncio.Queue()
+        self._answers: dict[int, asyncio.Future[pb.CallAnswer]] = {}
+        self._grace: asyncio.TimerHandle | None = None
+
+    async def ask(self, call: pb.AgentCall) -> pb.CallAnswer:
+        answer = self._answers[call.number] = asyncio.get_running_loop().create_future()
+        self.calls.put_nowait(call)
+        return await answer
+
+    async def read(self, requests: AsyncIterator[pb.PlayRequest]) -> None:
+        """Takes answers until the stream ends. Raises InvalidInput for anything else."""
+        async for request in requests:
+            said, loop = request.answer, asyncio.get_running_loop()
+            if request.WhichOneof("part") != "answer" or said.call not in self._answers:
+                raise InvalidInput("answer: must be that of a call in progress", field="answer")
+            if said.is_over and self._grace is None:
+                self._grace = loop.call_later(self._grace_s, self._runner.end, self._begin.episode_id)
+            answer = self._answers.pop(said.call)
+            if not answer.done():
+                answer.set_result(said)
+
+    def close(self) -> None:
+        if self._grace:
+            self._grace.cancel()
+
+
+class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
+    """Plays the episodes of the run that RewardServicer has opened. A failure of the agent is no RPC error."""
+
+    def __init__(self, metrics: RewardMetrics, fence: Fence):
+        self._metrics, self._fence = metrics, fence
+        self._run_id = ""
+        self._config = AgentEnvironmentConfig(command=("none",))
+        self._runner: Runner | None = None
+        self._endpoint: Endpoint | None = None
+        self._playing: set[asyncio.Task[Played]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._tracebacks = Tracebacks()
+
+    async def open(self, run_id: str, config: AgentEnvironmentConfig) -> OpenRunResponse:
+        """Starts what agents need, and returns what the coordinator must know. Raises InvalidInput if it cannot."""
+        runner = CommandRunner(config) if config.command else FunctionRunner(config)
+        endpoint = Endpoint(config.drop_tools, on_port=bool(config.path))
+        try:
+            await runner.open()
+            await endpoint.open()
+        except BaseException as error:  # cancellation too: no process may be left running
+            await runner.close()
+            await endpoint.close()
+            if not isinstance(error, EpisodeError):
+                raise
+            message = f"environment (agent) cannot start: {error.detail}"
+            raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field="environment") from error
+        self._run_id, self._config, self._runner, self._endpoint = run_id, config, runner, endpoint
+        return OpenRunResponse(environment=f"agent 1/{runner.version}")
+
+    def end_episodes(self) -> None:
+        """Ends all episodes. What runs agents stays open."""
+        for playing in self._playing:
+            playing.cancel()
+
+    async def end(self) -> None:
+        runner, endpoint, self._runner, self._run_id = self._runner, self._endpoint, None, ""
+        self.end_episodes()
+        await asyncio.gather(*self._playing, *self._ending, return_exceptions=True)
+        if runner and endpoint:
+            await endpoint.close()
+            await runner.close()
+
+    async def Play(
+        self, request_iterator: AsyncIterator[pb.PlayRequest], context: Context
+    ) -> AsyncGenerator[pb.PlayResponse, None]:
+        """Plays one episode. The end of the stream ends the agent.
+
+        Raises:
+            InvalidInput: The first message does not begin an episode, or a later one answers no call.
+            PreconditionFailed: RUN_NOT_OPEN, RUN_REPLACED or SCORER_CHANGED.
+        """
+        requests = aiter(request_iterator)
+        begin = (await anext(requests, pb.PlayRequest())).begin
+        self._fence.require()
+        require_run(begin.run_id, self._run_id)
+        if self._runner is None or self._endpoint is None:
+            raise PreconditionFailed(f"run {begin.run_id} was opened without an agent")
+        if not begin.episode_id:
+            raise InvalidInput("begin: must be the first message, with an episode_id", field="begin")
+        episode = _Episode(self._runner, begin, self._config.grace_s)
+        line = await self._endpoint.begin(episode.ask, begin.max_model_len)
+        playing = asyncio.create_task(self._run(self._runner, begin, line))
+        self._playing.add(playing)
+        playing.add_done_callback(self._playing.discard)
+        reading = asyncio.create_task(episode.read(requests))
+        self._metrics.episodes.inc()
+        try:
+            async for call in _until(playing, reading, episode.calls):
+                yield pb.PlayResponse(call=call)
+            yield self._last(begin, playing, line)
+        finally:
+            # A caller cancels the call as soon as it has the last message; nothing may be left even so.
+            ending = asyncio.create_task(self._end_episode(self._endpoint, episode, line, {playing, reading}))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def _end_episode(
+        self, endpoint: Endpoint, episode: _Episode, line: Line, tasks: set[asyncio.Task[Any]]
+    ) -> None:
+        self._metrics.episodes.dec()
+        episode.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await endpoint.end(line)
+
+    async def _run(self, runner: Runner, begin: pb.Begin, line: Line) -> Played:
+        if begin.alone:
+            runner.isolate(begin.episode_id)
+        row = parse_object(begin.row_json, field="row_json")
+        assert self._endpoint, "it is open"
+        part = Part(begin.episode_id, begin.seed, row, line.key, line.socket, self._endpoint.port)
+        try:
+            async with asyncio.timeout(self._config.episode_s):
+                return await runner.run(part)
+        except TimeoutError as error:
+            detail = f"the episode took longer than {self._config.episode_s:g} s (environment.episode_s)"
+            raise EpisodeError(EnvironmentFailure.TIMEOUT, detail) from error
+
+    def _last(self, begin: pb.Begin, playing: asyncio.Task[Played], line: Line) -> pb.PlayResponse:
+        """Returns the last message: the end of the agent, or its failure."""
+        try:
+            played = playing.result()
+        except asyncio.CancelledError:
+            error = EpisodeError(
+                EnvironmentFailure.CRASHED, "the run was closed, or another coordinator goes on with it"
+            )
+        except EpisodeError as failed:
+            error = failed
+        else:
+            end = pb.AgentEnd(exit_code=played.exit_code, files=played.files, num_retries=line.num_retries)
+            end.text = played.text.encode(errors="replace").decode()
+            return pb.PlayResponse(end=end)
+        log.warning("episode %s: %s%s", begin.episode_id, error, self._tracebacks.once(error.traceback))
+        self._metrics.environment_failures.labels(error.reason.lower()).inc()
+        reason, detail = f"ENVIRONMENT_FAILURE_REASON_{error.reason}", error.detail.encode(errors="replace").decode()
+        return pb.PlayResponse(failure=Failed(reason=reason, message=detail, alone=error.alone))
+
+
+async def _until(
+    playing: asyncio.Task[Played], reading: asyncio.Task[None], calls: asyncio.Queue[pb.AgentCall]
+) -> AsyncGenerator[pb.AgentCall, None]:
+    """Yields calls until the agent has ended. Raises the error of `reading`."""
+    while not playing.done():
+        next_call = asyncio.create_task(calls.get())
+        try:
+            waiting = {playing, next_call} | ({reading} if not reading.done() else set())
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+            if next_call.done():
+                yield next_call.result()
+        finally:
+            next_call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await next_call

@@ -1,0 +1,148 @@
+"""Plays agents with the real reward service, endpoint, sandbox and collector, and an engine that says what tests want.
+
+The engine logs every prompt that it gets and every token that it samples.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from lockstep.reward.v1 import agent_pb2_grpc, reward_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp
+
+from services.common.batches.batch import tokens_sha256
+from services.common.config.rollout import SamplingConfig
+from services.common.files.transfer import seal
+from services.common.rpc.server import Server
+from services.coordinator.clients.environment import Environments
+from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.rl.sampling.agents import AgentCollector
+from services.coordinator.rl.sampling.collect import PromptRequest
+from services.coordinator.text.tokenizer import Tokenizer
+from services.reward.servicer import RewardServicer
+from tests.coordinator.fake_services import FakeReplica, make_config
+from tests.coordinator.text.bridge_families import TEMPLATES, make_tokenizer
+
+STAMP = PolicyStamp(version=2, digest="d" * 32)
+END = "<|im_end|>"
+MAX_MODEL_LEN = 4096
+
+
+def make_chat_tokenizer() -> Tokenizer:
+    """Returns a small tokenizer with a chat template that keeps earlier turns and takes tools."""
+    return make_tokenizer((TEMPLATES / "qwen2.5.jinja").read_text(), eos=(END, "<|endoftext|>"))
+
+
+Says = Callable[[str, int], "str | Sequence[int]"]
+"""Returns the model's next text, or tokens, for the text of a prompt and a seed."""
+
+
+class ScriptedReplica(FakeReplica):
+    """An engine that says `says(text of the prompt, seed)`, and logs prompts and sampled tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, says: Says, **options: Any):
+        super().__init__(**options)
+        self.tokenizer, self.says = tokenizer, says
+        self.log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.stamps: list[PolicyStamp] = []
+        self.delay: Callable[[str], Any] | None = None
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self._fail("Generate")
+        (prompt,) = request.prompts
+        text = self.tokenizer.decode(prompt.tokens, skip_special_tokens=False)
+        if self.delay:
+            await self.delay(text)
+        said = self.says(text, prompt.seeds[0])
+        tokens = [*(self.tokenizer.encode(said + END) if isinstance(said, str) else said)]
+        reason = FINISH_REASON_STOP
+        if len(tokens) > request.sampling.max_tokens:
+            tokens, reason = tokens[: request.sampling.max_tokens], 2
+        self.log.append((tuple(prompt.tokens), tuple(tokens)))
+        logprobs = [-1.0 - index for index in range(len(tokens))]
+        yield seal(
+            request,
+            pb.GenerateResponse(
+                prompt_id=prompt.prompt_id,
+                completions=[Completion(tokens=tokens, logprobs=logprobs, finish_reason=reason, seed=prompt.seeds[0])],
+                stamp=self.stamps.pop(0) if self.stamps else request.expected_stamp,
+                prompt_num_tokens=len(prompt.tokens),
+                prompt_sha256=tokens_sha256(prompt.tokens),
+            ),
+        )
+
+
+@dataclass
+class Stage:
+    """A collector of agents' episodes over one scripted engine and one real reward service."""
+
+    collector: AgentCollector
+    engine: ScriptedReplica
+    servicer: RewardServicer
+    prompts: list[Prompt] = field(default_factory=list)
+
+    async def play(
+        self, question: str = "Q", *, answer: str = "4", num_samples: int = 1, keep_failed: bool = False, **extra: Any
+    ) -> ScoredGroup | None:
+        """Plays and scores one prompt group."""
+        messages = ({"role": "user", "content": question},)
+        prompt = Prompt("p0", question, (5,), answer, extra, messages, question)
+        sampling = SamplingConfig(max_tokens=200)
+        request = PromptRequest(num_samples, sampling, STAMP, STAMP.version, keep_failed=keep_failed)
+        async with asyncio.timeout(60):
+            return await self.collector.one(0, prompt, request)
+
+    async def rows(self, question: str = "Q", **options: Any) -> list[dict[str, Any]]:
+        """Plays one prompt group, and returns its rows of a batch."""
+        group = await self.play(question, **options)
+        assert group is not None
+        return table_of(group).to_pylist()
+
+
+def table_of(*groups: ScoredGroup) -> pa.Table:
+    return to_table(groups)
+
+
+def trained(row: dict[str, Any]) -> list[list[int]]:
+    """Returns the tokens of each turn of a row that is trained there."""
+    turns = zip(row["turn_begins"], row["turn_ends"], strict=True)
+    return [row["tokens"][begin:end] for begin, end in turns if any(row["loss_mask"][begin:end])]
+
+
+@contextlib.asynccontextmanager
+async def staged(says: Says, *, scorers: Sequence[dict[str, Any]] = (), **environment: Any) -> AsyncIterator[Stage]:
+    """Yields a stage whose agent has the config `environment`."""
+    config = make_config(
+        environment={"kind": "agent", "episode_s": 60, "max_retries": 0, "on_failure": "fail", **environment},
+        rollout={"max_model_len": MAX_MODEL_LEN, "sampling": {"max_tokens": 200}},
+        data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
+        reward={"scorers": list(scorers) or [{"kind": "exact"}], "on_failure": "fail", "group_timeout_s": 60},
+    )
+    tokenizer = make_chat_tokenizer()
+    server, servicer, engine = Server(), RewardServicer(), ScriptedReplica(tokenizer, says)
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer.agents, server.grpc)
+    port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
+    await engine.start()
+    rollout, rewards = Rollout([engine.address], config), Rewards([f"127.0.0.1:{port}"], config)
+    try:
+        await rollout.open("run", ModelCard())
+        await rewards.open("run")
+        await rollout.replicas[0].commit(STAMP)
+        assert config.environment
+        environments = Environments(rewards, config.environment)
+        yield Stage(AgentCollector(rollout, rewards, tokenizer, config, environments), engine, servicer)
+        await environments.close()
+    finally:
+        await rollout.close()
+        await rewards.close()
+        await engine.die()
+        await servicer.close()
+        await server.grpc.stop(0)

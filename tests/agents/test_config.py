@@ -1,0 +1,64 @@
+"""Tests what a config of an agent refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.errors import InvalidInput
+
+_AGENT = "environment={kind: agent, path: 'm:run'}"
+RULES = {
+    "an agent gives no rewards": (
+        [_AGENT, "reward.scorers=[]"],
+        ["reward.scorers", "at least one"],
+        [_AGENT],
+    ),
+    "segments have no ratio of a sample": (
+        [_AGENT, "trainer.loss.kind=gspo"],
+        ["trainer.loss.kind gspo", "segments"],
+        [_AGENT, "trainer.loss.kind=cispo"],
+    ),
+    "segments have no correction of a sample": (
+        [_AGENT, "trainer.loss.correction={veto: 0.1}"],
+        ["correction.veto"],
+        [_AGENT, "trainer.loss.correction={weight: token}"],
+    ),
+    "an agent is a command or a function": (
+        ["environment={kind: agent, path: 'm:run', command: [a]}"],
+        ["either command or path"],
+        ["environment={kind: agent, command: [a]}"],
+    ),
+    "a function has no sandbox": (
+        ["environment={kind: agent, path: 'm:run', collect: ['*']}"],
+        ["collect", "sandbox"],
+        ["environment={kind: agent, command: [a], collect: ['*']}"],
+    ),
+    "files of an agent are below its places": (
+        ["environment={kind: agent, command: [a], files: {'../x': y}}"],
+        ["../x", "/workspace"],
+        ["environment={kind: agent, command: [a], files: {'~/x': y}}"],
+    ),
+    "columns of an agent are there": (
+        ["environment={kind: agent, path: 'm:run', columns: [level]}", "data.extra_columns=[other]"],
+        ["environment.columns", "level"],
+        ["environment={kind: agent, path: 'm:run', columns: [level]}", "data.extra_columns=[level]"],
+    ),
+    "a file of the code scorer": (
+        ["reward.scorers=[{kind: code, file: a.py}]"],
+        ["reward.scorers", "agent"],
+        ["reward.scorers=[{kind: code, file: a.py}]", "environment={kind: agent, command: [a]}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_refuses_the_wrong_and_takes_the_nearest_right_value(tmp_path: Path, rule: str) -> None:
+    wrong, words, right = RULES[rule]
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndata: {train: x.parquet, prompts_per_step: 8}\nreward: {scorers: [{kind: exact}]}\n")
+    with pytest.raises(InvalidInput) as caught:
+        load(Config, [str(file), *wrong])
+    assert all(word in caught.value.message for word in words), caught.value.message
+    load(Config, [str(file), *right])

@@ -1,0 +1,183 @@
+"""Tests whole episodes of agents: what is trained, retries, limits and failures, with a scripted engine."""
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.errors import PreconditionFailed, Reason
+from services.coordinator.clients.environment import EpisodeFailed
+from services.coordinator.rl.advantages import compute_advantages
+from tests.agents.harness import Stage, staged, table_of, trained
+from tests.support import until
+
+AGENTS = "tests.agents.user_agents"
+# Not canonical: 5000.0, an escape that need not be one, and white space.
+CALL = '<tool_call>\n{"name": "add", "arguments":  {"b": 5000.0, "a": "\\u0041\\/"}}\n</tool_call>'
+
+
+def says(text: str, seed: int) -> str:
+    """Calls the tool once, and says what depends only on the seed."""
+    if "<tools>" in text and "tool_response" not in text.rpartition("</tools>")[2]:
+        return f"I add.\n{CALL}"
+    return f"answer {seed % 1000}"
+
+
+def everything_sampled_is_trained_once(stage: Stage, rows: list[dict[str, Any]]) -> None:
+    log = Counter(tuple(answer) for _, answer in stage.engine.log)
+    assert Counter(tuple(turn) for row in rows for turn in trained(row)) == log
+    prompts = dict(stage.engine.log)
+    for row in rows:
+        for begin, end in zip(row["turn_begins"], row["turn_ends"], strict=True):
+            prompt = (*row["prompt_tokens"], *row["tokens"][:begin])
+            assert prompts[prompt] == tuple(row["tokens"][begin:end]) or len(prompts) < len(stage.engine.log)
+
+
+async def test_tools_compaction_edits_and_sub_agents_make_segments_of_one_episode():
+    async with staged(says, path=f"{AGENTS}:compacts") as stage:
+        group = await stage.play("add", num_samples=2)
+        assert group is not None
+        rows = table_of(group).to_pylist()
+        everything_sampled_is_trained_once(stage, rows)
+        assert [(row["sample"], row["segment"]) for row in rows] == [(s, k) for s in range(2) for k in range(5)]
+        assert [len(row["turn_begins"]) for row in rows[:5]] == [3, 1, 1, 1, 1]
+        assert {row["reward"] for row in rows} == {1.0}
+        assert [call["parent"] for call in rows[0]["calls"]] == [None, 0, 1]
+        numbers = [call["number"] for row in rows[:5] for call in row["calls"]]
+        assert sorted(numbers) == list(range(7))
+        metrics = stage.collector.take_metrics()
+        assert metrics["environment/retries"] == 0
+    async with staged(says, path=f"{AGENTS}:compacts") as stage:
+        again = await stage.play("add", num_samples=2)
+        assert again is not None and table_of(again).equals(table_of(group)), "seeds follow from the calls alone"
+
+
+async def test_parallel_calls_give_the_same_rows_in_any_order_of_arrival():
+    tables = []
+    for question in ("a b", "b a"):
+        async with staged(says, path=f"{AGENTS}:parallel") as stage:
+            both = asyncio.Barrier(2)  # no answer before both calls have come
+
+            async def waits(text: str, both: asyncio.Barrier = both) -> None:
+                if "branch" in text:
+                    await both.wait()
+
+            stage.engine.delay = waits
+            group = await stage.play(question)
+            assert group is not None
+            rows = table_of(group).to_pylist()
+            everything_sampled_is_trained_once(stage, rows)
+            assert [row["segment"] for row in rows] == [0, 1]
+            first = rows[1]["turn_ends"][0]
+            assert not any(rows[1]["loss_mask"][:first]) and rows[1]["tokens"][:first] == rows[0]["tokens"][:first]
+            tables.append(table_of(group).drop_columns(["calls"]))
+    assert tables[0].equals(tables[1])
+
+
+async def test_a_retry_is_one_call_until_its_answer_was_delivered():
+    async with staged(says, path=f"{AGENTS}:retries") as stage:
+        waiting = asyncio.Event()
+        line = stage.servicer.agents
+
+        async def until_repeated(text: str) -> None:
+            while not any(line.num_retries >= 2 for line in line._endpoint._lines.values()):  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+            waiting.set()
+
+        stage.engine.delay = until_repeated
+        rows = await stage.rows()
+        assert rows[0]["reward"] == 1.0
+        assert len(stage.engine.log) == 2, "three requests at once were one call, the one after its answer another"
+        everything_sampled_is_trained_once(stage, rows)
+        assert stage.collector.take_metrics()["environment/retries"] == 2
+
+
+async def test_what_would_change_the_distribution_is_refused_by_name():
+    async with staged(says, path=f"{AGENTS}:refused") as stage:
+        group = await stage.play()
+        assert group is not None and group.left[0]
+        said = json.loads(group.left[0].text)
+        named = [None, None, "messages", "messages", "messages[0].content", "n", "response_format", "tool_choice"]
+        named += ["logit_bias", "top_logprobs", "parallel_tool_calls", "unknown", "tools", "max_tokens", "stop"]
+        assert said == [*([400, name] for name in named), [404, "path"], [413, "size"], [401, "key"]]
+        (_, answer), (row,) = stage.engine.log[-1], table_of(group).to_pylist()
+        assert len(answer) == 3 and row["finish_reason"] == "length", "max_completion_tokens only lowers the limit"
+        assert len(stage.engine.log) == 1, "nothing that was refused has reached the engine"
+
+
+@pytest.mark.parametrize(
+    ("limit", "finish_reason", "num_calls"),
+    [({"max_calls": 4}, "turn_limit", 4), ({"max_tokens": 30}, "length", None), ({"max_segments": 3}, "turn_limit", 3)],
+)
+async def test_a_limit_ends_the_episode_as_an_outcome(limit: dict[str, int], finish_reason: str, num_calls: int | None):
+    async with staged(says, path=f"{AGENTS}:floods", **limit) as stage:
+        group = await stage.play()
+        assert group is not None and group.left[0]
+        rows = table_of(group).to_pylist()
+        everything_sampled_is_trained_once(stage, rows)
+        assert {row["finish_reason"] for row in rows} == {finish_reason} and {row["reward"] for row in rows} == {0.0}
+        assert num_calls is None or len(stage.engine.log) == num_calls
+        assert sum(len(answer) for _, answer in stage.engine.log) <= limit.get("max_tokens", 10**9)
+
+
+async def test_an_agent_that_ignores_the_end_is_ended_and_scored():
+    async with staged(says, path=f"{AGENTS}:floods", max_calls=2, grace_s=0.2) as stage:
+        group = await stage.play("forever")
+        assert group is not None and group.left[0]
+        assert (group.left[0].exit_code, group.scores[0].reward) == (-9, 0.0)
+
+
+@pytest.mark.parametrize(("question", "reason"), [("stops", None), ("recovers", "stop")])
+async def test_an_overflow_is_told_and_an_agent_that_recovers_goes_on(question: str, reason: str | None):
+    async with staged(says, path=f"{AGENTS}:too_long") as stage:
+        if reason is None:  # it has sampled nothing, so there is nothing to train
+            with pytest.raises(EpisodeFailed, match="never called"):
+                await stage.play(question)
+            return
+        group = await stage.play(question)
+        assert group is not None and group.left[0]
+        assert group.left[0].text == "400 context_length_exceeded"
+        assert [row["finish_reason"] for row in table_of(group).to_pylist()] == [reason]
+
+
+@pytest.mark.parametrize(("agent", "why"), [("crashes", "a bug of the agent"), ("silent", "never called the model")])
+async def test_a_failure_of_the_agent_is_never_a_reward(agent: str, why: str):
+    async with staged(says, path=f"{AGENTS}:{agent}", max_retries=1) as stage:
+        with pytest.raises(EpisodeFailed, match=why):
+            await stage.play()
+        failed = {name: n for name, n in stage.collector.take_metrics().items() if "failed" in name}
+        assert list(failed.values()) == [2.0], "played again once"
+        group = await stage.play(keep_failed=True)
+        assert group is not None and group.scores[0].HasField("failure"), "an evaluation keeps it without a reward"
+
+
+async def test_an_episode_that_takes_too_long_fails_and_leaves_nothing():
+    async with staged(says, path=f"{AGENTS}:sleeps", episode_s=1.0) as stage:
+        with pytest.raises(EpisodeFailed, match="episode_s"):
+            await stage.play()
+        agents = stage.servicer.agents
+        await until(lambda: not agents._endpoint._lines and not agents._playing)  # type: ignore[union-attr]
+
+
+async def test_an_answer_of_other_weights_ends_the_run_of_the_episode():
+    async with staged(says, path=f"{AGENTS}:compacts") as stage:
+        stage.engine.stamps = [PolicyStamp(version=2, digest="d" * 32), PolicyStamp(version=3, digest="e" * 32)]
+        with pytest.raises(PreconditionFailed) as caught:
+            await stage.play("add")
+        assert caught.value.reason is Reason.STALE_STAMP
+        await until(lambda: not stage.servicer.agents._playing)
+
+
+async def test_every_token_of_an_episode_has_its_advantage():
+    async with staged(says, path=f"{AGENTS}:compacts") as stage:
+        group = await stage.play("add", num_samples=2)
+        assert group is not None
+        group.scores[1].reward = 0.0
+        batch = compute_advantages(table_of(group), AdvantageConfig(kind="dr_grpo"))
+        for row in batch.to_pylist():
+            expected = 0.5 if row["sample"] == 0 else -0.5
+            assert row["advantages"] == [expected if trained else 0.0 for trained in row["loss_mask"]]

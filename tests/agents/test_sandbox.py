@@ -1,0 +1,186 @@
+"""Tests agents that are commands: what they can reach, what is left of them, and what is collected."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.coordinator.clients.environment import EpisodeFailed
+from services.reward.agents import command
+from tests.agents.harness import staged
+from tests.support import until
+
+ASK = """
+import json, os, urllib.request
+def ask(text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+# Tries what an attacker would, and prints what worked.
+_ATTACK = """
+import ctypes, glob, pathlib, socket, subprocess
+ask("hello")
+found = []
+for host in ("1.1.1.1", "10.0.0.1"):
+    try:
+        socket.create_connection((host, 53), 0.5)
+        found.append("net " + host)
+    except OSError:
+        pass
+try:
+    socket.socket(socket.AF_VSOCK)
+    found.append("vsock")
+except OSError:
+    pass
+for path in ("/etc/shadow", SECRET, "/proc/1/environ", "/proc/1/mem"):
+    try:
+        open(path, "rb").read(1)
+        found.append("read " + path)
+    except OSError:
+        pass
+for path in ("/usr/x", "/etc/x", "/x", "/dev/x"):
+    try:
+        open(path, "w")
+        found.append("write " + path)
+    except OSError:
+        pass
+try:
+    with open("/tmp/big", "wb") as file:
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+    found.append("disk")
+except OSError:
+    pass
+os.remove("/tmp/big")
+row = json.load(open(os.environ["LOCKSTEP_ROW"]))
+found += [key for key in row if key not in ("prompt", "level")]
+pathlib.Path("reward.txt").write_text("1000")
+pathlib.Path("big.txt").write_bytes(bytes(1 << 20))
+os.symlink("/etc/passwd", "link.txt")
+os.mkfifo("fifo.txt")
+for _ in range(200):
+    try:
+        subprocess.Popen(["sleep", "1000"])
+    except OSError:
+        found.append("no more processes")
+        break
+print(json.dumps([found, sorted(os.environ), os.getcwd()]), end="")
+"""
+
+
+def is_running(mark: str) -> list[str]:
+    """Returns the processes of this host whose command line has `mark`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark in path.read_bytes().decode(errors="replace"):
+                found.append(str(path))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., dict[str, object]]:
+    def make(source: str, *args: str, **settings: object) -> dict[str, object]:
+        (tmp_path / "agent.py").write_text(ASK + source)
+        files = {"agent.py": str(tmp_path / "agent.py")}
+        return {"command": ["python", "-S", "agent.py", *args], "files": files, **settings}
+
+    return make
+
+
+async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("the answers")
+    source = _ATTACK.replace("SECRET", repr(str(secret)))
+    settings = program(source, collect=["*.txt"], max_processes=40, max_disk_mib=8, max_files_mib=0.5)
+    async with staged(lambda text, seed: "hi", columns=["level"], **settings) as stage:
+        group = await stage.play(level=3, tests="hidden")
+        assert group is not None and group.left[0]
+        found, environ, place = json.loads(group.left[0].text)
+        assert found == ["no more processes"] and place == "/workspace"
+        assert not [name for name in environ if name.startswith(("PYTEST", "VIRTUAL", "SSH"))]
+        assert group.left[0].files == {"reward.txt": b"1000"}, "no link, no pipe, and nothing above max_files_mib"
+        assert group.scores[0].reward == 0.0, "what the agent writes is no reward"
+
+
+async def test_nothing_is_left_of_an_agent_that_ends_is_ended_or_is_abandoned(program):
+    mark = f"mark-{os.getpid()}-sleep"
+    source = (
+        "import subprocess, sys, time\nask('x')\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', sys.argv[1]], start_new_session=True)"
+        "\nif sys.argv[2] == 'stays': time.sleep(1000)"
+    )
+    for how, settings in (("ends", {}), ("stays", {"episode_s": 20.0}), ("stays", {})):
+        async with staged(lambda text, seed: "hi", **program(source, mark, how, **settings)) as stage:
+            playing = asyncio.create_task(stage.play())
+            if how == "ends":
+                assert await playing
+            else:
+                await until(lambda: len(is_running(mark)) >= 2)  # the program and its child
+                if not settings:
+                    playing.cancel()
+                    await asyncio.gather(playing, return_exceptions=True)
+                else:
+                    with pytest.raises(EpisodeFailed, match="episode_s"):
+                        await playing
+            await until(lambda: not is_running(mark))
+            await until(lambda stage=stage: not os.listdir(stage.servicer.agents._endpoint._folder.name))
+
+
+async def test_another_episodes_key_is_refused_at_this_ones_socket(program):
+    source = """
+import sys, time, urllib.error
+keys = json.loads(ask("keys"))
+statuses = []
+for key in keys:
+    os.environ["OPENAI_API_KEY"] = key
+    try:
+        ask("mine?")
+        statuses.append(200)
+    except urllib.error.HTTPError as error:
+        statuses.append(error.code)
+print(sorted(statuses), end="")
+"""
+    async with staged(lambda text, seed: "hi", **program(source)) as stage:
+        endpoint = stage.servicer.agents
+
+        async def both(text: str) -> None:
+            await until(lambda: len(endpoint._endpoint._lines) == 2)  # type: ignore[union-attr]
+
+        keys: list[str] = []
+
+        def says(text: str, seed: int) -> str:
+            keys[:] = list(endpoint._endpoint._lines)  # type: ignore[union-attr]
+            return json.dumps(keys) if "keys" in text else "yes"
+
+        stage.engine.delay, stage.engine.says = both, says
+        group = await stage.play(num_samples=2)
+        assert group is not None
+        # One may have ended before the other asks with its key, which is 401 too.
+        assert [left.text for left in group.left if left] == ["[200, 401]"] * 2
+
+
+async def test_a_program_is_filled_in_once_and_its_setup_runs_before():
+    values = {"prompt": "say {key} {{x}}", "key": "secret", "seed": "7", "url": "http://u"}
+    assert command._filled("{prompt} {seed} {other}", values) == "say {key} {{x}} 7 {other}"
+    settings = {"setup": ["sh", "-c", "echo no >&2; exit 3"], "command": ["true"]}
+    async with staged(lambda text, seed: "hi", **settings) as stage:
+        with pytest.raises(EpisodeFailed, match="setup ended with exit code 3: no"):
+            await stage.play()
+
+
+async def test_a_collected_program_is_tested_in_another_sandbox(program):
+    source = "ask('x')\nopen('solution.py', 'w').write('print(int(input()) * 2)')\nprint('def lies(): pass')"
+    tests = json.dumps({"inputs": ["4\n"], "outputs": ["8\n"]})
+    scorers = [{"kind": "code", "file": "solution.py"}, {"kind": "code", "name": "other", "file": "absent.py"}]
+    settings = program(source, collect=["solution.py"])
+    async with staged(lambda text, seed: "hi", scorers=scorers, **settings) as stage:
+        group = await stage.play(tests=tests)
+        assert group is not None and dict(group.scores[0].components) == {"code": 1.0, "other": 0.0}
