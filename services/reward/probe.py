@@ -58,6 +58,7 @@ async def scorers(requests: Requests) -> Answers:
 async def environment(requests: Requests) -> Answers:
     """Opens an environment and plays its episodes."""
     config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
+    assert config.kind != "agent", "doctor does not play agents"
     one_worker = {"num_workers": 1} if isinstance(config, WorkerEnvironmentConfig) else {}
     tried = KINDS[config.kind](config.model_copy(update=one_worker))
     try:

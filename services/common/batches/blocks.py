@@ -26,8 +26,8 @@ def begins_of_samples(samples: pa.Table) -> np.ndarray:
     if "segment" not in samples.column_names or not samples["segment"].is_valid().to_numpy().any():
         return np.arange(samples.num_rows)
     keys = [samples[name].to_numpy() for name in ("group", "sample")]
-    begins: np.ndarray = np.flatnonzero(np.logical_or.reduce([np.diff(key, prepend=key[0] - 1) != 0 for key in keys]))
-    return begins
+    is_first = sum(np.diff(key, prepend=key[0] - 1) != 0 for key in keys)
+    return np.flatnonzero(is_first)
 
 
 def packed_lengths(samples: pa.Table) -> np.ndarray:

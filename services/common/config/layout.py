@@ -21,8 +21,10 @@ _ITSELF = "nothing: Lockstep sets it itself"
 _MODEL = "the model's config.json"
 _OTHER_NAMES = ("load_balancing_type", "freeze_router")  # which Megatron calls otherwise, or does not have
 
-_LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_LATENT += ("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings")
+_LATENT = (
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
+)
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 # Megatron options that Lockstep sets from its own keys, by pass-through table, with the key to use instead.

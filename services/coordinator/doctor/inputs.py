@@ -164,6 +164,9 @@ def examine_environment(config: Config, addresses: Addresses, prompt: Prompt | N
         yield Finding("environment", "not opened: it runs where the reward services do")
         return
     if config.environment.kind == "agent":
+        yield Finding("environment", "agent: not tried here; it starts with each episode of a run")
+        return
+    if config.environment.kind == "agent":
         yield Finding("environment", "agent: not started, because it needs a model")
         return
     calls = []

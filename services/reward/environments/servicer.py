@@ -148,6 +148,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         if config is None:
             self._run_id = run_id
             return reward_pb2.OpenRunResponse()
+        assert config.kind != "agent", "agents have a service of their own"
         environment = KINDS[config.kind](config)
         try:
             await environment.open()

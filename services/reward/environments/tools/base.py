@@ -86,8 +86,8 @@ def _is_left_out(name: str, value: object, parameters: Schema) -> bool:
 def _fit(value: object, schema: Schema) -> object:
     """Returns a value that fits the schema, with integers where it wants them."""
     if "anyOf" in schema:
-        fits = [_fit(value, option) for option in schema["anyOf"] if fits(value, option)]
-        return next((fit for fit in fits if type(fit) is type(value)), fits[0])
+        fitted_values = [_fit(value, option) for option in schema["anyOf"] if fits(value, option)]
+        return next((fit for fit in fitted_values if type(fit) is type(value)), fitted_values[0])
     if "enum" in schema:
         return next(option for option in schema["enum"] if is_option(value, option))
     if isinstance(value, list):
