@@ -24,10 +24,10 @@ def begins_of_groups(samples: pa.Table) -> np.ndarray:
 def begins_of_samples(samples: pa.Table) -> np.ndarray:
     """Returns the first row of each sample, int64 [samples]. A sample of an agent has several, which are neighbors."""
     if "segment" not in samples.column_names or not samples["segment"].is_valid().to_numpy().any():
-        return np.arange(samples.num_rows)
+        return np.arange(len(samples))
     keys = [samples[name].to_numpy() for name in ("group", "sample")]
     is_first = sum(np.diff(key, prepend=key[0] - 1) != 0 for key in keys)
-    return np.flatnonzero(is_first)
+    return np.flatnonzero(np.asarray(is_first))
 
 
 def packed_lengths(samples: pa.Table) -> np.ndarray:
