@@ -304,19 +304,17 @@ class Config(AnyRun):
         if not self.environment or self.environment.kind != "agent":
             if any(scorer.kind == "code" and scorer.file for scorer in self.reward.scorers):
                 raise ValueError(
-                    "reward.scorers: file of a code scorer is one that an agent left: set environment.kind"
+                    "reward.scorers: file of a code scorer is left by an agent: set environment.kind agent"
                 )
             return
         loss, correction = self.trainer.loss, self.trainer.loss.correction
-        set_keys = {
-            "kind gspo": loss.kind == "gspo",
-            "correction.weight sequence": correction.weight == "sequence",
-            "correction.geometric_mask": correction.geometric_mask is not None,
-            "correction.veto": correction.veto is not None,
-        }
-        for key in (key for key, is_set in set_keys.items() if is_set):
+        keys = ["kind gspo"] * (loss.kind == "gspo") + ["correction.weight sequence"] * (
+            correction.weight == "sequence"
+        )
+        keys += [f"correction.{key}" for key in ("geometric_mask", "veto") if getattr(correction, key) is not None]
+        if keys:
             raise ValueError(
-                f"trainer.loss.{key} with an agent: it is made of the ratio of a whole sample, and an episode of "
+                f"trainer.loss.{keys[0]} with an agent: it is made of the ratio of a whole sample, and an episode of "
                 "several segments has no such ratio; use a loss of single tokens"
             )
         extra = self.data.extra_columns
