@@ -230,8 +230,7 @@ class Config(AnyRun):
         critic = self.models.get("critic")
         if critic and critic.strategy == "megatron" and critic.megatron.use_mbridge:
             raise ValueError(
-                "critic.megatron.use_mbridge: mbridge builds no value models; set critic.megatron to sizes for the "
-                "critic, without use_mbridge"
+                "critic.megatron.use_mbridge: mbridge builds no value models; set critic.megatron without it"
             )
         if self.critic and self.trainer.lag.versions:
             raise ValueError(
@@ -295,22 +294,19 @@ class Config(AnyRun):
                 "stop tokens, as its chat template does; leave it out, or use rollout.sampling.stop"
             )
         if not sampling.temperature > 0:
-            raise ValueError(
-                "rollout.sampling.temperature must be above 0: all greedy samples of a prompt are identical"
-            )
+            raise ValueError("rollout.sampling.temperature must be above 0: greedy samples of a prompt are identical")
 
     def _check_agent(self) -> None:
         """Refuses what would treat the segments of an episode as samples."""
         if not self.environment or self.environment.kind != "agent":
             if any(scorer.kind == "code" and scorer.file for scorer in self.reward.scorers):
                 raise ValueError(
-                    "reward.scorers: file of a code scorer is left by an agent: set environment.kind agent"
+                    "reward.scorers: a code scorer has a file, which an agent leaves: set environment.kind"
                 )
             return
         loss, correction = self.trainer.loss, self.trainer.loss.correction
-        keys = ["kind gspo"] * (loss.kind == "gspo") + ["correction.weight sequence"] * (
-            correction.weight == "sequence"
-        )
+        keys = ["kind gspo"] if loss.kind == "gspo" else []
+        keys += ["correction.weight sequence"] if correction.weight == "sequence" else []
         keys += [f"correction.{key}" for key in ("geometric_mask", "veto") if getattr(correction, key) is not None]
         if keys:
             raise ValueError(

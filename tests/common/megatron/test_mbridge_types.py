@@ -8,7 +8,7 @@ from services.common.config.layout import check_layout
 from services.common.config.megatron import MegatronConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.registry import FAMILIES, MBRIDGE_TYPES
-from tests.common.megatron.test_layout import DENSE
+from tests.common.megatron.test_layout import DENSE, MOE
 from tests.support import raises
 
 BRIDGED = MegatronConfig(use_mbridge=True)
@@ -16,7 +16,8 @@ BRIDGED = MegatronConfig(use_mbridge=True)
 
 @pytest.mark.parametrize("model_type", MBRIDGE_TYPES)
 def test_known_types_are_built(model_type: str) -> None:
-    check_layout(BRIDGED, 1, architecture=replace(DENSE, model_type=model_type))
+    model = DENSE if "dense" in FAMILIES[model_type].kinds else MOE
+    check_layout(BRIDGED, 1, architecture=replace(model, model_type=model_type))
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - set(MBRIDGE_TYPES)))

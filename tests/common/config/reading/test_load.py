@@ -301,7 +301,7 @@ def test_every_key_is_listed_with_type_and_help() -> None:
 def test_a_table_of_several_kinds_lists_what_all_have_once() -> None:
     paths = [key.path for key in keys(Config) if key.path.startswith("environment")]
     assert len(paths) == len(set(paths))
-    assert [path for path in paths if path.endswith(".turn_s")] == ["environment.turn_s"]
+    assert [path for path in paths if path.endswith(".episode_s")] == ["environment.episode_s"]
     assert "environment[python].path" in paths and "environment[tools].tools[search].corpus" in paths
     assert "environment[textarena].kind" in paths and "environment.kind" not in paths
 
