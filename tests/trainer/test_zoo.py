@@ -17,7 +17,8 @@ from services.coordinator.fleet.launch import Addresses
 from services.coordinator.planning.measured import MeasuredModel
 from services.coordinator.planning.plan import planned_model, show_plan
 from tests.coordinator.planning.small_models import make
-from tests.trainer.fsdp_harness import Harness
+from tests.support import with_routed_experts
+from tests.trainer.fsdp_harness import Harness, samples
 from tests.trainer.zoo import ZOO
 from tests.trainer.zoo_harness import SETTINGS, make_zoo_model, played
 
@@ -104,3 +105,14 @@ def test_dry_run_and_plan_say_what_the_trainer_says(harness: Harness, name: str)
 @pytest.mark.parametrize("name", ZOO)
 def test_all_of_the_zoo_is_told(harness: Harness, name: str) -> None:
     assert_told(harness, harness._models / name)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_moe_mixed"])
+def test_experts_are_replayed_beside_dense_layers(harness: Harness, name: str) -> None:
+    make_zoo_model(name, harness._models / name)
+    harness.open(name, SETTINGS)
+    batch = with_routed_experts(samples(), num_layers=4)  # the first of which is dense
+    metrics = harness.train(batch, version=0)
+    num_tokens = sum(len(row["prompt_tokens"]) + len(row["tokens"]) - 1 for row in batch.to_pylist())
+    assert metrics["moe_replayed_tokens"] == num_tokens
+    assert 0 < metrics["moe_router_agreement"] < 1

@@ -304,9 +304,9 @@ class Replayed:
         routed_experts = [microbatch.experts_TLK for microbatch in microbatches if microbatch.experts_TLK is not None]
         if not routed_experts:
             return
+        num_layers, top_k = microbatches[0].num_expert_layers, routed_experts[0].shape[-1]
         num_tokens = torch.tensor(float(sum(map(len, routed_experts))), dtype=torch.float64, device=backend.device)
         num_tokens = float(backend.reduce(num_tokens, dist.ReduceOp.SUM))
-        num_layers, top_k = routed_experts[0].shape[1:]
         counts = backend.replayed().tolist()
         if counts[0] != num_tokens * num_layers:
             backend.discard_gradients()

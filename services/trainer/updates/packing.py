@@ -34,6 +34,8 @@ class Microbatch:
     columns: dict[str, torch.Tensor]
     experts_TLK: torch.Tensor | None = None
     """The K experts that the engine chose for each token in each of L layers, if they are to be replayed."""
+    num_expert_layers: int = 0
+    """How many of these layers have experts."""
     sampling_mask_NK: torch.Tensor | None = None
     """The tokens that truncated sampling kept for each predicted token, int32, -1 after the last of them; None if the
     batch has no sampling masks."""
@@ -177,6 +179,7 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
     else:
         trained = np.add.reduceat(columns["loss_mask"], np.cumsum(counts) - counts)
     columns["completion_length"] = np.repeat(trained, counts)
+    replayed = shape if "routed_experts" in samples.column_names else None
     return Microbatch(
         tokens_T=torch.from_numpy(np.concatenate(inputs).astype(np.int64)),
         positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
@@ -186,7 +189,8 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
         targets_N=torch.from_numpy(np.concatenate(completions).astype(np.int64)),
         completion_lengths=tuple(counts.tolist()),
         columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
-        experts_TLK=_routed_experts(samples, shape) if shape and "routed_experts" in samples.column_names else None,
+        experts_TLK=_routed_experts(samples, replayed) if replayed else None,
+        num_expert_layers=len(replayed.expert_layers) if replayed else 0,
         sampling_mask_NK=_sampling_mask(samples, counts)
         if "sampling_mask" in samples.column_names and not samples["sampling_mask"].null_count
         else None,

@@ -82,7 +82,7 @@ CROSS_FIELD = {
     ),
     "mbridge builds no value models": (
         ["advantage.kind=gae", "critic={}", "trainer.strategy=megatron", "trainer.megatron.use_mbridge=true"],
-        ["critic.megatron.use_mbridge", "without use_mbridge"],
+        ["critic.megatron.use_mbridge", "without it"],
         ["advantage.kind=gae", "trainer.strategy=megatron", "trainer.megatron.use_mbridge=true", "critic.megatron={}"],
     ),
     "routed_experts of drafted tokens were not compared": (
