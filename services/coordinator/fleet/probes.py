@@ -138,7 +138,8 @@ def describe_model(directory: str, trainer: TrainerConfig) -> Answer:
     Raises:
         InvalidInput: The trainer would refuse it, and says why.
     """
-    kept = {name: getattr(trainer, name) for name in ("strategy", "lora", "compute_dtype")}
+    sections = ("megatron",) if trainer.strategy == "megatron" else ()
+    kept = {name: getattr(trainer, name) for name in ("strategy", "lora", "compute_dtype", *sections)}
     settings = TrainerConfig(**kept).model_dump_json()
     return _described(directory, settings, (Path(directory) / "config.json").read_bytes())
 
