@@ -69,7 +69,7 @@ for _ in range(200):
     except OSError:
         found.append("no more processes")
         break
-print(json.dumps([found, sorted(os.environ), os.getcwd()]), end="")
+print(json.dumps([found, dict(os.environ), os.getcwd()]), end="")
 """
 
 
@@ -105,6 +105,8 @@ async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Pa
         assert group is not None and group.left[0]
         found, environ, place = json.loads(group.left[0].text)
         assert found == ["no more processes"] and place == "/workspace"
+        assert environ["OPENAI_BASE_URL"] == environ["ANTHROPIC_BASE_URL"] + "/v1"
+        assert environ["ANTHROPIC_API_KEY"] == environ["OPENAI_API_KEY"] and environ["ANTHROPIC_MODEL"] == "policy"
         assert not [name for name in environ if name.startswith(("PYTEST", "VIRTUAL", "SSH"))]
         assert group.left[0].files == {"reward.txt": b"1000"}, "no link, no pipe, and nothing above max_files_mib"
         assert group.scores[0].reward == 0.0, "what the agent writes is no reward"

@@ -224,8 +224,8 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
 
 class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     kind: Literal["agent"] = "agent"
-    """Train the model inside of your own program, which calls it over HTTP as OpenAI's chat completions: see
-    docs/agents.md. Set command or path."""
+    """Train the model inside of your own program, which calls it over HTTP with OpenAI's or Anthropic's API:
+    see docs/agents.md. Set command or path."""
     command: tuple[str, ...] = ()
     """Program and arguments, run in a sandbox without network but for the model. {prompt}, {seed} and {url} are
     replaced in each."""
@@ -236,7 +236,8 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     """Columns of data.extra_columns that the agent gets in its row, with the prompt. It never gets the answer."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the command. {url}, {key} and {seed} are replaced. OPENAI_BASE_URL, OPENAI_API_KEY,
-    HOME, PATH, LOCKSTEP_ROW (a file with the row as JSON) and LOCKSTEP_SEED are set."""
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, ANTHROPIC_MODEL, HOME, PATH, LOCKSTEP_ROW (a file with the row as JSON) and
+    LOCKSTEP_SEED are set."""
     files: dict[str, str] = Field(default_factory=dict)
     """Files of the command: path in the sandbox -> file on the reward service's host. The path is below /workspace,
     where the command runs, or below HOME if it begins with ~/."""
@@ -264,8 +265,8 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     grace_s: float = Field(default=30.0, gt=0, le=86400)
     """Seconds that the agent has to end once its episode is over. Then it is ended; its files are still collected."""
     drop_tools: tuple[str, ...] = ()
-    """Types of tools, such as web_search, to leave out of requests. Without this, a request with a tool that is no
-    function is refused."""
+    """Types of tools, such as web_search or namespace, to leave out of requests; a date at the end, as in
+    web_search_20250305, need not be named. Without this, a request with a tool that is no function is refused."""
     tool_syntax: Literal["hermes", "qwen3_coder", "llama3", "none"] = "hermes"
     """How the model writes calls of the functions in a request; see the kind tools. none: its text is the answer."""
     num_workers: int = Field(default=2, ge=1, le=1024)

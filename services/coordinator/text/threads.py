@@ -66,23 +66,31 @@ class Renderer:
     def prompt(self, messages: Sequence[Json], tools: str) -> list[int]:
         """Returns the tokens of a whole conversation. Nothing that an agent writes becomes a special token.
 
+        Messages of role system after the first become those of a user, if the template takes none there.
+
         Raises:
             InvalidInput: The chat template shows no tools, or rejects the messages.
         """
-        return self._bridge(tools).prompt((), list(map(_to_template, messages)))
+        shown = [*map(_to_template, messages[:1]), *self._shown(messages[1:], tools)]
+        return self._bridge(tools).prompt((), shown)
 
     def extend(self, tokens: Sequence[int], messages: Sequence[Json], tools: str) -> list[int] | None:
         """Returns the tokens that follow an answer, which ends `tokens`; None if the template would rewrite history.
 
         Messages of role system become those of a user, if the template takes none there.
         """
+        shown = self._shown(messages, tools)
+        if not all(self._keeps(tools, role) for role in {message["role"] for message in shown}):
+            return None
+        return self._bridge(tools).extend(tokens, shown)
+
+    def _shown(self, messages: Sequence[Json], tools: str) -> Sequence[Json]:
+        """Returns messages after the first as the template takes them."""
         shown = [dict(_to_template(message)) for message in messages]
         for message in shown:
             if message["role"] == "system" and not self._keeps(tools, "system"):
                 message["role"] = "user"
-        if not all(self._keeps(tools, role) for role in {message["role"] for message in shown}):
-            return None
-        return self._bridge(tools).extend(tokens, shown)
+        return shown
 
     def _make_bridge(self, tools: str) -> Bridge:
         return Bridge(self._tokenizer, json.loads(tools), self._variables)
@@ -110,6 +118,13 @@ class Threads:
         Raises:
             InvalidInput: The chat template shows no tools, or rejects the messages.
         """
+        call = self.place(number, messages, tools)
+        self.num_segments += call.parent is None or any(other.parent is call.parent for other in self.calls)
+        self.calls.append(call)
+        return call
+
+    def place(self, number: int, messages: Sequence[Json], tools: Sequence[Json]) -> Call:
+        """Returns the call that `add` would add. Raises InvalidInput as `add` does."""
         conversation, shown = list(map(_canonical, messages)), json.dumps(tools, sort_keys=True)
         parent = self._find_parent(conversation, shown)
         prompt: tuple[int, ...] = ()
@@ -119,10 +134,7 @@ class Threads:
         if not prompt:
             parent, prompt = None, tuple(self.renderer.prompt(messages, shown))
         after = sum(call.is_answered for call in self.calls)
-        call = Call(number, conversation, shown, prompt, parent, after)
-        self.num_segments += parent is None or any(other.parent is parent for other in self.calls)
-        self.calls.append(call)
-        return call
+        return Call(number, conversation, shown, prompt, parent, after)
 
     def occurrence(self, call: Call) -> int:
         """Returns how many earlier calls have the same prompt."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.reward.agents.base import Part, Played, Runner
+from services.reward.agents.dialect import MODEL
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from services.reward.sandbox import (
     Limits,
@@ -215,6 +216,9 @@ def _base_env(values: Mapping[str, str]) -> dict[str, str]:
         "OPENAI_BASE_URL": url,
         "OPENAI_API_BASE": url,
         "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": values["url"],
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": MODEL,
         "LOCKSTEP_ROW": f"{HOME}/row.json",
         "LOCKSTEP_SEED": values["seed"],
     }

@@ -11,26 +11,27 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
-from services.reward.agents.chat import (
-    ChatRequest,
-    Refusal,
-    read_request,
-    write_answer,
-    write_error,
-    write_models,
-    write_stream,
-)
+from services.reward.agents.chat import Chat, write_models
+from services.reward.agents.dialect import Dialect, Refusal, Request
+from services.reward.agents.messages import CountTokens, Messages
+from services.reward.agents.responses import Responses
 
 _MAX_BODY_BYTES = 8 << 20
 _MAX_WAITING = 128  # calls of one episode
 _KEEP_ALIVE_S = 10.0
+_DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": Chat(),
+    "/v1/messages": Messages(),
+    "/v1/messages/count_tokens": CountTokens(),
+    "/v1/responses": Responses(),
+}
 
 Ask = Callable[[AgentCall], Awaitable[CallAnswer]]
 
@@ -45,23 +46,24 @@ class _Asked:
 class Line:
     """The calls of one episode. `ask` sends a call and returns its answer.
 
-    A request with an equal body is a retry as long as the earlier one's answer is not fully written. Clients do not
-    mark retries, and an agent may ask the same again on purpose once it has an answer.
+    A request with an equal body to an equal path is a retry as long as the earlier one's answer is not fully written.
+    Clients do not mark retries, and an agent may ask the same again on purpose once it has an answer.
     """
 
     def __init__(self, ask: Ask, socket: Path, max_model_len: int):
         self.key, self.socket, self.max_model_len = os.urandom(16).hex(), socket, max_model_len
         self.num_retries = 0
         self._ask, self._numbers = ask, itertools.count()
-        self._waiting: dict[str, _Asked] = {}
+        self._waiting: dict[tuple[str, bytes], _Asked] = {}
         self._is_over = False
 
-    async def answer(self, chat: ChatRequest, body: bytes) -> CallAnswer:
+    async def answer(self, asked_for: Request, path: str, body: bytes) -> CallAnswer:
         """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal."""
         if self._is_over:
             raise _over()
-        digest = hashlib.sha256(body).hexdigest()
-        asked = self._waiting.get(digest)
+        digest = hashlib.sha256(body)
+        key = path, digest.digest()
+        asked = self._waiting.get(key)
         if asked:
             self.num_retries += 1
         elif len(self._waiting) >= _MAX_WAITING:
@@ -69,11 +71,12 @@ class Line:
         else:
             call = AgentCall(
                 number=next(self._numbers),
-                request_json=json.dumps(chat.neutral),
-                body_sha256=digest,
-                overridden=chat.overridden,
+                request_json=json.dumps(asked_for.neutral),
+                body_sha256=digest.hexdigest(),
+                overridden=asked_for.overridden,
+                counts=asked_for.counts,
             )
-            asked = self._waiting[digest] = _Asked(asyncio.ensure_future(self._ask(call)))
+            asked = self._waiting[key] = _Asked(asyncio.ensure_future(self._ask(call)))
         try:
             answer = await asyncio.shield(asked.answer)
         except asyncio.CancelledError:
@@ -81,13 +84,13 @@ class Line:
                 raise _over() from None
             raise
         if answer.refusal:
-            self._waiting.pop(digest, None)
+            self._waiting.pop(key, None)
             raise Refusal(answer.refusal, code=answer.refusal_code)
         return answer
 
-    def delivered(self, body: bytes) -> None:
+    def delivered(self, path: str, body: bytes) -> None:
         """Says that an answer to a request was fully written."""
-        self._waiting.pop(hashlib.sha256(body).hexdigest(), None)
+        self._waiting.pop((path, hashlib.sha256(body).digest()), None)
 
     def close(self) -> None:
         """Refuses all calls from now on."""
@@ -109,7 +112,8 @@ class Endpoint:
         self._sites: dict[str, web.UnixSite] = {}
         self._numbers = itertools.count()
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.router.add_route("POST", "/v1/chat/completions", self._chat)
+        for path in _DIALECTS:
+            app.router.add_route("POST", path, self._call)
         app.router.add_route("GET", "/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._other)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
@@ -158,56 +162,60 @@ class Endpoint:
             raise Refusal("the API key is not that of a running episode", status=401, code="invalid_api_key")
         return line
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        dialect = _DIALECTS[request.path]
         try:
             line = self._line_of(request)
             body = await request.read()
-            chat = read_request(body, self._drop_tools)
-            if chat.streams:
-                return await self._stream(request, line, chat, body)
-            response = web.json_response(write_answer(await line.answer(chat, body)))
+            asked_for = dialect.read(body, self._drop_tools)
+            answering = asyncio.create_task(line.answer(asked_for, request.path, body))
+            if asked_for.streams:
+                response = await self._stream(request, asked_for, answering)
+            else:
+                response = web.json_response(dialect.answer(await answering))
+                await response.prepare(request)
+                await response.write_eof()
         except web.HTTPRequestEntityTooLarge:
-            return _refused(Refusal(f"the body has more than {_MAX_BODY_BYTES} bytes", status=413))
+            return _refused(dialect, Refusal(f"the body has more than {_MAX_BODY_BYTES} bytes", status=413))
         except Refusal as refusal:
-            return _refused(refusal)
-        await response.prepare(request)
-        await response.write_eof()
-        line.delivered(body)
+            return _refused(dialect, refusal)
+        line.delivered(request.path, body)
         return response
 
-    async def _stream(self, request: web.Request, line: Line, chat: ChatRequest, body: bytes) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, asked_for: Request, answering: asyncio.Task[CallAnswer]
+    ) -> web.StreamResponse:
         """Answers with a stream, of which the beginning is sent early only to keep the connection alive."""
-        answering = asyncio.create_task(line.answer(chat, body))
+        dialect = _DIALECTS[request.path]
         await asyncio.wait({answering}, timeout=_KEEP_ALIVE_S)
         if answering.done():
             answering.result()  # a refusal can still have its status
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         while not answering.done():
-            await response.write(b": the model is still at work\n\n")
+            await response.write(dialect.keep_alive)
             await asyncio.wait({answering}, timeout=_KEEP_ALIVE_S)
         try:
-            for event in write_stream(answering.result(), shows_usage=chat.shows_usage):
+            for event in dialect.stream(answering.result(), asked_for):
                 await response.write(event)
         except Refusal as refusal:
-            await response.write(write_error(refusal))
+            await response.write(dialect.error_event(refusal))
         await response.write_eof()
-        line.delivered(body)
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
             return web.json_response(write_models(self._line_of(request).max_model_len))
         except Refusal as refusal:
-            return _refused(refusal)
+            return _refused(Chat(), refusal)
 
     async def _other(self, request: web.Request) -> web.Response:
         if request.method == "HEAD":
             return web.Response()
-        message = f"{request.method} {request.path}: there are /v1/chat/completions and /v1/models"
-        return _refused(Refusal(message, status=404))
+        message = f"{request.method} {request.path}: there are {', '.join(_DIALECTS)} and /v1/models"
+        return _refused(Chat(), Refusal(message, status=404))
 
 
-def _refused(refusal: Refusal) -> web.Response:
+def _refused(dialect: Dialect, refusal: Refusal) -> web.Response:
     headers = {"Retry-After": "1"} if refusal.status == 429 else {}
-    return web.json_response(refusal.body, status=refusal.status, headers=headers)
+    return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)

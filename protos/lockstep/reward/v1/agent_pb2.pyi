@@ -24,7 +24,7 @@ class Begin(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., episode_id: _Optional[str] = ..., seed: _Optional[int] = ..., row_json: _Optional[str] = ..., alone: bool = ..., max_model_len: _Optional[int] = ...) -> None: ...
 
 class CallAnswer(_message.Message):
-    __slots__ = ("call", "message_json", "finish_reason", "num_prompt_tokens", "num_sampled_tokens", "refusal", "refusal_code", "is_over")
+    __slots__ = ("call", "message_json", "finish_reason", "num_prompt_tokens", "num_sampled_tokens", "refusal", "refusal_code", "is_over", "stop_sequence")
     CALL_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_JSON_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class CallAnswer(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_CODE_FIELD_NUMBER: _ClassVar[int]
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     call: int
     message_json: str
     finish_reason: str
@@ -41,7 +42,8 @@ class CallAnswer(_message.Message):
     refusal: str
     refusal_code: str
     is_over: bool
-    def __init__(self, call: _Optional[int] = ..., message_json: _Optional[str] = ..., finish_reason: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., refusal: _Optional[str] = ..., refusal_code: _Optional[str] = ..., is_over: bool = ...) -> None: ...
+    stop_sequence: str
+    def __init__(self, call: _Optional[int] = ..., message_json: _Optional[str] = ..., finish_reason: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., refusal: _Optional[str] = ..., refusal_code: _Optional[str] = ..., is_over: bool = ..., stop_sequence: _Optional[str] = ...) -> None: ...
 
 class PlayRequest(_message.Message):
     __slots__ = ("begin", "answer")
@@ -52,16 +54,18 @@ class PlayRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., answer: _Optional[_Union[CallAnswer, _Mapping]] = ...) -> None: ...
 
 class AgentCall(_message.Message):
-    __slots__ = ("number", "request_json", "body_sha256", "overridden")
+    __slots__ = ("number", "request_json", "body_sha256", "overridden", "counts")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_JSON_FIELD_NUMBER: _ClassVar[int]
     BODY_SHA256_FIELD_NUMBER: _ClassVar[int]
     OVERRIDDEN_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_json: str
     body_sha256: str
     overridden: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., request_json: _Optional[str] = ..., body_sha256: _Optional[str] = ..., overridden: _Optional[_Iterable[str]] = ...) -> None: ...
+    counts: bool
+    def __init__(self, number: _Optional[int] = ..., request_json: _Optional[str] = ..., body_sha256: _Optional[str] = ..., overridden: _Optional[_Iterable[str]] = ..., counts: bool = ...) -> None: ...
 
 class AgentEnd(_message.Message):
     __slots__ = ("exit_code", "text", "files", "num_retries")

@@ -132,7 +132,7 @@ class _AgentEpisode:
         """Returns the model's answer, or a refusal."""
         said = json.loads(asked.request_json)
         async with self._adding:
-            call = await self._add(asked, said)
+            call = await (self._count(asked, said) if asked.counts else self._add(asked, said))
         if isinstance(call, CallAnswer):
             return call
         room = self._collector.config.rollout.max_model_len - len(call.prompt)
@@ -140,7 +140,7 @@ class _AgentEpisode:
         limit = min(room, left, *([said["max_tokens"]] if said["max_tokens"] else []))
         sampled = await self._collector.sample(call, self, limit, said["stop"])
         completion = sampled.completion
-        message, calls = self._message(call, completion, said)
+        message, calls, stop = self._message(call, completion, said)
         async with self._adding:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256))
         self._num_tokens += len(completion.tokens)
@@ -152,7 +152,18 @@ class _AgentEpisode:
             finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
             num_prompt_tokens=len(call.prompt),
             num_sampled_tokens=len(completion.tokens),
+            stop_sequence=stop,
         )
+
+    async def _count(self, asked: AgentCall, said: Json) -> CallAnswer:
+        """Returns the number of tokens that the prompt of this request would have."""
+        if self._limit is not None:
+            return self._over(asked)
+        try:
+            call = await asyncio.to_thread(self.threads.place, asked.number, said["messages"], said["tools"])
+        except InvalidInput as error:
+            return self._refuse(asked, error.message, "invalid_messages")
+        return CallAnswer(call=asked.number, num_prompt_tokens=len(call.prompt))
 
     async def _add(self, asked: AgentCall, said: Json) -> Call | CallAnswer:
         """Returns the call with its tokens, or a refusal."""
@@ -196,23 +207,24 @@ class _AgentEpisode:
         self._collector.count(refused_calls=1)
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
-    def _message(self, call: Call, completion: Completion, said: Json) -> tuple[Json, int]:
-        """Returns the message of an answer for the agent, and its number of calls of tools.
+    def _message(self, call: Call, completion: Completion, said: Json) -> tuple[Json, int, str]:
+        """Returns the message of an answer for the agent, its number of calls of tools, and what has stopped it.
 
         A text with a call that is malformed is the content as it is.
         """
         settings, dialog = self._settings, self._collector.dialog
         text, is_reasoning = dialog.text(completion.tokens), dialog.opens_reasoning(call.prompt)
         reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
-        message: dict[str, Any] = {"role": "assistant", "content": _before(content, said["stop"])}
+        shown, stop = _before(content, said["stop"])
+        message: dict[str, Any] = {"role": "assistant", "content": shown}
         message |= {"reasoning": reasoning} if reasoning else {}
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
         if not tools or settings.tool_syntax == "none":
-            return message, 0
+            return message, 0, stop
         calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
         made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
         if not made or any(isinstance(one, BadCall) for one in calls):
-            return message, 0
+            return message, 0, stop
         message["content"] = "" if settings.tool_syntax == "llama3" else content.partition("<tool_call>")[0].strip()
         # 9 letters and digits, which Mistral's templates want.
         ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
@@ -220,7 +232,7 @@ class _AgentEpisode:
         message["tool_calls"] = [
             {"id": name, "name": one.name, "arguments": json.dumps(one.arguments)} for name, one in pairs
         ]
-        return message, len(made)
+        return message, len(made), ""
 
     def played(self, end: AgentEnd, environment: str) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if it has not called the model."""
@@ -287,7 +299,8 @@ def _split_reasoning(text: str, tags: Sequence[str], *, is_reasoning: bool) -> t
     return (reasoning.lstrip().removeprefix(begin) if opened else reasoning).strip(), content.strip()
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
-    """Returns the text before the first of the stop strings that the agent has asked for."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+def _before(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Returns the text before the first of the stop strings that the agent has asked for, and that string."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    at, stop = min(found, default=(len(text), ""))
+    return text[:at], stop

@@ -1,0 +1,162 @@
+"""OpenAI's Responses."""
+
+import itertools
+import json
+import time
+from collections.abc import Collection, Iterator
+
+from lockstep.reward.v1.agent_pb2 import CallAnswer
+
+from services.reward.agents.dialect import (
+    MODEL,
+    Dialect,
+    Json,
+    Refusal,
+    Request,
+    event,
+    read_limit,
+    read_list,
+    read_object,
+    read_text,
+    read_tool,
+    unsupported,
+)
+
+_REPLACED = {"temperature", "top_p", "reasoning"}
+_KNOWN = {"model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "text", "store"}
+_KNOWN |= {"include", "metadata", "client_metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"}
+_KNOWN |= {"prompt_cache_retention", *_REPLACED}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class Responses(Dialect):
+    """POST /v1/responses."""
+
+    def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
+        said = read_object(body, _KNOWN)
+        text = said.get("text", {})
+        if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
+            raise unsupported("text", text)
+        tools = [tool for tool in read_list(said.get("tools", []), "tools") if tool.get("type") not in drop_tools]
+        neutral = {
+            "messages": _read_input(said),
+            "tools": [read_tool(tool if tool.get("type") == "function" else {}, tool.get("type")) for tool in tools],
+            "max_tokens": read_limit(said, "max_output_tokens"),
+            "stop": [],
+        }
+        return Request(neutral, sorted(_REPLACED & said.keys()), bool(said.get("stream")))
+
+    def answer(self, answer: CallAnswer) -> Json:
+        prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
+        usage: Json = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
+        usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
+        usage["output_tokens_details"] = {"reasoning_tokens": 0}
+        is_cut = answer.finish_reason == "length"
+        response = _response(f"resp_{answer.call}", "incomplete" if is_cut else "completed")
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        return {**response, "output": _items(answer), "usage": usage}
+
+    def stream(self, answer: CallAnswer, request: Request) -> Iterator[bytes]:
+        whole, numbers = self.answer(answer), itertools.count()
+        for one in _events(whole):
+            yield event({**one, "sequence_number": next(numbers)})
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        is_known = refusal.code == "context_length_exceeded"
+        error = {"code": refusal.code if is_known else "invalid_prompt", "message": refusal.message}
+        response = {**_response("resp_refused", "failed"), "error": error}
+        return event({"type": "response.failed", "sequence_number": 0, "response": response})
+
+
+def _read_input(said: Json) -> list[Json]:
+    """Returns the messages of the instructions and of the input."""
+    instructions = read_text(said.get("instructions", ""), "instructions")
+    messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    items = said.get("input")
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": read_text(items, "input")}]
+    for index, item in enumerate(read_list(items, "input", 1)):
+        _add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add_item(messages: list[Json], item: Json, where: str) -> None:
+    """Adds an item. The reasoning, text and calls of one answer are items of their own, which become one message."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        name = read_text(item.get("call_id"), f"{where}.call_id")
+        content = read_text(item.get("output"), f"{where}.output", _TEXTS)
+        messages.append({"role": "tool", "content": content, "tool_call_id": name})
+    elif kind == "function_call":
+        fields = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
+        call = {name: read_text(value, f"{where}.{name}") for name, value in fields.items()}
+        _open_answer(messages, ()).setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        if text := read_text(parts, where, ("reasoning_text", "summary_text")):
+            _open_answer(messages, ("reasoning", "content", "tool_calls"))["reasoning"] = text
+    elif kind != "message" or item.get("role") not in _ROLES:
+        known = "message with a role, function_call, function_call_output, reasoning"
+        raise Refusal(f"{where}: must be one of {known}, not {kind!r:.50}", param=where)
+    else:
+        role, text = _ROLES[item["role"]], read_text(item.get("content", ""), f"{where}.content", _TEXTS)
+        if role == "assistant":
+            _open_answer(messages, ("content", "tool_calls"))["content"] = text
+        else:
+            messages.append({"role": role, "content": text})
+
+
+def _open_answer(messages: list[Json], closed_by: Collection[str]) -> Json:
+    """Returns the assistant's message that an item belongs to: the last one, unless it has what is `closed_by`."""
+    if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(key) for key in closed_by):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _response(name: str, status: str) -> Json:
+    own = {"id": name, "object": "response", "created_at": int(time.time()), "model": MODEL, "status": status}
+    given = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "instructions": None, "metadata": {}}
+    return {**own, **given, "error": None, "incomplete_details": None, "output": [], "usage": None}
+
+
+def _items(answer: CallAnswer) -> list[Json]:
+    said, number = json.loads(answer.message_json), answer.call
+    items: list[Json] = []
+    if said.get("reasoning"):
+        part = {"type": "reasoning_text", "text": said["reasoning"]}
+        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [part]})
+    if said["content"] or not said.get("tool_calls"):  # clients expect some text
+        part = {"type": "output_text", "text": said["content"], "annotations": [], "logprobs": []}
+        items.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]})
+    for call in said.get("tool_calls", ()):
+        named = {"call_id": call["id"], "name": call["name"], "arguments": call["arguments"]}
+        items.append({"type": "function_call", "id": f"fc_{call['id']}", **named})
+    return [{**item, "status": "completed"} for item in items]
+
+
+def _events(whole: Json) -> Iterator[Json]:
+    """Yields the events of a response. Clients take the answer from items, from the pieces of text, or from the end."""
+    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield {"type": "response.created", "response": begun}
+    for index, item in enumerate(whole["output"]):
+        key = "arguments" if "arguments" in item else "content"
+        start = {**item, "status": "in_progress", key: "" if key == "arguments" else []}
+        at: Json = {"item_id": item["id"], "output_index": index}
+        yield {"type": "response.output_item.added", "output_index": index, "item": start}
+        if key == "arguments":
+            kind, text = "response.function_call_arguments", item["arguments"]
+            yield {"type": f"{kind}.delta", **at, "delta": text}
+            yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": text}
+        else:
+            yield from _text_events(item["content"][0], {**at, "content_index": 0})
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{whole['status']}", "response": whole}
+
+
+def _text_events(part: Json, at: Json) -> Iterator[Json]:
+    kind, more = part["type"], {"logprobs": []} if "logprobs" in part else {}
+    yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+    yield {"type": f"response.{kind}.delta", **at, "delta": part["text"], **more}
+    yield {"type": f"response.{kind}.done", **at, "text": part["text"], **more}
+    yield {"type": "response.content_part.done", **at, "part": part}
