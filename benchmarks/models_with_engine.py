@@ -71,7 +71,7 @@ def train(model: str, workspace: Path) -> list[float] | str:
     except subprocess.TimeoutExpired:
         return f"no three steps within {_RUN_S} s"
     if ended.returncode:
-        return ended.stdout[-2000:] + ended.stderr[-2000:]
+        return ended.stderr.strip().splitlines()[-1]
     lines = (workspace / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     return [step["train/logprob_diff_max"] for step in map(json.loads, lines) if "train/logprob_diff_max" in step]
 
