@@ -87,6 +87,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "attention_bias": True,
         "use_qk_norm": True,
+        "head_dim": 32,  # which vLLM reads
     },
 }
 
