@@ -121,10 +121,16 @@ class Comparison:
     def _compare_configs(self, own: Any, theirs: Any) -> None:
         for name, value in vars(own).items():
             other = getattr(theirs, name)
-            if name == "moe_layer_freq" and isinstance(other, int):  # experts in each layer whose number it divides
-                other = [int(number % other == 0) for number in range(theirs.num_layers)]
+            if name == "moe_layer_freq":
+                value, other = _expert_layers(own), _expert_layers(theirs)
             if not callable(value) and value != other:
                 self.differences.append(f"the config: {name} is {other}, not {value}")
+
+
+def _expert_layers(config: Any) -> list[int]:
+    """Returns 1 for each layer with experts, if the model has any, else 0."""
+    every = config.moe_layer_freq
+    return [int(number % every == 0) for number in range(config.num_layers)] if isinstance(every, int) else every
 
 
 def of_all_ranks(problems: list[str]) -> list[str]:
