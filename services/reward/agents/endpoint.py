@@ -12,7 +12,6 @@ import json
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -34,13 +33,8 @@ _DIALECTS: Mapping[str, Dialect] = {
 }
 
 Ask = Callable[[AgentCall], Awaitable[CallAnswer]]
-
-
-@dataclass
-class _Asked:
-    """A call, from its request until an answer was written as a whole."""
-
-    answer: asyncio.Future[CallAnswer]
+Key = tuple[str, str]
+"""The path of a request, and the SHA-256 of its body."""
 
 
 class Line:
@@ -54,17 +48,15 @@ class Line:
         self.key, self.socket, self.max_model_len = os.urandom(16).hex(), socket, max_model_len
         self.num_retries = 0
         self._ask, self._numbers = ask, itertools.count()
-        self._waiting: dict[tuple[str, bytes], _Asked] = {}
+        self._waiting: dict[Key, asyncio.Future[CallAnswer]] = {}  # until an answer was written as a whole
         self._is_over = False
 
-    async def answer(self, asked_for: Request, path: str, body: bytes) -> CallAnswer:
+    async def answer(self, asked_for: Request, key: Key) -> CallAnswer:
         """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal."""
         if self._is_over:
             raise _over()
-        digest = hashlib.sha256(body)
-        key = path, digest.digest()
-        asked = self._waiting.get(key)
-        if asked:
+        answering = self._waiting.get(key)
+        if answering:
             self.num_retries += 1
         elif len(self._waiting) >= _MAX_WAITING:
             raise Refusal(f"{_MAX_WAITING} calls of this episode are in progress", status=429)
@@ -72,15 +64,15 @@ class Line:
             call = AgentCall(
                 number=next(self._numbers),
                 request_json=json.dumps(asked_for.neutral),
-                body_sha256=digest.hexdigest(),
+                body_sha256=key[1],
                 overridden=asked_for.overridden,
                 counts=asked_for.counts,
             )
-            asked = self._waiting[key] = _Asked(asyncio.ensure_future(self._ask(call)))
+            answering = self._waiting[key] = asyncio.ensure_future(self._ask(call))
         try:
-            answer = await asyncio.shield(asked.answer)
+            answer = await asyncio.shield(answering)
         except asyncio.CancelledError:
-            if asked.answer.cancelled():
+            if answering.cancelled():
                 raise _over() from None
             raise
         if answer.refusal:
@@ -88,15 +80,15 @@ class Line:
             raise Refusal(answer.refusal, code=answer.refusal_code)
         return answer
 
-    def delivered(self, path: str, body: bytes) -> None:
+    def delivered(self, key: Key) -> None:
         """Says that an answer to a request was fully written."""
-        self._waiting.pop((path, hashlib.sha256(body).digest()), None)
+        self._waiting.pop(key, None)
 
     def close(self) -> None:
         """Refuses all calls from now on."""
         self._is_over = True
-        for asked in self._waiting.values():
-            asked.answer.cancel()
+        for answering in self._waiting.values():
+            answering.cancel()
 
 
 def _over() -> Refusal:
@@ -168,7 +160,8 @@ class Endpoint:
             line = self._line_of(request)
             body = await request.read()
             asked_for = dialect.read(body, self._drop_tools)
-            answering = asyncio.create_task(line.answer(asked_for, request.path, body))
+            key = request.path, hashlib.sha256(body).hexdigest()
+            answering = asyncio.create_task(line.answer(asked_for, key))
             if asked_for.streams:
                 response = await self._stream(request, asked_for, answering)
             else:
@@ -179,7 +172,7 @@ class Endpoint:
             return _refused(dialect, Refusal(f"the body has more than {_MAX_BODY_BYTES} bytes", status=413))
         except Refusal as refusal:
             return _refused(dialect, refusal)
-        line.delivered(request.path, body)
+        line.delivered(key)
         return response
 
     async def _stream(
