@@ -11,7 +11,7 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches.batch import SAMPLE_SCHEMA, join_sampling_masks
 from services.common.rewards import total
 from services.coordinator.data.prompts import Prompt, value_name
 from services.coordinator.data.reading.record import Record
@@ -78,6 +78,12 @@ class Stream:
     def context(self) -> tuple[int, ...]:
         """Returns the prompt of the next turn: all tokens so far."""
         return (*self.prompt, *self.tokens)
+
+    @property
+    def joined_sampling_mask(self) -> bytes:
+        """Returns the sampling masks of all tokens in one; empty if nothing was truncated."""
+        has_masks = any(mask for mask, _ in self.sampling_mask)
+        return join_sampling_masks(self.sampling_mask) if has_masks else b""
 
     @property
     def num_seen(self) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 from lockstep.reward.v1.agent_pb2 import AgentCall, AgentEnd, Begin, CallAnswer
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
-from services.common.batches.batch import join_sampling_masks
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
@@ -263,14 +262,13 @@ def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment:
         stream.add_turn(sampled.completion, sampled.routed_experts, sampled.sampling_mask)
         stream.rewards.append(0.0)
     completion, episode = stream.end(reason, seed, environment)
-    has_masks = any(mask for mask, _ in stream.sampling_mask)
     return Row(
         0,
         stream.prompt,
         completion,
         episode,
         bytes(stream.routed_experts) or None,
-        join_sampling_masks(stream.sampling_mask) if has_masks else None,
+        stream.joined_sampling_mask or None,
         segment,
         [
             {"number": call.number, "parent": call.parent and call.parent.number, "sha256": call.facts.body_sha256}

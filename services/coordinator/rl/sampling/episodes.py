@@ -7,7 +7,6 @@ from dataclasses import replace
 from lockstep.reward.v1.environment_pb2 import Message
 from lockstep.types.v1.types_pb2 import FinishReason
 
-from services.common.batches.batch import join_sampling_masks
 from services.common.config.environment import BaseEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
@@ -101,10 +100,8 @@ class EpisodeCollector(PlayedCollector):
                 taken.append((completion.tokens, reply.messages))
         self._compare(prompt, messages, taken, sample)
         completion, episode = stream.end(reason, self.turn_seed(prompt, request, sample, 0), client.environment)
-        has_masks = any(mask for mask, _ in stream.sampling_mask)
-        sampling_mask = join_sampling_masks(stream.sampling_mask) if has_masks else b""
-        routed_experts = bytes(stream.routed_experts)
-        return Played(first, completion, episode, routed_experts=routed_experts, sampling_mask=sampling_mask)
+        experts, mask = bytes(stream.routed_experts), stream.joined_sampling_mask
+        return Played(first, completion, episode, routed_experts=experts, sampling_mask=mask)
 
     def _begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         try:
