@@ -186,7 +186,7 @@ def _prepare(strategy: str) -> None:
     """Makes backends create random weights on the GPU instead of loading files, and report where their time goes."""
     if strategy == "fsdp":
         patch.object(AutoModelForCausalLM, "from_pretrained", _random_model).start()
-        module = import_module("services.trainer.fsdp.model")
+        module = import_module("services.trainer.fsdp.loading")
         kind = import_module("services.trainer.fsdp.backend").FsdpBackend
     else:
         module = import_module("services.trainer.megatron.backend")
