@@ -197,11 +197,9 @@ def _prepare(strategy: str) -> None:
         setattr(kind, name, _timed(getattr(kind, name), name))
 
 
-def _random_model(
-    path: str, *, use_safetensors: bool, trust_remote_code: bool, output_loading_info: bool, **kwargs: Any
-) -> tuple[torch.nn.Module, dict[str, list[str]]]:
+def _random_model(path: str, *, dtype: torch.dtype, **of_files: object) -> tuple[torch.nn.Module, dict[str, list[str]]]:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kwargs)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
     return model, {"missing_keys": [], "mismatched_keys": []}
 
 
