@@ -130,7 +130,7 @@ class Stages:
         return Text("\n".join(f"  {service}: {name}, {now_s - since:.0f} s" for (service, name), since in running))
 
 
-_MIN_STAGE_S = 1.0  # what takes less is not worth a line
+_MIN_STAGE_S, _LONG_PHASE_S = 1.0, 5.0  # what takes less is not worth a line, or a number
 
 _ROWS = 12
 _EPISODE_LINES = 14
@@ -207,8 +207,9 @@ class Terminal(Reporter):
         """Builds a table of the last rows and the most important columns, as many as fit."""
         num_rows = max(1, min(_ROWS, height - _FRAME))
         lines = [(_NAMES[0], self._sets, *_NAMES[2:]), *self._rows[-num_rows:]]
-        elapsed = f", {time.monotonic() - self._phase_began_s:.0f} s" if self._phase else ""
-        caption = "\n".join([f"{self._phase}{elapsed}", *self._stages.lines().plain.splitlines()])
+        phase_s = time.monotonic() - self._phase_began_s
+        phase = f"{self._phase}, {phase_s:.0f} s" if self._phase and phase_s >= _LONG_PHASE_S else self._phase
+        caption = "\n".join([phase, *self._stages.lines().plain.splitlines()])
         table = Table(caption=caption, caption_justify="left", expand=False)
         wanted = [index for index in _BY_IMPORTANCE if index != _SCORE or any(line[index] for line in lines[1:])]
         columns = [[line[index] for line in lines] for index in fitting(lines, wanted, self._console.width)]
