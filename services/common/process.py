@@ -1,5 +1,6 @@
 """Sets up service processes: their packages, log, limits and directory for sockets; and ends them with their parent."""
 
+import ctypes
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.telemetry.context import LogFormat, formatter
 
 _GRACE_S = 10.0
+_CUDA_NOT_INITIALIZED = 3
 # Enough for every service. Some programs visit every descriptor that they may have, so there is no use in more.
 _MAX_DESCRIPTORS = 65_536
 
@@ -46,13 +48,27 @@ def import_before_fork(*modules: str) -> None:
     """Imports modules for processes that will be forked from this one.
 
     Garbage collection is off during the imports, because it would take an eighth of their time. The imported objects
-    are never collected either, because a collection in a fork would copy all their pages.
+    are never collected either, because a collection in a fork would copy all their pages. torch is told to count GPUs
+    without initializing CUDA, which a fork could not use any more.
     """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()
     for module in modules:
         import_module(module)
     gc.freeze()
     gc.enable()
+
+
+def may_fork() -> bool:
+    """Returns whether a fork of this process could use CUDA, which works only if nothing here has initialized it yet.
+
+    Reason: torch knows only of its own use of CUDA. The driver refuses this call until somebody has initialized it.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # a host without a GPU
+        return True
+    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == _CUDA_NOT_INITIALIZED
 
 
 def allow_descriptors() -> None:

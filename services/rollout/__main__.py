@@ -6,7 +6,7 @@ import multiprocessing.util
 import os
 import tempfile
 
-from services.common.process import import_before_fork, socket_directory
+from services.common.process import import_before_fork, may_fork, socket_directory
 from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
 
@@ -20,7 +20,7 @@ def _configure_vllm() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not work after a fork; for CPU see _prepare
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # unless _prepare can fork
     }
     if torch.cuda.is_available():
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
@@ -47,15 +47,20 @@ def _prepare(files: contextlib.ExitStack) -> None:
     _configure_vllm()
     import torch
 
-    if not torch.cuda.is_available():
+    is_gpu = torch.cuda.is_available()
+    if not is_gpu:
         # A fork does not read OMP_NUM_THREADS again. With two OpenMP threads an engine would be slow and would sum in a
         # random order.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        # The service needs the servicer, which imports most modules that an engine needs.
-        import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
-        from services.rollout.compat.vllm.engine_fork import fork_engines
+    # The service needs the servicer, which imports most modules that an engine needs.
+    import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
+    from services.rollout.compat.vllm.engine_fork import CPU_WORKER, GPU_WORKER, fork_engines
 
-        fork_engines(preload=["services.rollout.receiver"])
+    workers = [GPU_WORKER if is_gpu else CPU_WORKER, "services.rollout.receiver"]
+    if is_gpu:
+        import_before_fork(*workers)
+    if may_fork():
+        fork_engines(preload=workers)
 
 
 async def run(options: ServeOptions) -> int:

@@ -35,6 +35,7 @@ from services.common.rpc.progress import PROGRESS
 from services.common.telemetry.trace import Span
 from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
 from services.rollout.compat.vllm import client
+from services.rollout.compat.vllm.engine_fork import spawn_engines
 from services.rollout.compat.vllm.patches import STAGES_SOCKET
 from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
@@ -133,6 +134,8 @@ class Engine:
             if returning:
                 keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
+            if arguments.data_parallel_size > 1 and torch.cuda.is_available():
+                spawn_engines()
             if needs.adapter_rank:
                 check_adapters_run(arguments)
             suitable = client.suitable_model_runner(made, is_gpu=torch.cuda.is_available())

@@ -85,7 +85,7 @@ def test_pythons_fork_server_can_be_replaced() -> None:
     server = vars(forkserver._forkserver)
     assert {"_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"} <= server.keys()
     assert names(forkserver.main)[:3] == ["listener_fd", "alive_r", "preload"]
-    assert find_spec(engine_fork._CPU_WORKER) is not None
+    assert find_spec(engine_fork.CPU_WORKER) is not None
 
 
 # ---- client

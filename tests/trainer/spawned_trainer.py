@@ -5,5 +5,5 @@ import runpy
 from services.trainer.ranks import launcher
 
 if __name__ == "__main__":
-    launcher._method = lambda: "spawn"
+    launcher.may_fork = lambda: False
     runpy.run_module("services.trainer", run_name="__main__", alter_sys=True)

@@ -34,5 +34,5 @@ if __name__ == "__main__":
     launcher._ANSWER_S = 0.2
     launcher.import_before_fork = lambda *_: None  # these ranks need no torch
     launcher._serve_store = lambda listener: listener
-    launcher._method = lambda: sys.argv[1]
+    launcher.may_fork = lambda: sys.argv[1] == "fork"
     sys.exit(launcher.run_ranks(2, work))

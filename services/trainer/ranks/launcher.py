@@ -1,4 +1,4 @@
-"""Starts the ranks of a trainer on one host. Without CUDA they are forked, so that modules are imported only once."""
+"""Starts the ranks of a trainer on one host, forked from a process that has imported their modules once."""
 
 import logging
 import multiprocessing
@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from services.common.memory import killed_hint
-from services.common.process import configure_logging, exit_with, import_before_fork
+from services.common.process import configure_logging, exit_with, import_before_fork, may_fork
 from services.common.rpc.command import REFUSED
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,9 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
         The exit code of the rank that ended first, or 1 if a signal ended it.
     """
     configure_logging("trainer")
-    import_before_fork("torch")
-    method = _method()
-    if method == "fork":
-        import_before_fork("services.trainer.ranks.rank")
-    else:
+    import_before_fork("torch", "services.trainer.ranks.rank")
+    method = "fork" if may_fork() else "spawn"
+    if method == "spawn":
         resource_tracker.ensure_running()  # spawning would start it after signals are blocked, and it unblocks them
     listener = socket.create_server((_HOST, 0))
     context: Any = multiprocessing.get_context(method)  # BaseContext has no Process
@@ -78,13 +76,6 @@ def _serve_store(listener: socket.socket) -> object:
 
     host, port = listener.getsockname()
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _method() -> str:
-    """Returns multiprocessing's start method. With CUDA it is spawn, because CUDA does not survive a fork."""
-    import torch
-
-    return "spawn" if torch.backends.cuda.is_built() else "fork"
 
 
 def _rank(rank: int, shared: dict[str, object], launcher: int, serve: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 No process imports more of vLLM than it uses:
 
-    engine_fork  in the service, on CPU: forks engines from a process that has imported vLLM
+    engine_fork  in the service: forks engines from a process that has imported vLLM
     client       in the service: does what AsyncLLM has no public method, parameter or setting for
     patches      in all processes of an engine: shares compiled models, and mends speculative decoding on CPU
     scheduler    in the engine: sends tokens 32 at a time, and counts drafts

@@ -1,4 +1,4 @@
-"""Forks engines from a process that has imported vLLM, on CPU. An engine's own import would take 10 s of CPU time."""
+"""Forks engines from a process that has imported vLLM. An engine's own import would take 10 to 25 s."""
 
 import os
 import socket
@@ -7,14 +7,17 @@ from multiprocessing import forkserver, util
 
 import vllm.envs
 
-_CPU_WORKER = "vllm.v1.worker.cpu_worker"
+CPU_WORKER = "vllm.v1.worker.cpu_worker"
+"""The fork server may import it."""
+GPU_WORKER = "vllm.v1.worker.gpu_worker"
+"""Must be imported before the fork: if that initializes CUDA, engines cannot be forked."""
 
 
 def fork_engines(preload: Sequence[str]) -> None:
     """Makes vLLM start its processes from multiprocessing's fork server, which becomes a fork of this process.
 
-    The server imports vLLM's CPU worker and the modules `preload`, which only engines need. This process must not have
-    used gRPC yet, because a fork does not inherit gRPC's threads.
+    The server imports the modules `preload`, which only engines need. This process must not have used gRPC yet, because
+    a fork does not inherit gRPC's threads, and must not have initialized CUDA.
 
     Reason: multiprocessing would start a new interpreter as its server, which would import everything again, so the
     server is replaced. vLLM has no setting for the fork server; on CPU it sets the start method to spawn. Seen with
@@ -28,11 +31,20 @@ def fork_engines(preload: Sequence[str]) -> None:
         pid = os.fork()
         if pid == 0:
             os.close(alive)
-            _serve(listener.fileno(), server_alive, [_CPU_WORKER, *preload])
+            _serve(listener.fileno(), server_alive, list(preload))
     os.close(server_alive)
     taken_over = {"_forkserver_address": address, "_forkserver_alive_fd": alive, "_forkserver_pid": pid}
     vars(forkserver._forkserver).update(taken_over)
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "forkserver"
+
+
+def spawn_engines() -> None:
+    """Makes vLLM start its processes from new interpreters.
+
+    Reason: vLLM may tell each data-parallel process its GPUs by environment variables, which a fork server does not
+    see.
+    """
+    vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "spawn"
 
 
 def _serve(listener: int, alive: int, preload: list[str]) -> None:
