@@ -14,7 +14,7 @@ GPUS ?= $(if $(CUDA_VISIBLE_DEVICES),$(words $(subst $(COMMA), ,$(CUDA_VISIBLE_D
 unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-light test-parts test-long lint protos bench clean
+.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-light test-parts test-long docs lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -72,12 +72,19 @@ test-parts: $(VENV)/.suffix
 test-long: setup
 	@$(BIN)/python -m pytest tests -m long
 
-lint: setup
+# What the manual is made with. `make docs` writes it to $(VENV)/site.
+$(VENV)/.docs: requirements/docs.txt | setup
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes -r $<
+	@touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(abspath $(VENV))/site
+
+lint: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
-	$(BIN)/mkdocs build --strict --site-dir $(abspath $(VENV))/site
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \

@@ -66,12 +66,22 @@ def config_page() -> str:
 
 
 def _sections(page_keys: list[Key]) -> Iterator[str]:
-    """Yields the lines of one table per top-level section; keys outside of any section come first."""
-    sections: dict[str, list[Key]] = {"": []}
+    """Yields the lines of each top-level section: its own keys, then those of its parts; the top level comes first."""
+    sections: dict[str, dict[str, list[Key]]] = {"": {"": []}}
     for key in page_keys:
-        sections.setdefault(key.path.rpartition(".")[0].partition(".")[0].partition("[")[0], []).append(key)
-    for section, members in sections.items():
-        yield from ("", f"### {section or 'Top level'}", "", "| key | type | default | meaning |", "|---|---|---|---|")
-        for key in members:
-            cells = (f"`{key.path}`", f"`{key.type}`", f"`{key.default}`", key.help)
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        part = ".".join(key.path.split(".")[:-1][:2])
+        section = part.partition(".")[0].partition("[")[0]
+        sections.setdefault(section, {section: []}).setdefault(part, []).append(key)
+    for section, parts in sections.items():
+        yield from ("", f"### {section or 'Top level'}", *_table(parts.pop(section)))
+        for part, members in parts.items():
+            yield from ("", f"#### `{part}`", *_table(members))
+
+
+def _table(members: list[Key]) -> Iterator[str]:
+    """Yields a row for each of `members`; the type and default are below the meaning, so that a phone shows them."""
+    yield from ("", "| key | meaning |", "|---|---|") if members else ()
+    for key in members:
+        default = "required" if key.default == "required" else f"default `{key.default}`"
+        cells = (f"`{key.path}`", f"{key.help} <br>`{key.type}`, {default}")
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
