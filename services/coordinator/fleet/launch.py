@@ -161,6 +161,8 @@ class Child:
         """Starts the process and appends its output to its log."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         env = os.environ | ({} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus})
+        # Some containers set this. Every start would compile all modules of torch and vLLM again, for 10 s.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
