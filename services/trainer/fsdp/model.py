@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from services.trainer.attention import to_rows, token_mask
 from services.trainer.fsdp import attention
 from services.trainer.structure import structure_of
 from services.trainer.updates.logprobs import capped_logprobs
@@ -34,12 +35,12 @@ class Rows:
 
     def begin(self, cu_seqlens_B1: torch.Tensor, longest: int) -> None:
         """Sets the sequences of the forward passes that follow, and of their backward passes."""
-        self._is_token_BL = attention.token_mask(cu_seqlens_B1, longest)
+        self._is_token_BL = token_mask(cu_seqlens_B1, longest)
 
     def scatter(self, packed_TX: torch.Tensor) -> torch.Tensor:
         """Returns the rows [B, L, ...] of packed values [T, ...]."""
         assert self._is_token_BL is not None, "begin was called"
-        return attention.to_rows(packed_TX, self._is_token_BL)
+        return to_rows(packed_TX, self._is_token_BL)
 
     def gather(self, rows_BLX: torch.Tensor) -> torch.Tensor:
         """Returns the packed values [T, ...] of rows [B, L, ...]."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-from services.trainer.fsdp import attention
-from services.trainer.fsdp.attention import Kernel, choose, chosen, packed_attention
+from services.trainer import attention
+from services.trainer.attention import Kernel, choose
+from services.trainer.fsdp.attention import chosen, packed_attention
 from services.trainer.structure import make_model
 from tests.trainer.zoo_harness import zoo_config
 
