@@ -66,6 +66,8 @@ LAYOUTS = {
     "qwen2_moe-1": Layout("qwen2_moe", 1, {}, SMALL),
     "qwen2_moe-tp2": Layout("qwen2_moe", 2, TP, SMALL),
     "qwen2_moe-ep2": Layout("qwen2_moe", 2, EP, SMALL),
+    "gpt_oss-1": Layout("gpt_oss", 1, {}, SMALL),
+    "gpt_oss-tp2": Layout("gpt_oss", 2, TP, SMALL),
     "lora-tp2": Layout("untied", 2, TP, LORA),
     "lora-tp2-dropout": Layout("untied", 2, TP, DROPOUT),
     "lora-pp2": Layout("untied", 2, PP, LORA),
@@ -84,6 +86,7 @@ PAIRS = [
     ("moe-ep2-etp2", "moe-1"),
     ("qwen2_moe-tp2", "qwen2_moe-1"),
     ("qwen2_moe-1", "qwen2_moe-ep2"),
+    ("gpt_oss-tp2", "gpt_oss-1"),
     ("lora-tp2", "lora-pp2"),
     ("dp2-bf16", "dp2-plain-bf16"),
 ]

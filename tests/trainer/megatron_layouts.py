@@ -42,6 +42,7 @@ FAMILIES = (
     "glm4_moe",
     "olmo2",
     "mixtral",
+    "gpt_oss",
     "qwen2_moe",
     "qwen2_moe-normalized",
     "phi3",
@@ -194,6 +195,7 @@ FAMILY_LAYOUTS = {
             ("deepseek_v3-yarn", {"tp2": TP}),
             ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
             ("olmo2", {"tp2": TP, "pp2": PP}),
+            ("gpt_oss", {"tp2": TP, "pp2": PP}),
             ("qwen3_moe-mixed", {"pp2": PP | UNEVEN}),
             ("glm4_moe", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP, "cp2": CP}),
         )

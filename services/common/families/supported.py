@@ -75,7 +75,7 @@ def _of_megatron(content: JsonObject) -> Iterator[str]:
         yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{_FSDP}"
         return
     window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
-    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
+    if window and _is_window_on(content) and not FAMILIES[model_type].has_windows:  # 0 means none, as in Qwen2-MoE
         yield f"sliding_window {window!r} is not supported by strategy megatron{_FSDP}"
     for key, wanted in FAMILIES[model_type].required.items():
         value = content.get(key, wanted)
@@ -85,6 +85,8 @@ def _of_megatron(content: JsonObject) -> Iterator[str]:
         yield from _of_sigmoid_router(content)
     for rope in _ropes(content):
         is_known = _is_latent_rope if FAMILIES[model_type].nullable else _is_rope
+        if FAMILIES[model_type].has_yarn and _kind(rope) == "yarn" and rope.get("attention_factor") is None:
+            continue
         if not is_known(rope, content):
             yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
 

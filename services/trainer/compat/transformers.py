@@ -26,6 +26,7 @@ _ROUTERS = (
     "DeepseekV3TopkRouter",
     "Glm4MoeLiteTopkRouter",
     "Glm4MoeTopkRouter",
+    "GptOssTopKRouter",
     "MixtralTopKRouter",
     "Qwen2MoeTopKRouter",
     "Qwen3MoeTopKRouter",

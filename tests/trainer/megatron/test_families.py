@@ -1,6 +1,8 @@
 """Tests every model family: weights go from Hugging Face to Megatron and back bit by bit, and the model is the same."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,16 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0},
     },
     "glm4_moe_lite": {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    # The clamp and the windows are so small that they change results.
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "swiglu_limit": 0.5,
+        "rope_parameters": YARN | {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     "llama-llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
     "mistral": {"sliding_window": None},
@@ -110,8 +122,8 @@ def make_family(directory: Path, kind: str, **changes: Any) -> None:
         AutoConfig.for_model(kind.partition("-")[0], **SHAPE | CHANGES.get(kind, {}) | changes)
     )
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter += 0.2 * torch.randn(parameter.shape)
     model.to(torch.bfloat16 if kind in HALF else torch.float32)
     for module in model.modules():
@@ -155,6 +167,32 @@ def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
     tolerance = 0.3 if name in HALF else 1e-5
     want = logprobs_of_transformers(families / "models" / FAMILY_LAYOUTS[name].kind)
     np.testing.assert_allclose(np.concatenate(answers["logprobs"]), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("mistake", ["sinks", "bias", "window", "clamp", "truncate"])
+def test_a_mistake_in_gpt_oss_is_above_the_tolerance(families: Path, tmp_path: Path, mistake: str) -> None:
+    """Compares with a model that is without its sinks or biases, or one key of whose config is another."""
+    _, answers = read(families / "results", "gpt_oss-before")
+    shutil.copytree(families / "models" / "gpt_oss", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    match mistake:
+        case "window":
+            config["sliding_window"] += 1
+        case "clamp":
+            config["swiglu_limit"] += 0.1
+        case "truncate":
+            config["rope_parameters"]["truncate"] = True
+        case _:
+            tensors = load_file(tmp_path / "model.safetensors")
+            changed = {
+                name: tensor - 100 if mistake == "sinks" else tensor * 0
+                for name, tensor in tensors.items()
+                if name.endswith(mistake)
+            }
+            save_file(tensors | changed, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gap = np.abs(np.concatenate(answers["logprobs"]) - logprobs_of_transformers(tmp_path)).max()
+    assert gap > 1e-3
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *ALL_SPLIT])
