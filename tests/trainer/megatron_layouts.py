@@ -195,7 +195,7 @@ FAMILY_LAYOUTS = {
             ("deepseek_v3-yarn", {"tp2": TP}),
             ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
             ("olmo2", {"tp2": TP, "pp2": PP}),
-            ("gpt_oss", {"tp2": TP, "pp2": PP}),
+            ("gpt_oss", {"tp2": TP | UNPACKED, "pp2": PP}),
             ("qwen3_moe-mixed", {"pp2": PP | UNEVEN}),
             ("glm4_moe", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP, "cp2": CP}),
         )

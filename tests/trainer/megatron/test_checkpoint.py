@@ -16,7 +16,7 @@ from tests.trainer.fsdp_harness import read
 from tests.trainer.harness_processes import start_harness
 from tests.trainer.megatron_checkpoint_harness import BATCH_BYTES, PAIRS, REFUSED, SAME, STAGED
 
-KINDS = ("untied", "tied", "moe", "deep", "qwen2_moe")
+KINDS = ("untied", "tied", "moe", "deep", "qwen2_moe", "gpt_oss")
 TOLERANCE = 1e-5
 """Absolute for weights of size 0.1 to 1 and losses of size 1, relative for gradient norms. Layouts add up in other
 orders, which is measured at 3e-7; an update changes weights by 1e-2, so an optimizer that begins anew is 1e-3 off."""
