@@ -26,6 +26,7 @@ from services.trainer.compat.megatron.attention import RMSNorm, SinkAttention, w
 from services.trainer.compat.megatron.model import (
     HiddenStateModel,
     add_gradients_in_place,
+    add_router_biases,
     set_latent_eps,
     use_faster_dispatchers,
 )
@@ -189,6 +190,7 @@ def build_chunks(
         chunk = make_chunk(with_grouped_experts(spec, model) if is_grouped else spec, (is_first, is_last), stage)
         chunk.model_type = ModelType.encoder_or_decoder
         set_latent_eps(chunk)
+        add_router_biases(chunk)
         if is_grouped:
             use_faster_dispatchers(chunk, gathers=gathers_tokens(megatron, config.moe_router_topk))
         for parameter in chunk.parameters():

@@ -158,7 +158,7 @@ def test_experts_have_their_familys_names() -> None:
 def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
     weight_map = WeightMap(shape_of("qwen3_moe"))
     others = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-    apart = ("phi3", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmo2")
+    apart = ("phi3", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmo2", "gpt_oss")
     names = [full_name(p[0]) for p in PARAMETERS if p[0] not in others and p[2] not in apart]
     names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
     ordered = sorted(names, key=lambda name: weight_map.part(name).order)
