@@ -30,7 +30,13 @@ from services.common.errors import InternalError, InvalidInput, Overloaded, Prec
 from services.common.files.model_card import write_model_card
 from services.common.memory import DeviceState, changed, gib
 from services.common.process import own_log, socket_directory
-from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
+from services.rollout.arguments import (
+    Needs,
+    check_adapters_run,
+    check_draft,
+    engine_arguments,
+    leave_out_states,
+)
 from services.rollout.compat.vllm import client
 from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
@@ -107,6 +113,7 @@ class Engine:
             if returning:
                 keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
+            leave_out_states(arguments)
             if needs.adapter_rank:
                 check_adapters_run(arguments)
             with client.suitable_model_runner(made, is_gpu=torch.cuda.is_available()):

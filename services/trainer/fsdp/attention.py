@@ -8,10 +8,8 @@ Suffixes: T tokens of all sequences, B sequences, L tokens of the longest, H que
 head.
 """
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,12 +18,10 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
+from services.common.families.kernels import Kernel, choose
 from services.trainer.compat.torch import GROUPED, varlen_attn_with_sinks
 
-HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 NAME = "lockstep_packed"
-# The largest heads of FlashAttention's kernels.
-_MOST_OF_HEAD = 256
 # What models hand to every attention, and what changes nothing here: there is no cache, no dropout in evaluation, and
 # the sequences are known by their lengths.
 _WITHOUT_EFFECT = frozenset(
@@ -52,23 +48,6 @@ class _Attention:
         return self.sinks_H is None and self.softcap is None
 
 
-class Kernel(enum.StrEnum):
-    """What computes attention."""
-
-    TORCH = "torch's variable-length FlashAttention"
-    FLASH_ATTN = "flash-attn"
-    PADDED = "padded samples in torch's operators"
-
-
-def choose(device: torch.device, dtype: torch.dtype, head_size: int, *, has_cap: bool) -> Kernel:
-    """Returns the kernel for heads of a size; a cap of the scores is known to flash-attn alone."""
-    if device.type != "cuda" or dtype is torch.float32 or head_size > _MOST_OF_HEAD:
-        return Kernel.PADDED
-    if not has_cap:
-        return Kernel.TORCH
-    return Kernel.FLASH_ATTN if HAS_FLASH_ATTN else Kernel.PADDED
-
-
 def chosen(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     """Names the kernels that a model's layers will use."""
     names = dict[str, None]()
@@ -76,7 +55,7 @@ def chosen(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -
         head_size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         if isinstance(head_size, int) and hasattr(module, "o_proj"):
             has_cap = getattr(module, "attn_logit_softcapping", None) is not None
-            names[choose(device, dtype, head_size, has_cap=has_cap)] = None
+            names[choose(device.type, str(dtype), head_size, has_cap=has_cap)] = None
     return ", ".join(names)
 
 
@@ -114,8 +93,9 @@ def packed_attention(
         kwargs.get("softcap"),
     )
     query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    kernel = choose(query.device, query.dtype, query.size(-1), has_cap=attention.softcap is not None)
-    is_both = attention.softcap is not None and attention.sinks_H is not None  # which no kernel computes
+    has_cap = attention.softcap is not None
+    kernel = choose(query.device.type, str(query.dtype), query.size(-1), has_cap=has_cap)
+    is_both = has_cap and attention.sinks_H is not None  # which no kernel computes
     attend = _padded if kernel is Kernel.PADDED or is_both else _unpadded
     return attend(query_THD, key_TKD, value_TKD, lengths, attention).unsqueeze(0), None
 
