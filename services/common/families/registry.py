@@ -212,6 +212,22 @@ _KNOWN = (
         },
         keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
     ),
+    # MiniMax-M2.
+    Family(
+        "minimax_m2",
+        kinds={
+            "experts": (
+                *ATTENTION,
+                *ALL_HEADS_NORMS,
+                *experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+                replace(CORRECTION_BIAS, tensors=("block_sparse_moe.e_score_correction_bias",)),
+                *NORMS,
+            )
+        },
+        router="sigmoid",
+        keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
+        has_partial_rotary=True,
+    ),
     # OLMo 2 (arXiv 2501.00656).
     Family(
         "olmo2",

@@ -26,6 +26,7 @@ _ROUTERS = (
     "DeepseekV3TopkRouter",
     "Glm4MoeLiteTopkRouter",
     "Glm4MoeTopkRouter",
+    "MiniMaxM2TopKRouter",
     "MixtralTopKRouter",
     "Qwen2MoeTopKRouter",
     "Qwen3MoeTopKRouter",

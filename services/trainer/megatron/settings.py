@@ -188,10 +188,10 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
 
 
 def _sigmoid_settings(hf: PretrainedConfig) -> dict[str, object]:
-    has_groups = hf.n_group > 1
+    has_groups = getattr(hf, "n_group", 1) > 1
     return {
         "moe_router_pre_softmax": False,
-        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": getattr(hf, "routed_scaling_factor", None),
         "moe_router_num_groups": hf.n_group if has_groups else None,
         "moe_router_group_topk": hf.topk_group if has_groups else None,
         "moe_router_enable_expert_bias": True,

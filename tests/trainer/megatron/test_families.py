@@ -95,6 +95,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, **TOKENS},
     "glm4_moe": GLM,
     "glm4_moe-bf16": GLM,
+    "minimax_m2": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 HALF = ("qwen3-bf16", "qwen3_moe-bf16", "glm4_moe-bf16")
