@@ -66,6 +66,8 @@ LAYOUTS = {
     "qwen2_moe-1": Layout("qwen2_moe", 1, {}, SMALL),
     "qwen2_moe-tp2": Layout("qwen2_moe", 2, TP, SMALL),
     "qwen2_moe-ep2": Layout("qwen2_moe", 2, EP, SMALL),
+    "latent-tp2-ep2": Layout("deepseek_v3", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL),
+    "latent-pp2": Layout("deepseek_v3", 2, PP, SMALL),
     "lora-tp2": Layout("untied", 2, TP, LORA),
     "lora-tp2-dropout": Layout("untied", 2, TP, DROPOUT),
     "lora-pp2": Layout("untied", 2, PP, LORA),
@@ -84,6 +86,7 @@ PAIRS = [
     ("moe-ep2-etp2", "moe-1"),
     ("qwen2_moe-tp2", "qwen2_moe-1"),
     ("qwen2_moe-1", "qwen2_moe-ep2"),
+    ("latent-tp2-ep2", "latent-pp2"),
     ("lora-tp2", "lora-pp2"),
     ("dp2-bf16", "dp2-plain-bf16"),
 ]
