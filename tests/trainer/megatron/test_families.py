@@ -190,9 +190,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 @functools.cache
-def update_of_fsdp(
-    harness: Harness, kind: str, *, is_routed: bool
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def update_of_fsdp(harness: Harness, kind: str, *, is_routed: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Returns the metrics of one update on FSDP, of samples that may have routed experts, and the weights after it."""
     harness.open(kind, {"loss": LOSS})
     metrics = harness.train(with_routed_experts(samples()) if is_routed else samples())
