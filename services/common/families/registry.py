@@ -327,4 +327,4 @@ ENGINE_DIFFERENCES: Mapping[str, str] = {
 }
 
 # Model types that mbridge 0.15.1 registers, and of which it is known what must be corrected in it.
-MBRIDGE_TYPES = ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MBRIDGE_TYPES = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")

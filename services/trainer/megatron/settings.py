@@ -120,7 +120,6 @@ def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
     """Returns the fields of MLATransformerConfig for a model with latent attention, or none for others."""
     if not model.kv_lora_rank:
         return {}
-    rope = dict(hf.rope_parameters)
     settings = {
         "q_lora_rank": model.q_lora_rank or None,
         "kv_lora_rank": model.kv_lora_rank,
@@ -128,8 +127,18 @@ def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
         "qk_pos_emb_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
         "qk_layernorm": True,  # the norms of the latents
+    }
+    return settings | latent_rope_settings(hf)
+
+
+def latent_rope_settings(hf: PretrainedConfig) -> dict[str, object]:
+    """Returns those of MLATransformerConfig's fields that rotate queries and keys."""
+    rope = dict(hf.rope_parameters)
+    settings: dict[str, object] = {
         "rope_type": "rope",
         "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 0.0,
     }
     if rope.get("rope_type") == "yarn":
         has_both = rope.get("mscale") and rope.get("mscale_all_dim")
