@@ -320,8 +320,6 @@ ENGINE_DIFFERENCES: Mapping[str, str] = {
     "glm4_moe_lite": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json; on CPU "
     "vLLM also rotates them otherwise",
     "glm_moe_dsa": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
-    "gpt_oss": "vLLM copies unquantized experts past its own reload of published weights (vLLM 0.26 on a GPU, 1 nat; "
-    "not proven to be the cause)",
     "ministral3": "vLLM does not scale queries by llama_4_scaling_beta, which acts beyond "
     "original_max_position_embeddings tokens",
 }

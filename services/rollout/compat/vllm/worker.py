@@ -5,7 +5,7 @@ with vLLM 0.26.0 and 0.32.0, on GPU and CPU, with one worker in the engine's pro
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,9 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from services.common.compat.torch import OperatorWatch, OpOverload
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """The parts of an engine that sleep mode frees, as vLLM calls them."""
@@ -22,6 +25,8 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 # Layers whose weights an engine uses as they were loaded.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 _PLAIN_ATTENTION = ("Attention",)
+# Parameters that a model's `load_weights` copies to without their weight loader.
+_COPIED_DIRECTLY = {"GptOssForCausalLM": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 
 
 class ModelRunner(Protocol):
@@ -97,11 +102,42 @@ def reload_weights(model: nn.Module, model_config: ModelConfig, weights: Iterabl
         _unpack_experts_on_cpu(model)
     assert callable(model.load_weights), "every model of vLLM has this method"
     with _without_adapters(model):
+        copied = _COPIED_DIRECTLY.get(type(model).__name__, ())
+        for layer in model.modules() if copied else ():
+            parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
+            for name in parameters.keys() & copied:
+                vars(parameters[name])["weight_loader"] = default_weight_loader
         initialize_layerwise_reload(model)
-        model.load_weights(weights)
+        with _DirectCopies(model, copied) if copied else contextlib.nullcontext():
+            model.load_weights(weights)
         finalize_layerwise_reload(model, model_config)
     if on_cpu:
         _repack_tied_head_on_cpu(model)
+
+
+class _DirectCopies(OperatorWatch):
+    """Gives what `load_weights` copies to parameters with these names to their weight loaders.
+
+    Reason: during a layerwise reload parameters are on the meta device, where a copy is lost, and their weight loaders
+    keep what they get until a layer is complete. vLLM then warns and goes on with the old weights. Seen with the
+    unquantized experts and the sinks of gpt-oss in vLLM 0.26.0 (GPU) and 0.32.0 (CPU).
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str]):
+        super().__init__()
+        named = (tensor for name, tensor in model.named_parameters() if name.rpartition(".")[2] in names)
+        self._targets: dict[int, Any] = {_storage(tensor): tensor for tensor in named}
+
+    def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Loads the source of a copy to a parameter."""
+        target = self._targets.get(_storage(inputs[0])) if func is torch.ops.aten.copy_.default else None
+        if target is not None:
+            target.weight_loader(target, inputs[1])
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identifies a storage, also on the meta device, where all have the address 0."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def abort_reload(model: nn.Module) -> None:
