@@ -13,6 +13,7 @@ from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput
 from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
+from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
 from services.reward.agents.servicer import AgentServicer
@@ -74,7 +75,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 await self._close()
                 run = ScoringRun(config, self._metrics)
                 try:
-                    await run.open()
+                    with PROGRESS.stage("start the scorers"):
+                        await run.open()
                     if environment and environment.kind == "agent":
                         self._answer = await self.agents.open(request.run_id, environment)
                     else:

@@ -8,9 +8,10 @@ import contextlib
 import multiprocessing
 import os
 import re
+import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar, TypeVarTuple
@@ -30,8 +31,17 @@ from services.common.errors import InternalError, InvalidInput, Overloaded, Prec
 from services.common.files.model_card import write_model_card
 from services.common.memory import DeviceState, changed, gib
 from services.common.process import own_log, socket_directory
-from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
+from services.common.rpc.progress import PROGRESS
+from services.common.telemetry.trace import Span
+from services.rollout.arguments import (
+    Needs,
+    check_adapters_run,
+    check_draft,
+    engine_arguments,
+    leave_out_states,
+)
 from services.rollout.compat.vllm import client
+from services.rollout.compat.vllm.patches import STAGES_SOCKET
 from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
 from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
@@ -47,9 +57,31 @@ _ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
 _CONSEQUENCE = re.compile("Engine core initialization failed|EngineDeadError")
 _MEMORY = re.compile(r"out of memory|Free memory on device|No available memory for the cache|gpu_memory_utilization")
 _MAX_SHOWN = 500
+_MAX_STAGE_BYTES = 100
 
 # How long vLLM may take to abort samples. It takes milliseconds.
 _ABORT_S = 60.0
+
+
+@contextlib.contextmanager
+def _following_stages(path: Path) -> Generator[None]:
+    """Shows as stages of this service what the engine's process says that it does, in the block that starts it."""
+    loop, running = asyncio.get_running_loop(), [Span("load the model")]
+
+    def take() -> None:
+        PROGRESS.end(running.pop())
+        running.append(Span(listener.recv(_MAX_STAGE_BYTES).decode()))
+        PROGRESS.begin(running[0])
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(path))
+        loop.add_reader(listener, take)
+        PROGRESS.begin(running[0])
+        try:
+            yield
+        finally:
+            loop.remove_reader(listener)
+            PROGRESS.end(running[0])
 
 
 class Engine:
@@ -107,9 +139,11 @@ class Engine:
             if returning:
                 keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
+            leave_out_states(arguments)
             if needs.adapter_rank:
                 check_adapters_run(arguments)
-            with client.suitable_model_runner(made, is_gpu=torch.cuda.is_available()):
+            suitable = client.suitable_model_runner(made, is_gpu=torch.cuda.is_available())
+            with suitable, _following_stages(Path(directory.name, STAGES_SOCKET)):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except InvalidInput:
             raise

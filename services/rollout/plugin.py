@@ -5,13 +5,14 @@ import os
 import select
 import threading
 
-from services.rollout.compat.vllm.patches import copy_temperatures, ignore_model_path
+from services.rollout.compat.vllm.patches import copy_temperatures, ignore_model_path, tell_stages
 
 
 def install() -> None:
     """Installs what every engine process needs."""
     ignore_model_path()
     copy_temperatures()
+    tell_stages()
     _exit_with_parent()
 
 

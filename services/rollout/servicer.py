@@ -20,6 +20,7 @@ from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
+from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
 from services.common.weights.buckets import highest_cost
@@ -88,7 +89,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 await self._close()
             if self._engine is None:
                 on_death = lambda: self._fail("the engine died")  # noqa: E731
-                self._engine = await Engine.start(config, request.model_card, request.seed, on_death, needs)
+                with PROGRESS.stage("start the engine"):
+                    self._engine = await Engine.start(config, request.model_card, request.seed, on_death, needs)
                 self._run, self._needs, self._max_samples = run, needs, config.max_samples
         return rollout_pb2.OpenRunResponse(
             num_workers=self._engine.num_workers,
@@ -180,7 +182,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             # Before the attempt: an epoch in which a member has failed must not be joined again.
             self._epoch, self._joined = epoch, False
             group, plan = request.group.SerializeToString(), request.plan.SerializeToString()
-            answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
+            with PROGRESS.stage("connect to the trainer"):
+                answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
             self._raise_errors(answers)
             self._joined = True
         digests = [answer["plan_digest"] for answer in answers if "error" not in answer]

@@ -8,19 +8,14 @@ Suffixes: T tokens of all sequences, B sequences, L tokens of the longest, H que
 head.
 """
 
-import enum
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from services.common.families.kernels import Kernel, choose
 from services.trainer.compat.torch import GROUPED, varlen_attn_with_sinks
-
-HAS_FLASH_ATTN = find_spec("flash_attn") is not None
-# The largest heads of FlashAttention's kernels.
-_MOST_OF_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -39,23 +34,6 @@ class Attention:
     @property
     def is_plain(self) -> bool:
         return self.sinks_H is None and self.softcap is None
-
-
-class Kernel(enum.StrEnum):
-    """What computes attention."""
-
-    TORCH = "torch's variable-length FlashAttention"
-    FLASH_ATTN = "flash-attn"
-    PADDED = "padded samples in torch's operators"
-
-
-def choose(device: torch.device, dtype: torch.dtype, head_size: int, *, has_cap: bool) -> Kernel:
-    """Returns the kernel for heads of a size; a cap of the scores is known to flash-attn alone."""
-    if device.type != "cuda" or dtype is torch.float32 or head_size > _MOST_OF_HEAD:
-        return Kernel.PADDED
-    if not has_cap:
-        return Kernel.TORCH
-    return Kernel.FLASH_ATTN if HAS_FLASH_ATTN else Kernel.PADDED
 
 
 def token_mask(cu_seqlens_B1: torch.Tensor, longest: int) -> torch.Tensor:
@@ -80,7 +58,7 @@ def attend(
     """Attends causally within each sequence; returns [T, H, D]. `lengths` are the bounds of the B sequences, int32
     [B + 1], and the tokens of the longest."""
     has_cap = attention.softcap is not None
-    kernel = choose(query_THD.device, query_THD.dtype, query_THD.size(-1), has_cap=has_cap)
+    kernel = choose(query_THD.device.type, str(query_THD.dtype), query_THD.size(-1), has_cap=has_cap)
     is_both = has_cap and attention.sinks_H is not None  # which no kernel computes
     compute = _padded if kernel is Kernel.PADDED or is_both else _unpadded
     return compute(query_THD, key_TKD, value_TKD, lengths, attention)

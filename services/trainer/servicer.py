@@ -24,6 +24,7 @@ from services.common.files.model_card import card_texts, read_model_card
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import is_loopback
 from services.common.rpc.fence import Fence
+from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
 from services.common.weights.buckets import highest_cost
 from services.common.weights.store import ServedStore
@@ -196,6 +197,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         role = contract.role_of(request.role, is_trained=True)
         async with self._saving, contextlib.AsyncExitStack() as stack:
+            stack.enter_context(PROGRESS.stage("save a checkpoint"))
             async with self._changing:
                 opened = self._require_open(role)
                 if request.path and request == self._last_save[0] and Path(request.path).exists():
@@ -220,7 +222,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if export == self._last_export[:2] and Path(request.path).exists():
                 return self._last_export[2]  # the caller did not get this answer
             self._released.require_here(Role.POLICY, Part.PARAMETERS)
-            with checkpoint.staged(Path(request.path)):
+            with PROGRESS.stage("export the model"), checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path, files=card_texts(request.model_card))
             self._last_export = (*export, pb.ExportHuggingFaceResponse(**answers[0].body))
         return self._last_export[2]
@@ -260,7 +262,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         card = read_model_card(request.model_path)
         state = TrainState(0, "", {})
         if request.checkpoint_path:
-            state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
+            with PROGRESS.stage("verify the checkpoint"):
+                state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
         self._fence.take_over(request.run_id)
         await self._arriving.end_all()
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):

@@ -68,6 +68,8 @@ LAYOUTS = {
     "qwen2_moe-ep2": Layout("qwen2_moe", 2, EP, SMALL),
     "gpt_oss-1": Layout("gpt_oss", 1, {}, SMALL),
     "gpt_oss-tp2": Layout("gpt_oss", 2, TP, SMALL),
+    "latent-tp2-ep2": Layout("deepseek_v3", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL),
+    "latent-pp2": Layout("deepseek_v3", 2, PP, SMALL),
     "lora-tp2": Layout("untied", 2, TP, LORA),
     "lora-tp2-dropout": Layout("untied", 2, TP, DROPOUT),
     "lora-pp2": Layout("untied", 2, PP, LORA),
@@ -87,6 +89,7 @@ PAIRS = [
     ("qwen2_moe-tp2", "qwen2_moe-1"),
     ("qwen2_moe-1", "qwen2_moe-ep2"),
     ("gpt_oss-tp2", "gpt_oss-1"),
+    ("latent-tp2-ep2", "latent-pp2"),
     ("lora-tp2", "lora-pp2"),
     ("dp2-bf16", "dp2-plain-bf16"),
 ]

@@ -241,6 +241,22 @@ _KNOWN = (
         },
         keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
     ),
+    # MiniMax-M2.
+    Family(
+        "minimax_m2",
+        kinds={
+            "experts": (
+                *ATTENTION,
+                *ALL_HEADS_NORMS,
+                *experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+                replace(CORRECTION_BIAS, tensors=("block_sparse_moe.e_score_correction_bias",)),
+                *NORMS,
+            )
+        },
+        router="sigmoid",
+        keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
+        has_partial_rotary=True,
+    ),
     # OLMo 2 (arXiv 2501.00656).
     Family(
         "olmo2",
@@ -333,11 +349,9 @@ ENGINE_DIFFERENCES: Mapping[str, str] = {
     "glm4_moe_lite": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json; on CPU "
     "vLLM also rotates them otherwise",
     "glm_moe_dsa": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
-    "gpt_oss": "vLLM copies unquantized experts past its own reload of published weights (vLLM 0.26 on a GPU, 1 nat; "
-    "not proven to be the cause)",
     "ministral3": "vLLM does not scale queries by llama_4_scaling_beta, which acts beyond "
     "original_max_position_embeddings tokens",
 }
 
 # Model types that mbridge 0.15.1 registers, and of which it is known what must be corrected in it.
-MBRIDGE_TYPES = ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MBRIDGE_TYPES = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")

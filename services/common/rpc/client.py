@@ -170,12 +170,20 @@ class Client:
                 raise self._failure(error, name) from error
 
     async def stream(
-        self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Message], *, timeout_s: float
+        self,
+        method: StreamMethod[Request, Answer],
+        request: Request | AsyncIterator[Message],
+        *,
+        timeout_s: float,
+        wait_for_ready: bool = False,
     ) -> AsyncGenerator[Answer, None]:
-        """Yields the answers of a server stream. Closing the generator cancels the call."""
+        """Yields the answers of a server stream. Closing the generator cancels the call.
+
+        With `wait_for_ready`, the service is waited for, without a word about what keeps it from answering.
+        """
         name = method.__name__
         async with self._attempt(name, request) as (send, noted):
-            call = send(timeout=timeout_s)
+            call = send(timeout=timeout_s, wait_for_ready=wait_for_ready)
             try:
                 async for response in call:
                     self._was_answered = True

@@ -20,6 +20,7 @@ from typing import Any, Never, NoReturn, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from lockstep.progress.v1 import progress_pb2_grpc
 from lockstep.types.v1.types_pb2 import ServiceInfo
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -27,6 +28,7 @@ from services.common.errors import InternalError, InvalidInput, LockstepError, R
 from services.common.rpc import fence
 from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import server_options
+from services.common.rpc.progress import PROGRESS
 from services.common.rpc.tls import Credentials, require_role
 from services.common.telemetry.context import incoming
 from services.common.telemetry.trace import NO_TRACE, Span, Trace
@@ -153,7 +155,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         metadata = context.invocation_metadata() or ()
         with incoming(metadata), fence.incoming(metadata):
             try:
-                with self._trace.span(name) as span, self._metrics.call(span):
+                # A watcher's call lasts as long as its session.
+                trace = NO_TRACE if method == _WATCH else self._trace
+                with trace.span(name) as span, self._metrics.call(span):
                     if self._by_role:
                         require_role(method, context.auth_context())
                     yield
@@ -166,6 +170,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 log.exception("%s failed", method)
                 why, where = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-4)
                 await _abort(context, InternalError(why, traceback=where))
+
+
+_WATCH = "/lockstep.progress.v1.ProgressService/Watch"
 
 
 def _log_end(method: str, task: asyncio.Task[object]) -> None:
@@ -219,6 +226,7 @@ class Server:
         interceptor = StatusInterceptor(trace, RpcMetrics(registry), by_role=tls is not None)
         # What `add_XServicer_to_server` takes.
         self.grpc = grpc.aio.server(interceptors=[interceptor], options=server_options())
+        PROGRESS.trace = trace
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []
@@ -229,6 +237,7 @@ class Server:
         """Listens on `address` (port 0 picks a free port) for the services `names`; returns the port."""
         host, port = parse_address(address, field="listen")
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        progress_pb2_grpc.add_ProgressServiceServicer_to_server(PROGRESS, self.grpc)
         self._names = names
         if self._tls is None:
             require_loopback(host, insecure=insecure)
@@ -268,5 +277,6 @@ class Server:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         if drain is not None:
             await drain()
+        PROGRESS.close()
         await self.grpc.stop(grace_s)
         return self.exit_code

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from lockstep.coordinator.v1 import coordinator_pb2
+from lockstep.progress.v1 import progress_pb2
 from lockstep.reward.v1 import agent_pb2, environment_pb2, reward_pb2
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2
@@ -55,7 +56,7 @@ def _methods(*files: FileDescriptor) -> Iterator[str]:
 
 _SERVED = (
     *(rollout_pb2.DESCRIPTOR, trainer_pb2.DESCRIPTOR, reward_pb2.DESCRIPTOR),
-    *(environment_pb2.DESCRIPTOR, agent_pb2.DESCRIPTOR),
+    *(environment_pb2.DESCRIPTOR, agent_pb2.DESCRIPTOR, progress_pb2.DESCRIPTOR),
 )
 MAY_CALL: Mapping[str, frozenset[Role]] = {
     **{name: _ANYONE if name.endswith("/GetInfo") else _COORDINATOR for name in _methods(*_SERVED)},

@@ -17,8 +17,10 @@ from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.fleet.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.fleet.membership import discovered
+from services.coordinator.fleet.stages import following_stages
 from services.coordinator.observe.frontend import log_to
 from services.coordinator.observe.reporters import watchers
+from services.coordinator.observe.terminal import StageLines
 from services.coordinator.runs.reporter import Ending
 from services.coordinator.runs.resume import HISTORY, Start, open_run
 from services.coordinator.runs.run import ConfigT, Restarts, Run
@@ -53,6 +55,7 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
     with closing(opened) as run, within(run=run.run_id), new_token(config.timeouts.lease_s), history:
         if console is not None:
             log_to(config, console)
+            run.reporters.add([StageLines(console)])
         run.reporters.add(watchers(run))
         try:
             yield run
@@ -86,7 +89,7 @@ async def running_services(
     if "rollout" in services:
         addresses = await discovered(run.config, addresses)
     launched = launch(run.config, addresses, services=services, sharing=sharing, restarts=restarts)
-    async with launched as fleet, unless_one_dies(fleet):
+    async with launched as fleet, unless_one_dies(fleet), following_stages(fleet.addresses, run.reporters):
         yield fleet.addresses
 
 

@@ -1,5 +1,7 @@
-"""Shows a run in the terminal: a live table of the last steps, and below it one of their samples as a conversation."""
+"""Shows a run in the terminal: first what its services do, then a live table of the last steps, and below it one of
+their samples as a conversation."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -85,6 +87,51 @@ def _on_one_line(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:half]} … {text[len(text) - half :]}"
 
 
+class StageLines(Reporter):
+    """Shows what the services do until the first phase of a step: a live line for each stage, or a line at its end."""
+
+    def __init__(self, console: Console):
+        self._console, self._stages = console, Stages()
+        self._live = Live(console=console, get_renderable=self._stages.lines, refresh_per_second=4, transient=True)
+        self._is_live = console.is_terminal
+
+    def stage(self, service: str, name: str, began_s: float, seconds: float | None = None) -> None:
+        self._stages.note(service, name, began_s, seconds)
+        if seconds is not None and seconds >= _MIN_STAGE_S:
+            self._console.print(f"  {service}: {name}, {seconds:.1f} s", soft_wrap=True, highlight=False)
+        if self._is_live and not self._live.is_started:
+            self._live.start()
+
+    def begin_phase(self, name: str, version: int) -> None:
+        """Leaves the terminal to the table of the steps."""
+        self.close()
+
+    def close(self) -> None:
+        self._is_live = False
+        self._live.stop()
+
+
+class Stages:
+    """What the services are doing, and since when."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str], float] = {}
+
+    def note(self, service: str, name: str, began_s: float, seconds: float | None) -> None:
+        """Notes a stage that has begun, or ended after `seconds`."""
+        if seconds is None:
+            self._running[service, name] = began_s
+        else:
+            self._running.pop((service, name), None)
+
+    def lines(self) -> Text:
+        now_s = time.monotonic()
+        running = sorted(self._running.items(), key=lambda item: item[1])
+        return Text("\n".join(f"  {service}: {name}, {now_s - since:.0f} s" for (service, name), since in running))
+
+
+_MIN_STAGE_S, _LONG_PHASE_S = 1.0, 5.0  # what takes less is not worth a line, or a number
+
 _ROWS = 12
 _EPISODE_LINES = 14
 _MAX_NAME = 12
@@ -99,16 +146,20 @@ class Terminal(Reporter):
         self.shows_samples = console.is_terminal
         self._rows: list[list[str]] = []
         self._step_s: deque[float] = deque(maxlen=_ROWS)
-        self._phase, self._sets = "", _NAMES[1]
+        self._phase, self._sets, self._phase_began_s = "", _NAMES[1], 0.0
+        self._stages = Stages()
         self._episode: tuple[int, Conversation] | None = None
         self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
-        if console.is_terminal:
-            self._live.start()
-        else:
+        if not console.is_terminal:
             console.print(_line(_NAMES), style="bold", soft_wrap=True)
 
+    def stage(self, service: str, name: str, began_s: float, seconds: float | None = None) -> None:
+        self._stages.note(service, name, began_s, seconds)
+
     def begin_phase(self, name: str, version: int) -> None:
-        self._phase = name
+        if self._console.is_terminal and not self._live.is_started:
+            self._live.start()
+        self._phase, self._phase_began_s = name, time.monotonic()
         if version < self._num_steps:
             self._phase = f"step {version + 1} of {self._num_steps}: {name}{self._time_left(version)}"
 
@@ -156,7 +207,10 @@ class Terminal(Reporter):
         """Builds a table of the last rows and the most important columns, as many as fit."""
         num_rows = max(1, min(_ROWS, height - _FRAME))
         lines = [(_NAMES[0], self._sets, *_NAMES[2:]), *self._rows[-num_rows:]]
-        table = Table(caption=self._phase, caption_justify="left", expand=False)
+        phase_s = time.monotonic() - self._phase_began_s
+        phase = f"{self._phase}, {phase_s:.0f} s" if self._phase and phase_s >= _LONG_PHASE_S else self._phase
+        caption = "\n".join([phase, *self._stages.lines().plain.splitlines()])
+        table = Table(caption=caption, caption_justify="left", expand=False)
         wanted = [index for index in _BY_IMPORTANCE if index != _SCORE or any(line[index] for line in lines[1:])]
         columns = [[line[index] for line in lines] for index in fitting(lines, wanted, self._console.width)]
         for name, *_ in columns:

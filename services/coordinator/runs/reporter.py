@@ -36,6 +36,12 @@ class Reporter:
     def watch(self, rollout: ReplicaCounts) -> None:
         """Gives the reporter access to the run's replicas, which are about to be opened."""
 
+    def stage(self, service: str, name: str, began_s: float, seconds: float | None = None) -> None:
+        """Reports that a service does something, such as loading weights, since `began_s` (of `time.monotonic`).
+
+        It has ended if `seconds` says how long it took.
+        """
+
     def begin_phase(self, name: str, version: int) -> None:
         """Reports that a phase of the step after `version` begins."""
 

@@ -27,6 +27,7 @@ _ROUTERS = (
     "Glm4MoeLiteTopkRouter",
     "Glm4MoeTopkRouter",
     "GptOssTopKRouter",
+    "MiniMaxM2TopKRouter",
     "MixtralTopKRouter",
     "Qwen2MoeTopKRouter",
     "Qwen3MoeTopKRouter",

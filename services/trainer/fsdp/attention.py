@@ -10,7 +10,8 @@ import torch
 from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
-from services.trainer.attention import Attention, attend, choose
+from services.common.families.kernels import choose
+from services.trainer.attention import Attention, attend
 
 NAME = "lockstep_packed"
 # What models hand to every attention, and what changes nothing here: there is no cache, no dropout in evaluation, and
@@ -28,7 +29,7 @@ def chosen(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -
         head_size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         if isinstance(head_size, int) and hasattr(module, "o_proj"):
             has_cap = getattr(module, "attn_logit_softcapping", None) is not None
-            names[choose(device, dtype, head_size, has_cap=has_cap)] = None
+            names[choose(device.type, str(dtype), head_size, has_cap=has_cap)] = None
     return ", ".join(names)
 
 

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.supported import require_supported as require_config_supported
+from services.common.rpc.progress import PROGRESS
 from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
 from services.trainer.checkpoint.model_files import (
     load_config,
@@ -124,7 +125,8 @@ def build(
     full: dict[str, Any] = {}
     with same_on_all_ranks():
         if mesh.get_rank() == 0:
-            whole = kind(load_weights(model_path, has_head=has_head, dtype=weight_dtype), layout)
+            with PROGRESS.stage("read the weights"):
+                whole = kind(load_weights(model_path, has_head=has_head, dtype=weight_dtype), layout)
             add_adapters(whole.causal_lm, config.lora, sites, seed=seed)
             full = whole.state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))

@@ -7,6 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.errors import InvalidInput
+from services.common.rpc.progress import PROGRESS
 from services.trainer.fsdp.model import Layout, LogprobModel
 from services.trainer.proof import MOST_NATS, make_reference
 
@@ -21,7 +22,8 @@ def layout_of(config: PretrainedConfig) -> Layout:
     """
     key = config.to_json_string(use_diff=False)
     if key not in _proven:  # a trainer opens the same model for several roles, and again for each run
-        _proven[key] = _prove(config)
+        with PROGRESS.stage("compare a small copy of the model with transformers"):
+            _proven[key] = _prove(config)
     return _proven[key]
 
 

@@ -125,7 +125,6 @@ def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
     """Returns the fields of MLATransformerConfig for a model with latent attention, or none for others."""
     if not model.kv_lora_rank:
         return {}
-    rope = dict(hf.rope_parameters)
     settings = {
         "q_lora_rank": model.q_lora_rank or None,
         "kv_lora_rank": model.kv_lora_rank,
@@ -133,9 +132,19 @@ def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
         "qk_pos_emb_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
         "qk_layernorm": True,  # the norms of the latents
+    }
+    return settings | latent_rope_settings(hf)
+
+
+def latent_rope_settings(hf: PretrainedConfig) -> dict[str, object]:
+    """Returns those of MLATransformerConfig's fields that rotate queries and keys."""
+    rope = dict(hf.rope_parameters)
+    settings: dict[str, object] = {
         "rope_type": "rope",
         "rotary_base": rope["rope_theta"],
         "apply_rope_fusion": False,  # Megatron's fused kernel has no plain rotation and is experimental
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 0.0,
     }
     if rope.get("rope_type") == "yarn":
         has_both = rope.get("mscale") and rope.get("mscale_all_dim")
@@ -224,10 +233,10 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
 
 
 def _sigmoid_settings(hf: PretrainedConfig) -> dict[str, object]:
-    has_groups = hf.n_group > 1
+    has_groups = getattr(hf, "n_group", 1) > 1
     return {
         "moe_router_pre_softmax": False,
-        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": getattr(hf, "routed_scaling_factor", None),
         "moe_router_num_groups": hf.n_group if has_groups else None,
         "moe_router_group_topk": hf.topk_group if has_groups else None,
         "moe_router_enable_expert_bias": True,

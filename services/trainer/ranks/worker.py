@@ -23,6 +23,7 @@ from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.files.model_card import read_model_card, write_model_card
 from services.common.files.storage import storage_error, writing
+from services.common.rpc.progress import PROGRESS
 from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Plan
@@ -89,10 +90,12 @@ class Worker(MemoryCommands):
         reserve_workspaces(self._device)
         torch.manual_seed(seed)
         self._configs[role] = config
-        backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
+        with PROGRESS.stage(f"load the {role} model"):
+            backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
         if checkpoint_path:
             try:
-                backend.load(Path(checkpoint_path) / "state")
+                with PROGRESS.stage("read the checkpoint"):
+                    backend.load(Path(checkpoint_path) / "state")
             except BaseException:
                 del backend
                 self._close_role(role)
@@ -363,9 +366,11 @@ def _exhaust(weights: Iterable[object]) -> None:
 def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
     """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
     if config.strategy == "megatron":
-        from services.trainer.megatron.backend import MegatronBackend
+        with PROGRESS.stage("import Megatron"):
+            from services.trainer.megatron.backend import MegatronBackend
 
         return MegatronBackend(role, config, model_path, device)
-    from services.trainer.fsdp.backend import FsdpBackend
+    with PROGRESS.stage("import FSDP"):
+        from services.trainer.fsdp.backend import FsdpBackend
 
     return FsdpBackend(role, config, model_path, device)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture
 from services.trainer.megatron.weights import require_loadable
-from tests.support import VOCAB, raises
+from tests.support import VOCAB, raises, with_routed_experts
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, read, samples
 from tests.trainer.harness_processes import run_harness
@@ -107,10 +107,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, **TOKENS},
     "glm4_moe": GLM,
     "glm4_moe-bf16": GLM,
+    "minimax_m2": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 HALF = ("qwen3-bf16", "qwen3_moe-bf16", "glm4_moe-bf16")
-SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2]
+ROUTED = "deepseek_v3-routed"
+SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2 and name != ROUTED]
 LONG = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 4]
 ALL_SPLIT = [*SPLIT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 
@@ -142,7 +150,7 @@ def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
     run_harness("megatron_harness", results, 1, results, [*FAMILIES, *HALF])
-    run_harness("megatron_harness", results, 2, results, SPLIT)
+    run_harness("megatron_harness", results, 2, results, [*SPLIT, ROUTED])
     if any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path):
         run_harness("megatron_harness", results, 4, results, LONG)
     return directory
@@ -195,12 +203,12 @@ def test_a_mistake_in_gpt_oss_is_above_the_tolerance(families: Path, tmp_path: P
     assert gap > 1e-3
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *ALL_SPLIT])
+@pytest.mark.parametrize("name", [*FAMILIES, *ALL_SPLIT, ROUTED])
 def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Tests the update also of biases and routers, and which weights decay and which do not."""
     after, answers = read(families / "results", f"{name}-after")
     monkeypatch.setattr(harness, "_models", families / "models")
-    metrics, want = update_of_fsdp(harness, FAMILY_LAYOUTS[name].kind)
+    metrics, want = update_of_fsdp(harness, FAMILY_LAYOUTS[name].kind, is_routed=name == ROUTED)
     assert answers["updates"][0] == pytest.approx(metrics, rel=5e-6, abs=5e-6)
     assert after.keys() == want.keys()
     for tensor_name, tensor in want.items():
@@ -220,10 +228,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 @functools.cache
-def update_of_fsdp(harness: Harness, kind: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Returns the metrics of one update on FSDP, and the weights after it."""
+def update_of_fsdp(harness: Harness, kind: str, *, is_routed: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Returns the metrics of one update on FSDP, of samples that may have routed experts, and the weights after it."""
     harness.open(kind, {"loss": LOSS})
-    metrics = harness.train(samples())
+    metrics = harness.train(with_routed_experts(samples()) if is_routed else samples())
     return metrics, {name: tensor.clone() for name, tensor in harness.backend.weights()}
 
 

@@ -1,12 +1,17 @@
 """Changes that every process of an engine makes to vLLM itself, when vLLM loads the plugin (plugin.py)."""
 
+import contextlib
 import copy
 import functools
+import os
+import socket
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
 from vllm.config import ModelConfig
 from vllm.platforms import current_platform
+from vllm.v1.executor.abstract import Executor
 
 from services.common.compat.versions import require_version
 
@@ -63,3 +68,33 @@ def expand(  # the arguments of vLLM's kernel
     values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values.repeat_interleave(counts))
+
+
+# A Unix socket beside the model card, where an engine's process tells what it begins.
+STAGES_SOCKET = "stages"
+
+
+def tell_stages() -> None:
+    """Makes an engine's process tell when it begins to measure memory, which compiles the model, and to set up caches,
+    after which it captures CUDA graphs. Before, it loads the model.
+
+    Reason: an engine may take minutes to start, and vLLM only logs what it does. Seen with vLLM 0.26.0 (CUDA) and
+    0.32.0 (CPU).
+    """
+    _tell_before("determine_available_memory", "compile the model and measure its memory")
+    _tell_before("initialize_from_config", "set up caches and warm up")
+
+
+def _tell_before(method: str, stage: str) -> None:
+    original = getattr(Executor, method)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def telling(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        path = os.path.join(self.model_config.model, STAGES_SOCKET)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):  # nobody listens
+            sender.sendto(stage.encode(), path)
+        return original(self, *args, **kwargs)
+
+    setattr(Executor, method, telling)
