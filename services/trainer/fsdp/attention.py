@@ -1,17 +1,19 @@
-"""Computes the attention of any transformers model that uses the common attention interface, over packed sequences.
+"""Lets the layers of any transformers model mix packed tokens: attention by the common interface, and rows for others.
 
-Suffixes: T tokens of all sequences, H query heads, K key heads, D numbers of a head.
+Suffixes: T tokens of all sequences, B sequences, L tokens of the longest, H query heads, K key heads, D numbers of a
+head.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
 from services.common.families.kernels import choose
-from services.trainer.attention import Attention, attend
+from services.trainer.attention import Attention, attend, to_rows, token_mask
 
 NAME = "lockstep_packed"
 # What models hand to every attention, and what changes nothing here: there is no cache, no dropout in evaluation, and
@@ -69,6 +71,55 @@ def _require_known(attention_mask: object, kwargs: Mapping[str, object]) -> None
     else:
         return
     raise InvalidInput(f"model: {problem} is not supported with strategy fsdp", field="model")
+
+
+class Rows:
+    """Lets single modules of a model compute padded rows while all others compute packed tokens.
+
+    A module with a convolution or a recurrent state would carry it from one packed sequence into the next. It gets its
+    input as rows instead, B sequences of up to L tokens, padded on the right: what is causal never looks there, so the
+    padding needs no mask and changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_token_BL: torch.Tensor | None = None
+
+    def begin(self, cu_seqlens_B1: torch.Tensor, longest: int) -> None:
+        """Sets the sequences of the forward passes that follow, and of their backward passes."""
+        self._is_token_BL = token_mask(cu_seqlens_B1, longest)
+
+    def scatter(self, packed_TX: torch.Tensor) -> torch.Tensor:
+        """Returns the rows [B, L, ...] of packed values [T, ...]."""
+        assert self._is_token_BL is not None, "begin was called"
+        return to_rows(packed_TX, self._is_token_BL)
+
+    def gather(self, rows_BLX: torch.Tensor) -> torch.Tensor:
+        """Returns the packed values [T, ...] of rows [B, L, ...]."""
+        assert self._is_token_BL is not None, "begin was called"
+        return rows_BLX[self._is_token_BL]
+
+    def add_to(self, decoder: nn.Module) -> None:
+        """Makes every module that owns a convolution over tokens compute rows.
+
+        In transformers' models, whatever keeps a state from token to token begins with such a convolution.
+        """
+        owners = [
+            module for module in decoder.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())
+        ]
+        for owner in owners:
+            self._compute_rows(owner)
+
+    def _compute_rows(self, module: nn.Module) -> None:
+        forward = module.forward
+
+        def of_rows(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
+            # Masks, positions and caches do not apply to the rows, and none is needed.
+            result = forward(self.scatter(hidden_states[0]))
+            if isinstance(result, tuple):
+                return self.gather(result[0])[None], *result[1:]
+            return self.gather(result)[None]
+
+        module.forward = of_rows
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -58,7 +58,6 @@ def transformer_config(
     megatron = trainer.megatron
     vpp = megatron.virtual_pipeline_model_parallel_size
     settings: dict[str, object] = {
-        **dict.fromkeys(_FUSIONS, is_gpu),
         **of_model,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "sequence_parallel": megatron.has_sequence_parallel,
@@ -80,6 +79,10 @@ def transformer_config(
         "disable_parameter_transpose_cache": True,
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
+        **dict.fromkeys(_FUSIONS, is_gpu),
+        # Megatron's fused kernel of latent attention has no plain rotation and is experimental, and the other one does
+        # not scale cosine and sine, as YaRN does.
+        **({"apply_rope_fusion": False} if {"kv_lora_rank", "yarn_beta_fast"} & of_model.keys() else {}),
         # On a GPU it is Megatron's default.
         **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
     }
@@ -142,7 +145,6 @@ def latent_rope_settings(hf: PretrainedConfig) -> dict[str, object]:
     settings: dict[str, object] = {
         "rope_type": "rope",
         "rotary_base": rope["rope_theta"],
-        "apply_rope_fusion": False,  # Megatron's fused kernel has no plain rotation and is experimental
         "rotary_scaling_factor": 1.0,
         "mscale_all_dim": 0.0,
     }
@@ -185,7 +187,6 @@ def _sink_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, objec
             "yarn_mscale": rope["mscale"] if has_both else None,
             "yarn_mscale_all_dim": rope["mscale_all_dim"] if has_both else None,
             "yarn_correction_range_round_to_int": rope.get("truncate", True),
-            "apply_rope_fusion": False,  # the fused kernel does not scale cosine and sine
         }
     return settings
 
