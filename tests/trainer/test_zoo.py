@@ -107,7 +107,7 @@ def test_all_of_the_zoo_is_told(harness: Harness, name: str) -> None:
     assert_told(harness, harness._models / name)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_moe_mixed"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3_moe_mixed"])
 def test_experts_are_replayed(harness: Harness, name: str) -> None:
     make_zoo_model(name, harness._models / name)
     harness.open(name, SETTINGS)

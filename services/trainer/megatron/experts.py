@@ -155,6 +155,11 @@ class StackedExperts(GroupedExperts):
     2508.10925): `gate_up_proj` [E, H, 2F], of which the columns of gate and up alternate, and `down_proj` [E, F, H].
     """
 
+    gate_up_proj: torch.nn.Parameter
+    gate_up_proj_bias: torch.nn.Parameter
+    down_proj: torch.nn.Parameter
+    down_proj_bias: torch.nn.Parameter
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:

@@ -204,6 +204,6 @@ class SinkAttention(DotProductAttention):
             return attend(query, key, value, lengths, attention).flatten(1)
         length, size = query.shape[:2]
         bounds = torch.arange(0, length * size + 1, length, dtype=torch.int32, device=query.device)
-        packed = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = attend(*packed, (bounds, length), attention)
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = attend(query, key, value, (bounds, length), attention)
         return out.unflatten(0, (size, length)).transpose(0, 1).flatten(2)
