@@ -176,8 +176,8 @@ class SinkAttention(DotProductAttention):
     """Computes causal self-attention with a sink for each head, and a window in the layers that have one (gpt-oss,
     arXiv 2508.10925), with the arguments of TransformerEngine's.
 
-    Reason: TransformerEngine's choice of kernels turns all off for sinks in packed sequences (read in its source; it was
-    not tried), and Megatron's own attention, which has the sinks and their checkpoint, takes no packed sequences.
+    Reason: TransformerEngine's choice of kernels turns all off for sinks in packed sequences (read, not tried), and
+    Megatron's own attention, which has the sinks and their checkpoint, takes no packed sequences.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
