@@ -2,25 +2,29 @@
 
 `python -m benchmarks.models_with_engine [MODEL ...]` measures the named models, or all, one after another, and keeps
 what earlier calls measured. Writes results/models-with-engine.json: the largest difference between the engine's and
-the trainer's log-probabilities in each step, or why the model cannot be served. Takes most of an hour on two cores.
+the trainer's log-probabilities in each step, or why the model cannot be served; and the table in docs/models.md. Takes
+most of an hour on two cores.
 """
 
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.models import write_table
 from benchmarks.report import RESULTS, keep
 from tests.e2e.lockstep_command import LOCKSTEP, make_sums
+from tests.support import free_port, running, service_command
 from tests.trainer.zoo import ZOO
 
 _NAME = "models-with-engine"
-_RUN_S = 600
+_RUN_S = 3000
 _SCORER = """
 def score(*, completion, **_):
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
@@ -38,24 +42,45 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 
 
 def main() -> None:
-    path = RESULTS / f"{_NAME}.json"
+    left = sys.argv[1:] or list(ZOO)
+    while left:
+        with tempfile.TemporaryDirectory() as name, _services(Path(name)) as options:
+            is_well = True
+            while left and is_well:  # what has failed may have ended a service
+                model = left.pop(0)
+                result = train(model, Path(name) / model, options)
+                is_well = not isinstance(result, str)
+                _keep(model, result)
+
+
+@contextmanager
+def _services(workspace: Path) -> Iterator[list[str]]:
+    """Starts the services, for one model after another; yields the options with which `lockstep run` finds them."""
+    (workspace / "digits.py").write_text(_SCORER)
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "rollout", "reward")}
+    with ExitStack() as stack:
+        with chdir(workspace):  # from which the reward service imports the scorer
+            for name, address in addresses.items():
+                stack.enter_context(running(service_command(name, address), workspace / f"{name}.log"))
+        yield [f"--{name}={address}" for name, address in addresses.items()]
+
+
+def _keep(model: str, result: list[float] | str) -> None:
+    path, label = RESULTS / f"{_NAME}.json", f"{model}: largest difference in a step [nats]"
     earlier = json.loads(path.read_text()) if path.exists() else {"samples": {}, "settings": {"failed": {}}}
     samples, failed = dict(earlier["samples"]), dict(earlier["settings"]["failed"])
-    for model in sys.argv[1:] or list(ZOO):
-        label = f"{model}: largest difference in a step [nats]"
-        samples.pop(label, None)
-        failed.pop(model, None)
-        with tempfile.TemporaryDirectory() as name:
-            result = train(model, Path(name))
-        if isinstance(result, str):
-            failed[model] = result
-        else:
-            samples[label] = result
-        libraries = ("torch", "transformers", "vllm")
-        keep(_NAME, dict(sorted(samples.items())), libraries=libraries, failed=dict(sorted(failed.items())))
+    samples.pop(label, None)
+    failed.pop(model, None)
+    if isinstance(result, str):
+        failed[model] = result
+    else:
+        samples[label] = result
+    libraries = ("torch", "transformers", "vllm")
+    keep(_NAME, dict(sorted(samples.items())), libraries=libraries, failed=dict(sorted(failed.items())))
+    write_table()
 
 
-def train(model: str, workspace: Path) -> list[float] | str:
+def train(model: str, workspace: Path, options: Sequence[str]) -> list[float] | str:
     """Returns the largest difference of log-probabilities in each of three steps, in nats, or why the run failed."""
     from benchmarks.megatron_model import add_published_keys  # imports torch
     from tests.trainer.zoo_harness import make_zoo_model
@@ -63,9 +88,8 @@ def train(model: str, workspace: Path) -> list[float] | str:
     make_zoo_model(model, workspace / "model", **SIZES.get(model, {}))
     add_published_keys(workspace / "model", ZOO[model][0])
     make_sums(workspace / "data")
-    (workspace / "digits.py").write_text(_SCORER)
-    (workspace / "run.yaml").write_text(yaml.safe_dump(_run_config()))
-    command = [LOCKSTEP, "run", "run.yaml"]
+    (workspace / "run.yaml").write_text(yaml.safe_dump(_run_config(workspace)))
+    command = [LOCKSTEP, "run", "run.yaml", *options]
     try:
         ended = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=_RUN_S, check=False)
     except subprocess.TimeoutExpired:
@@ -76,10 +100,10 @@ def train(model: str, workspace: Path) -> list[float] | str:
     return [step["train/logprob_diff_max"] for step in map(json.loads, lines) if "train/logprob_diff_max" in step]
 
 
-def _run_config() -> dict[str, Any]:
+def _run_config(workspace: Path) -> dict[str, Any]:
     return {
         "name": "run",
-        "model": "model",
+        "model": str(workspace / "model"),  # where the trainer finds it, too
         "num_steps": 3,
         "data": {"train": "data/train.parquet", "prompts_per_step": 4, "max_prompt_tokens": 16},
         "rollout": {"completions_per_prompt": 4, "max_model_len": 64, "sampling": {"max_tokens": 32}},

@@ -80,6 +80,13 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 96},
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rope_parameters": {**_YARN, "truncate": False},
+    },
     # Its first layer is dense.
     "glm4_moe": {
         "n_routed_experts": 4,
@@ -130,7 +137,8 @@ def make_model(directory: Path, kind: str) -> Path:
         config = AutoConfig.for_model(kind, **shape, tie_word_embeddings=False)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            for vector in (parameter for parameter in model.parameters() if parameter.ndim == 1):
+            vectors = (one for name, one in model.named_parameters() if one.ndim == 1 or name.endswith("bias"))
+            for vector in vectors:
                 vector += 0.2 * torch.randn(vector.shape)  # a vector of only 1 or 0 hides a mistake in its place
             for bias in (one for name, one in model.named_buffers() if name.endswith("correction_bias")):
                 bias += 0.2 * torch.randn(bias.shape)

@@ -104,6 +104,14 @@ def check_draft(config: RolloutConfig) -> None:
         )
 
 
+def leave_out_states(arguments: AsyncEngineArgs) -> None:
+    """Keeps recurrent states out of the prefix cache of an engine that computes prompts as a whole: vLLM caches them
+    only at the ends of parts of prompts."""
+    is_whole = arguments.enable_chunked_prefill is False and arguments.enable_prefix_caching is None
+    if is_whole and arguments.create_model_config().is_hybrid:
+        arguments.enable_prefix_caching = False
+
+
 def check_adapters_run(arguments: AsyncEngineArgs) -> None:
     """Raises InvalidInput if the model has experts and this device cannot compute adapters beside them."""
     if not torch.cuda.is_available() and arguments.create_model_config().is_moe:

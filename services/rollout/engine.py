@@ -33,7 +33,13 @@ from services.common.memory import DeviceState, changed, gib
 from services.common.process import own_log, socket_directory
 from services.common.rpc.progress import PROGRESS
 from services.common.telemetry.trace import Span
-from services.rollout.arguments import Needs, check_adapters_run, check_draft, engine_arguments
+from services.rollout.arguments import (
+    Needs,
+    check_adapters_run,
+    check_draft,
+    engine_arguments,
+    leave_out_states,
+)
 from services.rollout.compat.vllm import client
 from services.rollout.compat.vllm.engine_fork import spawn_engines
 from services.rollout.compat.vllm.patches import STAGES_SOCKET
@@ -136,6 +142,7 @@ class Engine:
             arguments = AsyncEngineArgs(**(returning or made))
             if arguments.data_parallel_size > 1 and torch.cuda.is_available():
                 spawn_engines()
+            leave_out_states(arguments)
             if needs.adapter_rank:
                 check_adapters_run(arguments)
             suitable = client.suitable_model_runner(made, is_gpu=torch.cuda.is_available())

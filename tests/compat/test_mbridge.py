@@ -19,6 +19,7 @@ from services.trainer.compat.megatron.mbridge import ModelBridge, make_bridge
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 48}
 SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
 LAYER = "decoder.layers.1."
 
@@ -75,6 +76,9 @@ def test_scaled_rotary_frequencies_are_ignored() -> None:
         (config("qwen2_moe", **EXPERTS, norm_topk_prob=True), "moe_router_pre_softmax", True, False),
         (config("qwen2_moe", **EXPERTS, qkv_bias=False), "add_qkv_bias", True, False),
         (config("qwen2_moe", **EXPERTS), "moe_shared_expert_gate", False, True),
+        (config("glm4_moe", **GROUPS), "moe_router_num_groups", None, 4),
+        (config("glm4_moe", **GROUPS), "moe_shared_expert_intermediate_size", 48, 96),
+        (config("glm4_moe", **GROUPS, attention_bias=False), "add_qkv_bias", True, False),
         (config("qwen2", attention_dropout=0.1), "attention_dropout", 0.1, 0.0),
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else str(value),
@@ -116,6 +120,7 @@ def test_experts_that_only_etp_cuts_are_not_joined() -> None:
         ("llama", "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
         ("llama", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         ("mixtral", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
+        ("glm4_moe", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
         ("mixtral", "mlp.experts.local_experts.3.linear_fc1.weight", "mlp.experts.linear_fc1.weight3"),
     ],
 )

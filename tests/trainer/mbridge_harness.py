@@ -18,6 +18,7 @@ from unittest.mock import patch
 import mbridge.core.util
 import torch
 import torch.distributed as dist
+from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core import parallel_state
 
 from services.common.config.trainer import TrainerConfig
@@ -86,6 +87,8 @@ class Comparison:
         theirs = self._parameters(chunks)
         views = [View(chunk, bridged.bridge) for chunk in chunks]
         wanted = {one.name: one.tensor.detach() for one in own}
+        # DeepSeek-V3's own reads bfloat16 only.
+        vars(bridged.bridge)["_get_safetensor_io"] = SafeTensorIO
         with torch.no_grad():
             bridged.bridge.load_weights(views, self._path)
         self._compare("mbridge loads", {one.name: one.tensor.detach() for one in theirs}, wanted)

@@ -40,8 +40,10 @@ FAMILIES = (
     "qwen3_moe-unnormalized",
     "qwen3_moe-mixed",
     "glm4_moe",
+    "minimax_m2",
     "olmo2",
     "mixtral",
+    "gpt_oss",
     "qwen2_moe",
     "qwen2_moe-normalized",
     "phi3",
@@ -193,13 +195,24 @@ FAMILY_LAYOUTS = {
             ("deepseek_v3", {"tp2-ep2": TP | EP | {"expert_tensor_parallel_size": 1}, "pp2": PP, "cp2": CP}),
             ("deepseek_v3-yarn", {"tp2": TP}),
             ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),
+            ("minimax_m2", {"tp2-ep2": TP | EP | {"expert_tensor_parallel_size": 1}}),
             ("olmo2", {"tp2": TP, "pp2": PP}),
+            ("gpt_oss", {"tp2": TP | UNPACKED, "pp2": PP}),
             ("qwen3_moe-mixed", {"pp2": PP | UNEVEN}),
             ("glm4_moe", {"tp2": TP, "pp2": PP | UNEVEN, "ep2": EP, "cp2": CP}),
         )
         for name, megatron in splits.items()
     },
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),
+    # Beside a dense layer, one of experts with latent attention computes with experts that it is given.
+    "deepseek_v3-routed": Layout(
+        "deepseek_v3",
+        2,
+        TP | EP | {"expert_tensor_parallel_size": 1},
+        SMALL,
+        num_updates=1,
+        has_routed_experts=True,
+    ),
     # One of the four ranks' two stages has a dense layer only.
     "deepseek_v3-tp2-ep2-etp2": Layout("deepseek_v3", 4, TP | EP, SMALL, num_updates=1),
     "deepseek_v3-yarn-tp2-cp2": Layout("deepseek_v3-yarn", 4, TP | CP | UNPACKED, SMALL, num_updates=1),

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
+from services.common.families.supported import ASK_FSDP
 from services.common.files.model_card import read_model_card, write_model_card
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.trainer import plain_grpo
@@ -46,7 +47,7 @@ from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 DOWN, SINKS = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.sinks"
 ANY, KNOWN = "not supported by any strategy", "strategy megatron knows llama, "
-NOT_MEGATRON = "not supported by strategy megatron; try strategy fsdp"
+NOT_MEGATRON = f"not supported by strategy megatron{ASK_FSDP}"
 
 
 @dataclass(frozen=True)

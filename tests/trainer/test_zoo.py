@@ -107,11 +107,11 @@ def test_all_of_the_zoo_is_told(harness: Harness, name: str) -> None:
     assert_told(harness, harness._models / name)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_moe_mixed"])
-def test_experts_are_replayed_beside_dense_layers(harness: Harness, name: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3_moe_mixed"])
+def test_experts_are_replayed(harness: Harness, name: str) -> None:
     make_zoo_model(name, harness._models / name)
     harness.open(name, SETTINGS)
-    batch = with_routed_experts(samples(), num_layers=4)  # the first of which is dense
+    batch = with_routed_experts(samples(), num_layers=4)  # the first of which is dense in most
     metrics = harness.train(batch, version=0)
     num_tokens = sum(len(row["prompt_tokens"]) + len(row["tokens"]) - 1 for row in batch.to_pylist())
     assert metrics["moe_replayed_tokens"] == num_tokens

@@ -369,7 +369,7 @@ _ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_
 _CONV = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128}
 # Keys of published models, by type, that vLLM reads and transformers does not write.
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax"},
+    "deepseek_v2": {"topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1},
     "deepseek_v3": _ROUTER,
     "glm4_moe_lite": _ROUTER,
     "lfm2": _CONV,

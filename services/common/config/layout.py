@@ -15,6 +15,7 @@ from services.common.config.pass_through import UNEVEN, Problems, pass_through_p
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
+from services.common.families.layers import SINKS
 from services.common.families.registry import MBRIDGE_TYPES
 
 _MEGATRON = "trainer.megatron"
@@ -170,6 +171,7 @@ def _broken_rules(
         if architecture.kv_lora_rank:  # Megatron would not sum the gradient of the part that all keys share over TP
             yield from _sequence_parallel(megatron, "latent keys")
         yield from _pipeline_and_experts(megatron, layout, architecture)
+        yield from _sinks_and_stacked_experts(megatron, layout, architecture)
         if megatron.use_mbridge and architecture.model_type not in MBRIDGE_TYPES:
             yield (
                 "use_mbridge",
@@ -290,6 +292,24 @@ def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Archi
         yield "moe.token_dispatcher_type", "flex needs EP x ETP of at least 2; nearest legal: alltoall, or EP 2"
     if megatron.moe.token_dispatcher_type == "allgather" and (why := _why_not_gathered(megatron)):
         yield "moe.token_dispatcher_type", f"allgather {why}; nearest legal: alltoall"
+
+
+def _sinks_and_stacked_experts(megatron: MegatronConfig, layout: Layout, model: Architecture) -> Problems:
+    if layout.cp > 1 and model.has(SINKS.parameter):
+        yield (
+            "context_parallel_size",
+            f"{layout.cp}: attention with sinks does not cut sequences; nearest legal: CP 1, with TP or PP instead",
+        )
+    if not model.has_stacked_experts:
+        return
+    if layout.ep > 1:
+        yield (
+            "expert_model_parallel_size",
+            f"{layout.ep}: the model's checkpoint has the experts of a layer in one tensor, which EP does not "
+            "distribute; nearest legal: EP 1",
+        )
+    if not megatron.moe.grouped_gemm:
+        yield "moe.grouped_gemm", "false: the model's experts are only computed together; nearest legal: true"
 
 
 def gathers_tokens(megatron: MegatronConfig, num_experts_per_tok: int) -> bool:

@@ -35,6 +35,8 @@ RESERVED = {
         **dict.fromkeys(("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_dropout"), _MODEL),
         **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
         **dict.fromkeys((*_LATENT, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _MODEL),
+        **dict.fromkeys(("softmax_type", "window_size", "window_attn_skip_freq"), _MODEL),
+        "activation_func_clamp_value": _MODEL,
         "cache_mla_latents": _ITSELF,
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
         **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"), _MODEL),

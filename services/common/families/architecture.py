@@ -75,6 +75,11 @@ class Architecture:
         return 0 if self.q_lora_rank else self.query_size
 
     @property
+    def gate_up_size(self) -> int:
+        """The width of an expert's gate and up together."""
+        return 2 * self.moe_intermediate_size
+
+    @property
     def latent_size(self) -> int:
         """The width of what a token's keys and values are made of: the latent, and the part that all keys share."""
         return self.kv_lora_rank + self.qk_rope_head_dim
@@ -120,6 +125,10 @@ class Architecture:
         """Returns whether some layer has this parameter."""
         return any(one.parameter == parameter for weights in self.kind_weights.values() for one in weights)
 
+    @property
+    def has_stacked_experts(self) -> bool:
+        return any(weight.is_stacked for weights in self.kind_weights.values() for weight in weights)
+
     def _exists(self, weight: Weight) -> bool:
         sizes = (*weight.rows, 1 if weight.columns is None else weight.columns)
         return (not weight.if_true or weight.if_true in self.flags) and all(map(self.size, sizes))
@@ -134,11 +143,14 @@ class Architecture:
         return size if isinstance(size, int) else getattr(self, size)
 
     def part_shapes(self, weight: Weight) -> list[Shape]:
+        """Returns the shape of each part; of a weight of experts, that of one expert."""
         columns = () if weight.columns is None else (self.size(weight.columns),)
         return [(self.size(rows), *columns) for rows in weight.rows]
 
     def tensor_shapes(self, weight: Weight) -> list[Shape]:
         shapes = self.part_shapes(weight)
+        if weight.is_stacked:
+            return [(self.num_experts, *shape) for shape in shapes]
         return [(sum(shape[0] for shape in shapes), *shapes[0][1:])] if weight.is_fused else shapes
 
     def checkpoint_shapes(self) -> dict[str, Shape]:

@@ -11,6 +11,7 @@ Size = int | str
 #   rows     an equal share of the rows of each part; the shares are stacked
 #   groups   an equal share of the key-value groups; the parts are q, k and v, and the rows of a group lie together
 #   columns  an equal share of the columns; the weight has one part
+# Of a stacked weight this is how the matrix of each expert is cut.
 Cut = Literal["whole", "rows", "groups", "columns"]
 
 
@@ -33,6 +34,9 @@ class Weight:
     cut: Cut = "whole"
     is_expert: bool = False
     """Whether expert parallelism distributes this weight and expert tensor parallelism cuts it."""
+    is_stacked: bool = False
+    """Whether the parameter, and the checkpoint's tensor, stacks this weight of all experts: its first axis counts
+    them. Expert parallelism does not distribute such a weight."""
     if_true: str = ""
     """Key in `Family.flags`; a model has this weight only if its config sets the key to true."""
 
@@ -147,6 +151,27 @@ def experts(
         replace(DOWN, parameter="mlp.experts.linear_fc2.weight", tensors=(down,), columns=width, is_expert=True),
     )
 
+
+# A logit of each head, of a key without value (gpt-oss, arXiv 2508.10925).
+SINKS = Weight(
+    "self_attention.core_attention.softmax_offset", ("self_attn.sinks",), ("num_attention_heads",), cut="rows"
+)
+
+
+def _stacked(name: str, rows: Size, columns: Size | None, cut: Cut) -> Weight:
+    parameter, tensors = f"mlp.experts.{name}", (f"mlp.experts.{name}",)
+    return Weight(parameter, tensors, (rows,), columns, cut, is_expert=True, is_stacked=True)
+
+
+# The matrices of all experts in one tensor, transposed, and their biases. Columns of gate and up alternate.
+STACKED_EXPERTS = (
+    _stacked("gate_up_proj", "hidden_size", "gate_up_size", "columns"),
+    _stacked("gate_up_proj_bias", "gate_up_size", None, "rows"),
+    _stacked("down_proj", "moe_intermediate_size", "hidden_size", "rows"),
+    _stacked("down_proj_bias", "hidden_size", None, "whole"),
+)
+
+ROUTER_BIAS = Weight("mlp.router.bias", ("mlp.router.bias",), ("num_experts",))
 
 # Added to the scores of the experts when a token chooses them, but not to their weights. It is not trained.
 CORRECTION_BIAS = Weight("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), ("num_experts",))

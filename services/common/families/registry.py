@@ -9,6 +9,7 @@ from services.common.families.layers import (
     ALL_HEADS_NORMS,
     ATTENTION,
     ATTENTION_OUTPUT,
+    ATTENTION_OUTPUT_BIAS,
     CORRECTION_BIAS,
     DENSE_MLP,
     DOWN,
@@ -23,7 +24,10 @@ from services.common.families.layers import (
     QK_NORMS,
     QKV,
     QKV_BIAS,
+    ROUTER_BIAS,
     SHARED_EXPERT_GATE,
+    SINKS,
+    STACKED_EXPERTS,
     Weight,
     experts,
     shared_expert,
@@ -114,6 +118,11 @@ class Family:
     """Fields of Megatron's TransformerConfig to set; `activation_func` names a function of torch.nn.functional."""
     has_partial_rotary: bool = False
     """Whether transformers reads `partial_rotary_factor`, and rotates only this share of each head."""
+    has_windows: bool = False
+    """Whether strategy megatron computes the sliding windows of these models, which are in the layers that
+    `layer_types` names."""
+    has_yarn: bool = False
+    """Whether strategy megatron computes the rotary scaling YaRN of these models (arXiv 2309.00071)."""
     norms_outputs: bool = False
     """Whether the norms of a layer are of the outputs of attention and feed-forward network, not of their inputs."""
     layers: str = "model.layers"
@@ -200,6 +209,26 @@ _KNOWN = (
     DEEPSEEK_V3,
     # GLM-4.7-Flash.
     replace(DEEPSEEK_V3, model_type="glm4_moe_lite", is_dense=is_named_dense),
+    # gpt-oss (arXiv 2508.10925).
+    Family(
+        "gpt_oss",
+        kinds={
+            "experts": (
+                SINKS,
+                *ATTENTION,
+                QKV_BIAS,
+                ATTENTION_OUTPUT_BIAS,
+                experts("mlp.router")[0],
+                ROUTER_BIAS,
+                *STACKED_EXPERTS,
+                *NORMS,
+            )
+        },
+        keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
+        required={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
+        has_windows=True,
+        has_yarn=True,
+    ),
     # Mixtral (arXiv 2401.04088).
     Family(
         "mixtral",
@@ -211,6 +240,22 @@ _KNOWN = (
             )
         },
         keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
+    ),
+    # MiniMax-M2.
+    Family(
+        "minimax_m2",
+        kinds={
+            "experts": (
+                *ATTENTION,
+                *ALL_HEADS_NORMS,
+                *experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+                replace(CORRECTION_BIAS, tensors=("block_sparse_moe.e_score_correction_bias",)),
+                *NORMS,
+            )
+        },
+        router="sigmoid",
+        keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
+        has_partial_rotary=True,
     ),
     # OLMo 2 (arXiv 2501.00656).
     Family(
@@ -309,4 +354,4 @@ ENGINE_DIFFERENCES: Mapping[str, str] = {
 }
 
 # Model types that mbridge 0.15.1 registers, and of which it is known what must be corrected in it.
-MBRIDGE_TYPES = ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MBRIDGE_TYPES = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")

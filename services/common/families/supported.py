@@ -17,7 +17,7 @@ _MOST = 4096
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
 # Keys of a composite config that are true of its text part, too.
 _OF_WHOLE = ("model_type", "quantization_config", "transformers_weights")
-_FSDP = "; try strategy fsdp"
+ASK_FSDP = "; lockstep run --dry-run says whether strategy fsdp supports it"
 
 
 def require_counts(content: JsonObject, source: str) -> None:
@@ -72,21 +72,23 @@ def _of_both(content: JsonObject) -> Iterator[str]:
 def _of_megatron(content: JsonObject) -> Iterator[str]:
     model_type = content.get("model_type")
     if model_type not in FAMILIES:
-        yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{_FSDP}"
+        yield f"strategy megatron knows {', '.join(FAMILIES)}, not {model_type}{ASK_FSDP}"
         return
     window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
-    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
-        yield f"sliding_window {window!r} is not supported by strategy megatron{_FSDP}"
+    if window and _is_window_on(content) and not FAMILIES[model_type].has_windows:  # 0 means none, as in Qwen2-MoE
+        yield f"sliding_window {window!r} is not supported by strategy megatron{ASK_FSDP}"
     for key, wanted in FAMILIES[model_type].required.items():
         value = content.get(key, wanted)
         if value != wanted and key != "sliding_window":
-            yield f"{key} {value!r} is not supported by strategy megatron{_FSDP}"
+            yield f"{key} {value!r} is not supported by strategy megatron{ASK_FSDP}"
     if FAMILIES[model_type].router == "sigmoid":
         yield from _of_sigmoid_router(content)
     for rope in _ropes(content):
         is_known = _is_latent_rope if FAMILIES[model_type].nullable else _is_rope
+        if FAMILIES[model_type].has_yarn and _kind(rope) == "yarn" and rope.get("attention_factor") is None:
+            continue
         if not is_known(rope, content):
-            yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
+            yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{ASK_FSDP}"
 
 
 def _of_sigmoid_router(content: JsonObject) -> Iterator[str]:
@@ -95,7 +97,7 @@ def _of_sigmoid_router(content: JsonObject) -> Iterator[str]:
     if (is_divided := content.get("norm_topk_prob", True)) is not True or chosen == 1:
         yield (
             f"norm_topk_prob {is_divided!r} with num_experts_per_tok {chosen!r} is not supported by strategy megatron"
-            f"{_FSDP}"
+            f"{ASK_FSDP}"
         )
         return
     # transformers always scores a group by its best two, Megatron by the best num_experts_per_tok // topk_group.
@@ -103,7 +105,7 @@ def _of_sigmoid_router(content: JsonObject) -> Iterator[str]:
     if groups not in (None, 1) and not has_best_two:
         yield (
             f"n_group {groups!r} is supported by strategy megatron only with a topk_group of half of "
-            f"num_experts_per_tok {chosen!r}, not {kept!r}{_FSDP}"
+            f"num_experts_per_tok {chosen!r}, not {kept!r}{ASK_FSDP}"
         )
 
 

@@ -11,10 +11,14 @@ from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
 from services.common.errors import DeadlineExceeded, LockstepError
-from services.common.families.architecture import read_content
+from services.common.families.architecture import make_architecture, read_content
+from services.common.families.kernels import choose
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import ASK_FSDP
 from services.common.files.model_card import read_model_card, require_whole_weights
+from services.common.files.storage import JsonObject
 from services.coordinator.clients.environment import row_of
+from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
@@ -59,7 +63,7 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     """Asks the trainer's code whether it computes the models exactly, in a process with torch, as it will at start.
 
     For the families of the registry the rules of check_model are the answer, unless adapters have targets or mbridge
-    builds the model.
+    builds the model. Yields what will compute attention.
 
     Raises:
         InvalidInput: It would refuse a model.
@@ -69,15 +73,39 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
             continue
         has_targets = settings.lora.rank and (settings.lora.target_modules or settings.lora.exclude_modules)
         is_bridged = settings.strategy == "megatron" and settings.megatron.use_mbridge
-        is_known = read_content(directory).get("model_type") in FAMILIES
-        if is_known and not has_targets and not is_bridged:
-            continue
-        if find_spec("torch") is None:
-            yield Finding("model", f"{directory}: torch is not here to compare it with transformers", Verdict.WARN, "")
-            return
-        answer = describe_model(str(directory), settings)
-        if "attention" in answer:
-            yield Finding("attention", f"{name}: {answer['attention']}")
+        content = read_content(directory)
+        answer: Answer = {}
+        if content.get("model_type") not in FAMILIES or has_targets or is_bridged:
+            if find_spec("torch") is None:
+                why = f"{directory}: torch is not here to compare it with transformers"
+                yield Finding("model", why, Verdict.WARN, "")
+                return
+            answer = describe_model(str(directory), settings)
+        yield Finding("attention", f"{name}: {answer.get('attention') or _attention(settings, content)}")
+
+
+def _attention(settings: TrainerConfig, content: JsonObject) -> str:
+    """Names what computes attention on this host, with strategy fsdp of a family of the registry, none of which caps
+    its scores."""
+    device = "cuda" if visible_gpus() else "cpu"
+    if settings.strategy == "megatron":
+        return "the kernel that TransformerEngine chooses" if device == "cuda" else "torch's operators, by samples"
+    is_auto = settings.compute_dtype == "auto"
+    dtype = {"cuda": "bfloat16", "cpu": "float32"}[device] if is_auto else settings.compute_dtype
+    return choose(device, dtype, make_architecture(content, "config.json").head_dim)
+
+
+def _fix_of_model(config: AnyConfig, problem: str) -> str:
+    """Returns what to do about a model that is refused; asks whether strategy fsdp supports what megatron does not."""
+    fix = "set model to a directory in the Hugging Face format that this strategy can train"
+    if not problem.endswith(ASK_FSDP) or find_spec("torch") is None:
+        return fix
+    try:
+        for _, settings, directory in _models(config):
+            describe_model(str(directory), TrainerConfig(compute_dtype=settings.compute_dtype))
+    except LockstepError as error:
+        return f"{fix}; strategy fsdp does not support it either: {error.message}"
+    return "set strategy to fsdp, which was compared with transformers and supports it"
 
 
 def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
@@ -93,8 +121,7 @@ def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt
         check_weights(config, addresses, may_download=True)
         yield from _ask_trainer(config, addresses)
     except LockstepError as error:
-        fix = "set model to a directory in the Hugging Face format that this strategy can train"
-        yield Finding("model", error.message, Verdict.FAIL, fix)
+        yield Finding("model", error.message, Verdict.FAIL, _fix_of_model(config, error.message))
         yield Finding("data", "not read without the model's tokenizer", Verdict.WARN, "see above")
         return
     yield Finding("model", config.model)

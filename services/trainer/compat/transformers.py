@@ -26,6 +26,8 @@ _ROUTERS = (
     "DeepseekV3TopkRouter",
     "Glm4MoeLiteTopkRouter",
     "Glm4MoeTopkRouter",
+    "GptOssTopKRouter",
+    "MiniMaxM2TopKRouter",
     "MixtralTopKRouter",
     "Qwen2MoeTopKRouter",
     "Qwen3MoeTopKRouter",

@@ -1,13 +1,13 @@
 """Wraps a Hugging Face causal model to return log-probabilities or values of packed sequences."""
 
 import enum
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from services.trainer.fsdp import attention
+from services.trainer.fsdp.attention import Rows
 from services.trainer.structure import structure_of
 from services.trainer.updates.logprobs import capped_logprobs
 from services.trainer.updates.packing import Microbatch
@@ -19,55 +19,6 @@ class Layout(enum.Enum):
     PACKED = "packed"
     ROWS = "rows"
     """The whole model computes padded rows."""
-
-
-class Rows:
-    """Lets single modules of a model compute padded rows while all others compute packed tokens.
-
-    A module with a convolution or a recurrent state would carry it from one packed sequence into the next. It gets its
-    input as rows instead, B sequences of up to L tokens, padded on the right: what is causal never looks there, so the
-    padding needs no mask and changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._is_token_BL: torch.Tensor | None = None
-
-    def begin(self, cu_seqlens_B1: torch.Tensor, longest: int) -> None:
-        """Sets the sequences of the forward passes that follow, and of their backward passes."""
-        self._is_token_BL = attention.token_mask(cu_seqlens_B1, longest)
-
-    def scatter(self, packed_TX: torch.Tensor) -> torch.Tensor:
-        """Returns the rows [B, L, ...] of packed values [T, ...]."""
-        assert self._is_token_BL is not None, "begin was called"
-        return attention.to_rows(packed_TX, self._is_token_BL)
-
-    def gather(self, rows_BLX: torch.Tensor) -> torch.Tensor:
-        """Returns the packed values [T, ...] of rows [B, L, ...]."""
-        assert self._is_token_BL is not None, "begin was called"
-        return rows_BLX[self._is_token_BL]
-
-    def add_to(self, decoder: nn.Module) -> None:
-        """Makes every module that owns a convolution over tokens compute rows.
-
-        In transformers' models, whatever keeps a state from token to token begins with such a convolution.
-        """
-        owners = [
-            module for module in decoder.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())
-        ]
-        for owner in owners:
-            self._compute_rows(owner)
-
-    def _compute_rows(self, module: nn.Module) -> None:
-        forward = module.forward
-
-        def of_rows(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
-            # Masks, positions and caches do not apply to the rows, and none is needed.
-            result = forward(self.scatter(hidden_states[0]))
-            if isinstance(result, tuple):
-                return self.gather(result[0])[None], *result[1:]
-            return self.gather(result)[None]
-
-        module.forward = of_rows
 
 
 class _Model(nn.Module):

@@ -28,7 +28,13 @@ from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.model import Chunk, LogprobModel, build_chunks
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import MegatronModel
-from services.trainer.megatron.settings import model_architecture, read_config, rope_settings, transformer_config
+from services.trainer.megatron.settings import (
+    latent_rope_settings,
+    model_architecture,
+    read_config,
+    rope_settings,
+    transformer_config,
+)
 from services.trainer.megatron.weights import Part, Sliceable, WeightMap, local_parameters
 from services.trainer.proof import MOST_NATS, Reference, make_reference
 
@@ -69,7 +75,8 @@ class Bridged:
     @classmethod
     def of(cls, hf: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype, *, is_gpu: bool) -> "Bridged":
         def make_config(**of_model: object) -> TransformerConfig:
-            return transformer_config(of_model, trainer, dtype, is_gpu=is_gpu)
+            rope = latent_rope_settings(hf) if "kv_lora_rank" in of_model else {}
+            return transformer_config({**of_model, **rope}, trainer, dtype, is_gpu=is_gpu)
 
         bridge = make_bridge(hf, make_config, rope_settings(hf), dtype)
         return cls(bridge.config, BridgeMap(model_architecture(hf), bridge), bridge)

@@ -22,9 +22,11 @@ from transformers import PretrainedConfig
 from services.common.config.layout import gathers_tokens
 from services.common.config.megatron import MegatronConfig
 from services.common.families.architecture import Architecture
+from services.trainer.compat.megatron.attention import RMSNorm, SinkAttention, with_torch_modules
 from services.trainer.compat.megatron.model import (
     HiddenStateModel,
     add_gradients_in_place,
+    add_router_biases,
     set_latent_eps,
     use_faster_dispatchers,
 )
@@ -181,11 +183,14 @@ def build_chunks(
     for index in range(vpp or 1):
         stage = index if vpp else None
         spec = _layer_spec(config, stage, model, is_adapted=is_adapted, is_gpu=is_gpu)
+        if config.softmax_type == "learnable":
+            spec = _with_sinks(spec)
         is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        chunk = make_chunk(with_grouped_experts(spec) if is_grouped else spec, (is_first, is_last), stage)
+        chunk = make_chunk(with_grouped_experts(spec, model) if is_grouped else spec, (is_first, is_last), stage)
         chunk.model_type = ModelType.encoder_or_decoder
         set_latent_eps(chunk)
+        add_router_biases(chunk)
         if is_grouped:
             use_faster_dispatchers(chunk, gathers=gathers_tokens(megatron, config.moe_router_topk))
         for parameter in chunk.parameters():
@@ -254,11 +259,21 @@ def _layer_spec(
         is_latent = config.multi_latent_attention
         spec = _with_separate_norms(spec, is_latent=is_latent) if is_adapted or is_latent or has_own_norms else spec
         return with_own_norms(spec, config, model, TENorm) if has_own_norms else spec
-    from services.trainer.compat.megatron.attention import RMSNorm, with_torch_modules
-
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     spec = with_torch_modules(spec)
     return with_own_norms(spec, config, model, RMSNorm) if has_own_norms else spec
+
+
+def _with_sinks(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Returns a spec whose layers have SinkAttention."""
+    assert spec.layer_specs is not None
+    layers = []
+    for layer in spec.layer_specs:
+        parts: Any = layer.submodules
+        attention = parts.self_attention
+        own = replace(attention, submodules=replace(attention.submodules, core_attention=SinkAttention))
+        layers.append(replace(layer, submodules=replace(parts, self_attention=own)))
+    return replace(spec, layer_specs=layers)
 
 
 def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:

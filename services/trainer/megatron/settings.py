@@ -18,6 +18,7 @@ from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture, make_architecture
+from services.common.families.layers import SINKS
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import require_supported
 from services.trainer.checkpoint.model_files import load_config
@@ -79,14 +80,20 @@ def transformer_config(
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
         **dict.fromkeys(_FUSIONS, is_gpu),
-        # Megatron's fused kernel of latent attention has no plain rotation and is experimental.
-        **({"apply_rope_fusion": False} if "kv_lora_rank" in of_model else {}),
+        # Megatron's fused kernel of latent attention has no plain rotation and is experimental, and the other one does
+        # not scale cosine and sine, as YaRN does.
+        **({"apply_rope_fusion": False} if {"kv_lora_rank", "yarn_beta_fast"} & of_model.keys() else {}),
         # On a GPU it is Megatron's default.
         **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
     }
     overrides = megatron.transformer_config_kwargs
+    # Megatron's layers read YaRN's constants of their config, which has no fields for them, and its config refuses
+    # biases of experts that ETP cuts, because Megatron's own experts would add them on each rank.
+    late = {key: value for key, value in settings.items() if key.startswith("yarn_") or key == "add_bias_linear"}
+    settings = {key: value for key, value in settings.items() if key not in late} | {"add_bias_linear": False}
     cls = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
     config = make(cls, settings, overrides, "megatron.transformer_config_kwargs")
+    vars(config).update(late)
     if config.moe_z_loss_coeff is not None:
         # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
         # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
@@ -112,6 +119,7 @@ def layer_settings(hf: PretrainedConfig) -> dict[str, object]:
         **(_expert_settings(hf, model) if model.num_experts else {}),
         **_latent_settings(hf, model),
         **model.family.settings,
+        **_sink_settings(hf, model),
     }
     return settings | {"activation_func": getattr(F, str(settings["activation_func"]))}
 
@@ -120,7 +128,6 @@ def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
     """Returns the fields of MLATransformerConfig for a model with latent attention, or none for others."""
     if not model.kv_lora_rank:
         return {}
-    rope = dict(hf.rope_parameters)
     settings = {
         "q_lora_rank": model.q_lora_rank or None,
         "kv_lora_rank": model.kv_lora_rank,
@@ -128,8 +135,18 @@ def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
         "qk_pos_emb_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
         "qk_layernorm": True,  # the norms of the latents
+    }
+    return settings | latent_rope_settings(hf)
+
+
+def latent_rope_settings(hf: PretrainedConfig) -> dict[str, object]:
+    """Returns those of MLATransformerConfig's fields that rotate queries and keys."""
+    rope = dict(hf.rope_parameters)
+    settings: dict[str, object] = {
         "rope_type": "rope",
         "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 0.0,
     }
     if rope.get("rope_type") == "yarn":
         has_both = rope.get("mscale") and rope.get("mscale_all_dim")
@@ -146,15 +163,44 @@ def _latent_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
     return settings
 
 
+def _sink_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, object]:
+    """Returns the fields for a model with sinks (gpt-oss), or none for others."""
+    if not model.has(SINKS.parameter):
+        return {}
+    settings: dict[str, object] = {
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "activation_func_clamp_value": hf.swiglu_limit,
+    }
+    if hf.sliding_window:  # which counts the query's own key
+        settings["window_size"] = (hf.sliding_window - 1, 0)
+        settings["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in hf.layer_types]
+    rope = dict(hf.rope_parameters)
+    if rope.get("rope_type") == "yarn":
+        has_both = rope.get("mscale") and rope.get("mscale_all_dim")
+        original = rope.get("original_max_position_embeddings") or hf.max_position_embeddings
+        settings |= {
+            "yarn_rotary_scaling_factor": rope["factor"],
+            "yarn_original_max_position_embeddings": original,
+            "yarn_beta_fast": rope.get("beta_fast") or 32,
+            "yarn_beta_slow": rope.get("beta_slow") or 1,
+            "yarn_mscale": rope["mscale"] if has_both else None,
+            "yarn_mscale_all_dim": rope["mscale_all_dim"] if has_both else None,
+            "yarn_correction_range_round_to_int": rope.get("truncate", True),
+        }
+    return settings
+
+
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
     """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines."""
     rope = hf.rope_parameters
-    is_partial = FAMILIES[hf.model_type].has_partial_rotary
+    family = FAMILIES[hf.model_type]
+    is_partial, is_yarn = family.has_partial_rotary, family.has_yarn and rope.get("rope_type") == "yarn"
     return {
         "vocab_size": hf.vocab_size,
         "max_sequence_length": hf.max_position_embeddings,
         "share_embeddings_and_output_weights": hf.tie_word_embeddings,
-        "position_embedding_type": "rope",
+        "position_embedding_type": "yarn" if is_yarn else "rope",
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rope.get("partial_rotary_factor", 1.0) if is_partial else 1.0,
         **rope_settings(hf),
@@ -188,10 +234,10 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, obj
 
 
 def _sigmoid_settings(hf: PretrainedConfig) -> dict[str, object]:
-    has_groups = hf.n_group > 1
+    has_groups = getattr(hf, "n_group", 1) > 1
     return {
         "moe_router_pre_softmax": False,
-        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": getattr(hf, "routed_scaling_factor", None),
         "moe_router_num_groups": hf.n_group if has_groups else None,
         "moe_router_group_topk": hf.topk_group if has_groups else None,
         "moe_router_enable_expert_bias": True,

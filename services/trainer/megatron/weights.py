@@ -32,6 +32,9 @@ EXPERT_BLOCKS = 16
 """Number of blocks of experts in a layer. A publication has each matrix of all experts of a block together. So with up
 to this many expert-parallel ranks, all that a rank has of a layer is together too, and it sends it at once."""
 
+# The axis that is cut of a tensor whose first axis counts experts.
+_STACKED_AXES = {"rows": 1, "columns": 2}
+
 
 class Sliceable(Protocol):
     """A tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
@@ -119,6 +122,10 @@ class WeightMap:
     def _cut(self, weight: Weight, tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
         if weight.cut == "whole":
             return tensors[0][:]
+        if weight.is_stacked:
+            axis = _STACKED_AXES[weight.cut]
+            share = self.model.tensor_shapes(weight)[0][axis] // size
+            return tensors[0][(slice(None),) * axis + (slice(rank * share, (rank + 1) * share),)]
         if weight.cut == "columns":
             columns = self.model.part_shapes(weight)[0][1] // size
             return tensors[0][:, rank * columns : (rank + 1) * columns]
@@ -134,8 +141,10 @@ class WeightMap:
         return torch.cat([read(part, rank * share, (rank + 1) * share) for part, share in enumerate(shares)])
 
     def _join(self, weight: Weight, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if weight.cut in ("whole", "columns"):
-            return [shards[0] if weight.cut == "whole" else _cat(shards, 1)]
+        if weight.cut == "whole":
+            return [shards[0]]
+        if weight.is_stacked or weight.cut == "columns":
+            return [_cat(shards, _STACKED_AXES[weight.cut] if weight.is_stacked else 1)]
         rows = self._rows(weight)
         if weight.cut == "groups":
             parts = [part.flatten(0, 1) for part in self._groups(_cat(shards), rows)]
@@ -145,6 +154,8 @@ class WeightMap:
         return [torch.cat(parts)] if weight.is_fused else parts
 
     def _views(self, weight: Weight, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        if weight.is_stacked:
+            return [whole]
         rows = self._rows(weight)
         return self._groups(whole, rows) if weight.cut == "groups" else whole.split(rows)
 
@@ -271,6 +282,6 @@ def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: P
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
         parts[place] = str(int(parts[place]) + first)
-    else:  # ...linear_fc1.weight3
+    elif parts[-1].startswith("weight"):  # ...linear_fc1.weight3; a stack of all experts has no number
         parts[-1] = "weight" + str(int(parts[-1].removeprefix("weight")) + first)
     return ".".join(parts)

@@ -6,9 +6,10 @@ import pytest
 
 from services.common.errors import InvalidInput
 from services.common.families.registry import FAMILIES
-from services.common.families.supported import require_supported
+from services.common.families.supported import ASK_FSDP, require_supported
 
 BOTH, MEGATRON = ("fsdp", "megatron"), ("megatron",)
+YARN = {"rope_type": "yarn", "factor": 32.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -54,6 +55,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "glm4_moe", "num_experts_per_tok": 1}, MEGATRON, "num_experts_per_tok 1"),
         ({"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}, (), ""),
         ({"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 8, "topk_group": 2}, MEGATRON, "n_group 8"),
+        ({"model_type": "gpt_oss", "sliding_window": 128, "rope_scaling": YARN | {"truncate": False}}, (), ""),
+        ({"model_type": "gpt_oss", "rope_scaling": YARN | {"attention_factor": 1.0}}, MEGATRON, "'yarn'"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, MEGATRON, "attention_bias False"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, MEGATRON, "swiglu_alpha 1.0"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, (), ""),
         ({"model_type": "gpt2"}, MEGATRON, "knows llama"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, MEGATRON, "not mistral3"),
@@ -68,8 +73,8 @@ def test_rules(content: dict[str, Any], refused_by: tuple[str, ...], named: str)
         with pytest.raises(InvalidInput) as caught:
             require_supported(content, strategy, "config.json")
         assert named in caught.value.message and "config.json" in caught.value.message
-        # An error names the other strategy only if that one accepts the model.
-        assert ("try strategy fsdp" in caught.value.message) == (refused_by == MEGATRON)
+        # An error names the other strategy only if the config does not show that it refuses the model too.
+        assert (ASK_FSDP in caught.value.message) == (refused_by == MEGATRON)
 
 
 def test_a_scaling_that_is_no_object_is_refused() -> None:

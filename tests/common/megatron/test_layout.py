@@ -47,11 +47,27 @@ HYBRID = {
     "optimizer_offload_fraction": 0.5,
     "use_precision_aware_optimizer": True,
 }
+STACKED = replace(MOE, model_type="gpt_oss")
 RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
     "world is TP x PP x CP x DP": (
         (12, {TP: 2, PP: 2, CP: 1}, {}),
         [(6, {TP: 2, PP: 2, CP: 1}, {})],
         ["trainer.num_ranks 6", "TP x PP x CP x DP", "2 x 2 x 1 = 4", "nearest legal: 4 or 8"],
+    ),
+    "experts in one tensor are not distributed": (
+        (2, {TP: 2}, {MODEL: STACKED}),
+        [(2, {EP: 2}, {MODEL: STACKED})],
+        ["expert_model_parallel_size 2", "in one tensor", "nearest legal: EP 1"],
+    ),
+    "experts in one tensor are computed together": (
+        (1, {}, {MODEL: STACKED}),
+        [(1, {"moe": {"grouped_gemm": False}}, {MODEL: STACKED})],
+        ["moe.grouped_gemm false", "nearest legal: true"],
+    ),
+    "attention with sinks cuts no sequences": (
+        (2, {TP: 2}, {MODEL: STACKED}),
+        [(2, {CP: 2}, {MODEL: STACKED})],
+        ["context_parallel_size 2", "sinks", "nearest legal: CP 1"],
     ),
     "world counts CP": ((4, {CP: 4}, {}), [(2, {CP: 4}, {})], ["1 x 1 x 4 = 4", "nearest legal: 4"]),
     "world is a multiple of PP x EP x ETP": (

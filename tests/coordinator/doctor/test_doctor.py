@@ -221,16 +221,17 @@ def test_model_and_data(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": ["1+1=", "1+2="] * 8, "answer": ["2", "3"] * 8}), file)
     data = {"train": file, "eval": {"few": file}, "prompts_per_step": 8}
-    model, found, first, steps = examine_inputs(config_with(data=data), Addresses())
+    attention, model, found, first, steps = examine_inputs(config_with(data=data), Addresses())
+    assert (attention.check, attention.verdict) == ("attention", OK)
     assert (model.verdict, found.verdict, found.result) == (OK, OK, "16 prompts, 16 held out in few")
     assert first.result.endswith("tokens: '1+1='; answer: '2'")
     assert steps.result == "100 steps read 800 prompts, 50 epochs, if every one is used"
 
-    model, found = examine_inputs(config_with(data=data | {"train": "/nope.parquet"}), Addresses())
+    _, model, found = examine_inputs(config_with(data=data | {"train": "/nope.parquet"}), Addresses())
     assert model.verdict is OK
     assert_fails(found, FAIL, "data.train: /nope.parquet does not exist", "correct data.train, or the rows of")
     without = shutil.copytree(config_with().model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer.json"))
-    _, found = examine_inputs(make_config(model=str(without), data=data), Addresses())
+    *_, found = examine_inputs(make_config(model=str(without), data=data), Addresses())
     assert_fails(found, FAIL, "has no tokenizer: none of tokenizer", "set model to a directory that has the files")
     elsewhere = make_config(model="/nope", data=data)
     model, found = examine_inputs(elsewhere, Addresses())
@@ -268,7 +269,7 @@ def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
         "trainer": {},
         "num_steps": 1,
     }
-    model, found, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
+    _, model, found, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
     assert (model.verdict, found.verdict, found.result) == (OK, OK, "16 rows, 16 held out in few")
     assert steps.result == "1 step reads 8 rows, 0.5 epochs, if every one is used"
     checks = {finding.check for finding in host.examine_host(SftConfig.model_validate(tree), Addresses())}

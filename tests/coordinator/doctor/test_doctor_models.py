@@ -1,5 +1,9 @@
 """Tests that `lockstep doctor` asks the trainer about models that only it can judge."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from services.common.config.trainer import TrainerConfig
@@ -8,6 +12,7 @@ from services.coordinator.doctor import inputs
 from services.coordinator.doctor.inputs import examine_inputs
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.doctor.findings import FAIL, assert_fails, config_with
+from tests.coordinator.fake_services import make_config
 
 
 @pytest.mark.parametrize("use_mbridge", [False, True])
@@ -24,5 +29,43 @@ def test_a_model_that_mbridge_builds_is_compared_by_the_trainer(
     trainer = {"strategy": "megatron", "num_ranks": 1, "megatron": {"use_mbridge": use_mbridge}}
     model, *_ = examine_inputs(config_with(trainer=trainer), Addresses())
     assert len(asked) == use_mbridge
+    assert (model.check == "attention") != use_mbridge
     if use_mbridge:
         assert_fails(model, FAIL, "differs", "this strategy can train")
+
+
+@pytest.mark.parametrize(("refusal", "fix"), [("", "set strategy to fsdp"), ("no layers", "either: no layers")])
+def test_fsdp_is_asked_about_a_model_that_megatron_refuses(
+    refusal: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(directory: str, trainer: TrainerConfig) -> dict[str, object]:
+        assert trainer.strategy == "fsdp"
+        if refusal:
+            raise InvalidInput(refusal, field="model")
+        return {}
+
+    monkeypatch.setattr(inputs, "describe_model", describe)
+    directory = shutil.copytree(config_with().model, tmp_path / "model")
+    content = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(content | {"model_type": "gemma2"}))
+    trainer = {"strategy": "megatron", "num_ranks": 1}
+    model, _ = examine_inputs(make_config(model=str(directory), trainer=trainer), Addresses())
+    assert_fails(model, FAIL, "not gemma2", fix)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "gpus", "kernel"),
+    [
+        ({}, [], "padded samples"),
+        ({}, ["0"], "torch's variable-length"),
+        ({"compute_dtype": "float32"}, ["0"], "padded samples"),
+        ({"strategy": "megatron"}, ["0"], "TransformerEngine chooses"),
+        ({"strategy": "megatron"}, [], "torch's operators"),
+    ],
+)
+def test_what_computes_attention_is_named(
+    trainer: dict[str, object], gpus: list[str], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "visible_gpus", lambda: gpus)
+    attention, *_ = examine_inputs(config_with(trainer=trainer), Addresses())
+    assert attention.check == "attention" and kernel in attention.result

@@ -8,8 +8,10 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-from services.trainer.fsdp import attention
-from services.trainer.fsdp.attention import Kernel, choose, chosen, packed_attention
+from services.common.families import kernels
+from services.common.families.kernels import Kernel, choose
+from services.trainer import attention
+from services.trainer.fsdp.attention import chosen, packed_attention
 from services.trainer.structure import make_model
 from tests.trainer.zoo_harness import zoo_config
 
@@ -33,12 +35,13 @@ LENGTHS = (3, 17, 1, 9)
 def test_choice(
     monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...], has_cap: bool, has_package: bool, kernel: Kernel
 ) -> None:
-    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", has_package)
-    assert choose(*case, has_cap=has_cap) is kernel
+    monkeypatch.setattr(kernels, "HAS_FLASH_ATTN", has_package)
+    device, dtype, head_size = case
+    assert choose(device.type, str(dtype), head_size, has_cap=has_cap) is kernel
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"),
+    ("name", "named"),
     [
         ("gemma2", [Kernel.FLASH_ATTN]),
         ("qwen3_next", [Kernel.TORCH]),
@@ -46,11 +49,11 @@ def test_choice(
         ("gemma4_text", [Kernel.TORCH, Kernel.PADDED]),
     ],
 )
-def test_a_models_kernels_are_named(monkeypatch: pytest.MonkeyPatch, name: str, kernels: list[Kernel]) -> None:
-    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", True)
+def test_a_models_kernels_are_named(monkeypatch: pytest.MonkeyPatch, name: str, named: list[Kernel]) -> None:
+    monkeypatch.setattr(kernels, "HAS_FLASH_ATTN", True)
     with init_empty_weights(include_buffers=False):
         model = make_model(zoo_config(name), dtype=HALF)
-    assert chosen(model, CUDA, HALF) == ", ".join(kernels)
+    assert chosen(model, CUDA, HALF) == ", ".join(named)
     assert chosen(model, CPU, torch.float32) == Kernel.PADDED
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.fsdp.attention import HAS_FLASH_ATTN, packed_attention
+from services.common.families.kernels import HAS_FLASH_ATTN
+from services.trainer.fsdp.attention import packed_attention
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

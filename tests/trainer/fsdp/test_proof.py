@@ -10,8 +10,8 @@ import torch
 from services.common.errors import InvalidInput
 from services.trainer.fsdp import attention
 from services.trainer.fsdp import model as models
-from services.trainer.fsdp.attention import packed_attention
-from services.trainer.fsdp.model import Layout, LogprobModel, Rows
+from services.trainer.fsdp.attention import Rows, packed_attention
+from services.trainer.fsdp.model import Layout, LogprobModel
 from services.trainer.fsdp.proof import largest_difference, layout_of
 from services.trainer.proof import MOST_NATS, shrink
 from services.trainer.structure import Structure, make_model, structure_of

@@ -14,9 +14,10 @@ from services.trainer.checkpoint import manifest as checkpoint
 from tests.support import make_model
 from tests.trainer.fsdp_harness import read
 from tests.trainer.harness_processes import start_harness
+from tests.trainer.megatron.test_families import make_family
 from tests.trainer.megatron_checkpoint_harness import BATCH_BYTES, PAIRS, REFUSED, SAME, STAGED
 
-KINDS = ("untied", "tied", "moe", "deep", "qwen2_moe")
+KINDS = ("untied", "tied", "moe", "deep", "qwen2_moe", "gpt_oss")
 TOLERANCE = 1e-5
 """Absolute for weights of size 0.1 to 1 and losses of size 1, relative for gradient norms. Layouts add up in other
 orders, which is measured at 3e-7; an update changes weights by 1e-2, so an optimizer that begins anew is 1e-3 off."""
@@ -28,6 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("megatron_checkpoint")
     for kind in KINDS:
         make_model(directory / "models" / kind, kind)
+    make_family(directory / "models" / "deepseek_v3", "deepseek_v3")
     config = Qwen3MoeConfig.from_pretrained(directory / "models" / "moe")
     config.num_experts = 8
     Qwen3MoeForCausalLM(config).save_pretrained(directory / "models" / "moe8")

@@ -1,6 +1,8 @@
 """Tests every model family: weights go from Hugging Face to Megatron and back bit by bit, and the model is the same."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture
 from services.trainer.megatron.weights import require_loadable
-from tests.support import VOCAB, raises
+from tests.support import VOCAB, raises, with_routed_experts
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, read, samples
 from tests.trainer.harness_processes import run_harness
@@ -74,6 +76,16 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0},
     },
     "glm4_moe_lite": {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    # The clamp and the windows are so small that they change results.
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "swiglu_limit": 0.5,
+        "rope_parameters": YARN | {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     "llama-llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
     "mistral": {"sliding_window": None},
@@ -95,10 +107,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, **TOKENS},
     "glm4_moe": GLM,
     "glm4_moe-bf16": GLM,
+    "minimax_m2": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 HALF = ("qwen3-bf16", "qwen3_moe-bf16", "glm4_moe-bf16")
-SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2]
+ROUTED = "deepseek_v3-routed"
+SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2 and name != ROUTED]
 LONG = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 4]
 ALL_SPLIT = [*SPLIT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 
@@ -110,8 +130,8 @@ def make_family(directory: Path, kind: str, **changes: Any) -> None:
         AutoConfig.for_model(kind.partition("-")[0], **SHAPE | CHANGES.get(kind, {}) | changes)
     )
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter += 0.2 * torch.randn(parameter.shape)
     model.to(torch.bfloat16 if kind in HALF else torch.float32)
     for module in model.modules():
@@ -130,7 +150,7 @@ def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
     run_harness("megatron_harness", results, 1, results, [*FAMILIES, *HALF])
-    run_harness("megatron_harness", results, 2, results, SPLIT)
+    run_harness("megatron_harness", results, 2, results, [*SPLIT, ROUTED])
     if any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path):
         run_harness("megatron_harness", results, 4, results, LONG)
     return directory
@@ -157,12 +177,38 @@ def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
     np.testing.assert_allclose(np.concatenate(answers["logprobs"]), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *ALL_SPLIT])
+@pytest.mark.parametrize("mistake", ["sinks", "bias", "window", "clamp", "truncate"])
+def test_a_mistake_in_gpt_oss_is_above_the_tolerance(families: Path, tmp_path: Path, mistake: str) -> None:
+    """Compares with a model that is without its sinks or biases, or one key of whose config is another."""
+    _, answers = read(families / "results", "gpt_oss-before")
+    shutil.copytree(families / "models" / "gpt_oss", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    match mistake:
+        case "window":
+            config["sliding_window"] += 1
+        case "clamp":
+            config["swiglu_limit"] += 0.1
+        case "truncate":
+            config["rope_parameters"]["truncate"] = True
+        case _:
+            tensors = load_file(tmp_path / "model.safetensors")
+            changed = {
+                name: tensor - 100 if mistake == "sinks" else tensor * 0
+                for name, tensor in tensors.items()
+                if name.endswith(mistake)
+            }
+            save_file(tensors | changed, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gap = np.abs(np.concatenate(answers["logprobs"]) - logprobs_of_transformers(tmp_path)).max()
+    assert gap > 1e-3
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *ALL_SPLIT, ROUTED])
 def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Tests the update also of biases and routers, and which weights decay and which do not."""
     after, answers = read(families / "results", f"{name}-after")
     monkeypatch.setattr(harness, "_models", families / "models")
-    metrics, want = update_of_fsdp(harness, FAMILY_LAYOUTS[name].kind)
+    metrics, want = update_of_fsdp(harness, FAMILY_LAYOUTS[name].kind, is_routed=name == ROUTED)
     assert answers["updates"][0] == pytest.approx(metrics, rel=5e-6, abs=5e-6)
     assert after.keys() == want.keys()
     for tensor_name, tensor in want.items():
@@ -182,10 +228,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 @functools.cache
-def update_of_fsdp(harness: Harness, kind: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Returns the metrics of one update on FSDP, and the weights after it."""
+def update_of_fsdp(harness: Harness, kind: str, *, is_routed: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Returns the metrics of one update on FSDP, of samples that may have routed experts, and the weights after it."""
     harness.open(kind, {"loss": LOSS})
-    metrics = harness.train(samples())
+    metrics = harness.train(with_routed_experts(samples()) if is_routed else samples())
     return metrics, {name: tensor.clone() for name, tensor in harness.backend.weights()}
 
 

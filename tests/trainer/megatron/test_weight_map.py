@@ -51,6 +51,12 @@ PARAMETERS = [
     ("self_attention.kv_layernorm.weight", None, "deepseek_v3", [(12,)]),
     ("self_attention.linear_proj.weight", None, "deepseek_v3", [(24, 40)]),
     ("mlp.router.weight", None, "qwen3_moe", [(6, 24)]),
+    ("mlp.router.bias", None, "gpt_oss", [(6,)]),
+    ("self_attention.core_attention.softmax_offset", None, "gpt_oss", [(8,)]),
+    ("mlp.experts.gate_up_proj", None, "gpt_oss", [(6, 24, 16)]),
+    ("mlp.experts.gate_up_proj_bias", None, "gpt_oss", [(6, 16)]),
+    ("mlp.experts.down_proj", None, "gpt_oss", [(6, 8, 24)]),
+    ("mlp.experts.down_proj_bias", None, "gpt_oss", [(6, 24)]),
     ("mlp.router.expert_bias", None, "glm4_moe", [(6,)]),
     ("mlp.experts.local_experts.5.linear_fc1.weight", "mlp.experts.linear_fc1.weight5", "qwen3_moe", [(8, 24)] * 2),
     ("mlp.experts.local_experts.5.linear_fc2.weight", "mlp.experts.linear_fc2.weight5", "mixtral", [(24, 8)]),
@@ -76,7 +82,8 @@ def test_joined_shards_are_the_checkpoint_bit_by_bit(
     assert len({shard.shape for shard in shards}) == 1
     joined = part.join(shards)
     assert all(torch.equal(a, b) for a, b in zip(joined, tensors, strict=True))
-    if (family == "olmo2" and "k_layernorm" in name) or not any(w in name for w in WHOLE):
+    is_cut = (family, name.rpartition(".")[2]) == ("gpt_oss", "down_proj") or (family == "olmo2" and "k_l" in name)
+    if is_cut or not any(w in name for w in WHOLE):
         assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
 
 
@@ -151,7 +158,7 @@ def test_experts_have_their_familys_names() -> None:
 def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
     weight_map = WeightMap(shape_of("qwen3_moe"))
     others = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-    apart = ("phi3", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmo2")
+    apart = ("phi3", "qwen2_moe", "glm4_moe", "deepseek_v3", "olmo2", "gpt_oss")
     names = [full_name(p[0]) for p in PARAMETERS if p[0] not in others and p[2] not in apart]
     names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
     ordered = sorted(names, key=lambda name: weight_map.part(name).order)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import PretrainedConfig
 
@@ -27,6 +28,7 @@ require_version("mbridge")
 _Base: Any = object  # of mbridge's classes, with which it is mixed, the annotations are wrong
 
 _ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
+_LATENT_NORM = re.compile(r"\.(q|kv)_layernorm\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
@@ -35,8 +37,27 @@ def _pre_softmax(hf: PretrainedConfig) -> dict[str, object]:
     return {"moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True)}
 
 
+def _sigmoid_router(hf: PretrainedConfig) -> dict[str, object]:
+    # mbridge leaves groups of experts out, and takes one shared expert for all of them.
+    has_groups = hf.n_group > 1
+    return {
+        "moe_router_pre_softmax": False,
+        "moe_router_num_groups": hf.n_group if has_groups else None,
+        "moe_router_group_topk": hf.topk_group if has_groups else None,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+    }
+
+
 # By model_type, the fields of TransformerConfig that mbridge sets to other values than config.json says.
 _CORRECTIONS: Mapping[str, Callable[[PretrainedConfig], dict[str, object]]] = {
+    "deepseek_v3": lambda hf: {
+        **_sigmoid_router(hf),
+        "kv_channels": hf.qk_head_dim,
+        "mtp_num_layers": None,
+        "disable_bf16_reduced_precision_matmul": False,
+    },
+    "glm4_moe": lambda hf: {**_sigmoid_router(hf), "add_qkv_bias": hf.attention_bias},
     "mixtral": _pre_softmax,
     "qwen2_moe": lambda hf: {
         **_pre_softmax(hf),
@@ -45,8 +66,10 @@ _CORRECTIONS: Mapping[str, Callable[[PretrainedConfig], dict[str, object]]] = {
     },
     "qwen3_moe": _pre_softmax,
 }
-# Those for all types: dropout is not applied, as with Lockstep's own maps; neither backend's dispatchers overlap.
+# Those for all types: dropout is not applied, as with Lockstep's own maps; neither backend's dispatchers overlap; one
+# process may have models of several types, and Megatron accepts only one choice of kernels in it.
 _FOR_ALL: dict[str, object] = {
+    "attention_backend": AttnBackend.auto,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     "moe_shared_expert_overlap": False,
@@ -92,8 +115,11 @@ class ModelBridge(_Base):
 
     def _fused(self, parameter: str) -> str:
         """Returns the name that TransformerEngine's layers give to a parameter; mbridge knows only those."""
-        name = parameter.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-        if "pre_mlp_layernorm" not in self._MLP_MAPPING:  # the layers are dense
+        if "self_attention.linear_kv_up_proj.weight" in self._ATTENTION_MAPPING:
+            name = _LATENT_NORM.sub(r".linear_\1_up_proj.layer_norm_", parameter)
+        else:
+            name = parameter.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        if not any(key.startswith("pre_mlp_layernorm") for key in self._MLP_MAPPING):  # the layers are dense
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         return _LOCAL_EXPERT.sub(r".\2.weight\1", name)
 
@@ -108,6 +134,7 @@ class ModelBridge(_Base):
 
     def _build_base_config(self, **settings: object) -> TransformerConfig:
         correct = _CORRECTIONS.get(self.hf_config.model_type, lambda hf: {})
+        settings.pop("max_position_embeddings", None)  # Megatron's config for latent attention has it no more
         return super()._build_base_config(**settings | correct(self.hf_config) | _FOR_ALL)
 
     def _get_gptmodel_args(self) -> dict[str, object]:
@@ -156,6 +183,7 @@ def _as_in_transformers_4(hf: PretrainedConfig) -> PretrainedConfig:
     """Returns a copy that also has the attributes of transformers 4 that mbridge reads."""
     hf = copy.deepcopy(hf)
     hf.rope_theta = hf.rope_parameters["rope_theta"]
+    hf.partial_rotary_factor = hf.rope_parameters.get("partial_rotary_factor", 1.0)
     if getattr(hf, "head_dim", 0) is None:  # Mixtral's, which mbridge computes only if it is missing
         hf.head_dim = hf.hidden_size // hf.num_attention_heads
     return hf

@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import permute, unpermute
+from megatron.core.transformer.moe.moe_utils import permute, router_gating_linear, unpermute
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -49,6 +49,26 @@ def set_latent_eps(chunk: torch.nn.Module) -> None:
                 norm: Any = getattr(layer, name)
                 assert isinstance(norm.eps, float)
                 norm.eps = _LATENT_EPS
+
+
+class _BiasedRouter(TopKRouter):
+    """Adds the bias of its logits (gpt-oss) to the product.
+
+    Reason: Megatron hands the bias to TransformerEngine's GEMM, whose result is float32 where the bias is bfloat16, a
+    pair that cuBLASLt does not list, and which Megatron's tests do not have.
+    """
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        dtype = {None: input.dtype, "fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
+        assert self.bias is not None
+        return router_gating_linear(input, self.weight, None, dtype) + self.bias.to(dtype)
+
+
+def add_router_biases(chunk: torch.nn.Module) -> None:
+    """Makes routers that have a bias of their logits add it after the product."""
+    for module in chunk.modules():
+        if type(module) is TopKRouter and module.bias is not None:
+            set_class(module, _BiasedRouter)
 
 
 def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
