@@ -1,6 +1,7 @@
 """Tests the internals of vLLM that the rollout service uses, and that each patch is still needed. Starts no engine."""
 
 import asyncio
+import functools
 import inspect
 import json
 import multiprocessing
@@ -315,6 +316,23 @@ def test_a_reload_that_is_undone_does_not() -> None:
     assert model.layer.weight.data_ptr() == live.data_ptr() and model.layer.weight.tolist() == [0, 0]
     worker.reload_weights(model, None, [("weight", torch.full((2,), 2.0)), ("bias", torch.full((2,), 3.0))])
     assert model.layer.weight.data_ptr() == live.data_ptr() and live.tolist() == [2, 2]
+
+
+def test_a_reload_reads_the_names_of_weight_loaders() -> None:
+    """Partial functions have none. If no error is raised, drop `_name_partial_loaders`."""
+
+    def doubled(parameter: nn.Parameter, loaded: torch.Tensor, factor: int) -> None:
+        parameter.data.copy_(factor * loaded)
+
+    models = [Model(), Model()]
+    for model in models:
+        for parameter in model.parameters():
+            vars(parameter)["weight_loader"] = functools.partial(doubled, factor=2)
+        record_metadata_for_reloading(model)
+    with pytest.raises(AttributeError, match="__name__"):
+        initialize_layerwise_reload(models[0])
+    worker.reload_weights(models[1], None, [("weight", torch.ones(2)), ("bias", torch.ones(2))])
+    assert models[1].layer.weight.tolist() == [2, 2]
 
 
 def test_plain_layers_have_the_names_that_are_looked_for() -> None:

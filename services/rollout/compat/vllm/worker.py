@@ -125,7 +125,7 @@ def _name_partial_loaders(model: nn.Module) -> None:
     """
     for layer in model.modules():
         parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
-        for tensor in parameters.values():
+        for tensor in (*parameters.values(), *layer.parameters(recurse=False)):
             loader = getattr(tensor, "weight_loader", None)
             if isinstance(loader, functools.partial):
                 vars(loader).setdefault("__name__", loader.func.__name__)
