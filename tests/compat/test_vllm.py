@@ -19,7 +19,6 @@ import pytest
 import torch
 import vllm.envs
 from torch import nn
-from transformers import CONFIG_MAPPING
 from vllm import SamplingParams
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -54,14 +53,12 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
-from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, RolloutConfig
-from services.rollout.arguments import engine_arguments, leave_out_states
+from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from services.rollout.compat.vllm import engine_fork, recorded, worker
 from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
 from services.rollout.receiver import WeightReceiver
-from tests.trainer.zoo import ZOO
 
 BAD_WORD_LIMITS = {"NUM_BAD_WORDS": MAX_BAD_WORDS, "BAD_WORDS_TOTAL_TOKENS": MAX_BAD_WORD_TOKENS}
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -156,24 +153,6 @@ def test_compiled_models_are_looked_up_by_the_model_card_and_not_by_its_path(tmp
     original: Any = ModelConfig.compute_hash
     with_path = original.__wrapped__
     assert with_path(models["first"]) != with_path(models["same"])  # if this fails, drop ignore_model_path
-
-
-# ---- arguments
-
-
-def test_recurrent_states_are_cached_only_with_parts_of_prompts(tmp_path: Path) -> None:
-    """If no error is raised, drop `leave_out_states`."""
-    made: dict[str, list[AsyncEngineArgs]] = {}
-    for name, architecture in (("falcon_h1", "FalconH1ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")):
-        CONFIG_MAPPING[name](**ZOO[name][1], architectures=[architecture]).save_pretrained(tmp_path / name)
-        settings = engine_arguments(RolloutConfig(max_model_len=64), str(tmp_path / name), seed=0)
-        made[name] = [AsyncEngineArgs(**settings | {"enable_chunked_prefill": False}) for _ in range(2)]
-        leave_out_states(made[name][1])
-    as_it_is, without = made["falcon_h1"]
-    with pytest.raises(ValueError, match="Chunked prefill is required"):
-        as_it_is.create_engine_config()
-    assert without.create_engine_config().cache_config.enable_prefix_caching is False
-    assert made["qwen3"][1].enable_prefix_caching is None
 
 
 # ---- scheduler
