@@ -1,6 +1,7 @@
 """Tests the internals of vLLM that the rollout service uses, and that each patch is still needed. Starts no engine."""
 
 import asyncio
+import functools
 import inspect
 import json
 import multiprocessing
@@ -18,7 +19,6 @@ import pytest
 import torch
 import vllm.envs
 from torch import nn
-from transformers import CONFIG_MAPPING
 from vllm import SamplingParams
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -53,14 +53,12 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
-from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, RolloutConfig
-from services.rollout.arguments import engine_arguments, leave_out_states
+from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from services.rollout.compat.vllm import engine_fork, recorded, worker
 from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
 from services.rollout.receiver import WeightReceiver
-from tests.trainer.zoo import ZOO
 
 BAD_WORD_LIMITS = {"NUM_BAD_WORDS": MAX_BAD_WORDS, "BAD_WORDS_TOTAL_TOKENS": MAX_BAD_WORD_TOKENS}
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -155,24 +153,6 @@ def test_compiled_models_are_looked_up_by_the_model_card_and_not_by_its_path(tmp
     original: Any = ModelConfig.compute_hash
     with_path = original.__wrapped__
     assert with_path(models["first"]) != with_path(models["same"])  # if this fails, drop ignore_model_path
-
-
-# ---- arguments
-
-
-def test_recurrent_states_are_cached_only_with_parts_of_prompts(tmp_path: Path) -> None:
-    """If no error is raised, drop `leave_out_states`."""
-    made: dict[str, list[AsyncEngineArgs]] = {}
-    for name, architecture in (("falcon_h1", "FalconH1ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")):
-        CONFIG_MAPPING[name](**ZOO[name][1], architectures=[architecture]).save_pretrained(tmp_path / name)
-        settings = engine_arguments(RolloutConfig(max_model_len=64), str(tmp_path / name), seed=0)
-        made[name] = [AsyncEngineArgs(**settings | {"enable_chunked_prefill": False}) for _ in range(2)]
-        leave_out_states(made[name][1])
-    as_it_is, without = made["falcon_h1"]
-    with pytest.raises(ValueError, match="Chunked prefill is required"):
-        as_it_is.create_engine_config()
-    assert without.create_engine_config().cache_config.enable_prefix_caching is False
-    assert made["qwen3"][1].enable_prefix_caching is None
 
 
 # ---- scheduler
@@ -315,6 +295,23 @@ def test_a_reload_that_is_undone_does_not() -> None:
     assert model.layer.weight.data_ptr() == live.data_ptr() and model.layer.weight.tolist() == [0, 0]
     worker.reload_weights(model, None, [("weight", torch.full((2,), 2.0)), ("bias", torch.full((2,), 3.0))])
     assert model.layer.weight.data_ptr() == live.data_ptr() and live.tolist() == [2, 2]
+
+
+def test_a_reload_reads_the_names_of_weight_loaders() -> None:
+    """Partial functions have none. If no error is raised, drop `_name_partial_loaders`."""
+
+    def doubled(param: nn.Parameter, loaded: torch.Tensor, factor: int) -> None:
+        param.data.copy_(factor * loaded)
+
+    models = [Model(), Model()]
+    for model in models:
+        for parameter in model.parameters():
+            vars(parameter)["weight_loader"] = functools.partial(doubled, factor=2)
+        record_metadata_for_reloading(model)
+    with pytest.raises(AttributeError, match="__name__"):
+        initialize_layerwise_reload(models[0])
+    worker.reload_weights(models[1], None, [("weight", torch.ones(2)), ("bias", torch.ones(2))])
+    assert models[1].layer.weight.tolist() == [2, 2]
 
 
 def test_plain_layers_have_the_names_that_are_looked_for() -> None:

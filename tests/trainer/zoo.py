@@ -374,5 +374,5 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _ROUTER,
     "lfm2": _CONV,
     "lfm2_moe": _CONV,
-    "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": 32},
+    "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": 32, "use_routing_bias": True},
 }

@@ -343,6 +343,7 @@ def lora_layer(parameter: str) -> str | None:
 ENGINE_DIFFERENCES: Mapping[str, str] = {
     "apertus": "vLLM computes the activation xIELU in another way, for about 0.01 nats",
     "cohere2": "vLLM's sliding window has one token more; samples within the window are not affected",
+    "deepseek_v2": "the likely cause on CPU is that of deepseek_v3, with which vLLM computes it",
     "deepseek_v3": "vLLM on CPU rotates queries and keys of latent attention otherwise, unless their scaling is YaRN",
     "deepseek_v32": "transformers' norms of latent queries and keys use eps 1e-6, vLLM's that of config.json",
     "ernie4_5_moe": "vLLM on CPU leaves the correction bias of the router out",

@@ -5,6 +5,7 @@ with vLLM 0.26.0 and 0.32.0, on GPU and CPU, with one worker in the engine's pro
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -102,6 +103,7 @@ def reload_weights(model: nn.Module, model_config: ModelConfig, weights: Iterabl
         _unpack_experts_on_cpu(model)
     assert callable(model.load_weights), "every model of vLLM has this method"
     with _without_adapters(model):
+        _name_partial_loaders(model)
         copied = _COPIED_DIRECTLY.get(type(model).__name__, ())
         for layer in model.modules() if copied else ():
             parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
@@ -113,6 +115,20 @@ def reload_weights(model: nn.Module, model_config: ModelConfig, weights: Iterabl
         finalize_layerwise_reload(model, model_config)
     if on_cpu:
         _repack_tied_head_on_cpu(model)
+
+
+def _name_partial_loaders(model: nn.Module) -> None:
+    """Gives the weight loaders of a layer that are functools.partial the names of their functions.
+
+    Reason: vLLM's layerwise reload reads the name of each, which such objects lack. Seen with MiniMax-M2's norms of
+    queries and keys in vLLM 0.32.0 (CPU).
+    """
+    for layer in model.modules():
+        parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
+        for tensor in (*parameters.values(), *layer.parameters(recurse=False)):
+            loader = getattr(tensor, "weight_loader", None)
+            if isinstance(loader, functools.partial):
+                vars(loader).setdefault("__name__", loader.func.__name__)
 
 
 class _DirectCopies(OperatorWatch):
