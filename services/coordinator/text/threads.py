@@ -109,8 +109,11 @@ class Threads:
 
     renderer: Renderer
     calls: list[Call] = field(default_factory=list)
-    num_segments: int = 0
-    """Number of rows that the calls become."""
+
+    @property
+    def num_segments(self) -> int:
+        """Returns the number of rows that the calls become: one call continues the row of each parent."""
+        return len(self.calls) - len({id(call.parent) for call in self.calls if call.parent})
 
     def add(self, number: int, messages: Sequence[Json], tools: Sequence[Json]) -> Call:
         """Adds a call, which has no answer yet.
@@ -119,7 +122,6 @@ class Threads:
             InvalidInput: The chat template shows no tools, or rejects the messages.
         """
         call = self.place(number, messages, tools)
-        self.num_segments += call.parent is None or any(other.parent is call.parent for other in self.calls)
         self.calls.append(call)
         return call
 

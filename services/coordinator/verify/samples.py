@@ -19,6 +19,7 @@ from services.coordinator.data.prompts import REFILLS
 Json = Mapping[str, Any]
 """A line, a config, or the body of a row."""
 _STAMPED = ["prompt_id", "sample", "policy_version", "policy_digest"]
+_CALLS = ["prompt_id", "group", "sample", "calls"]
 _NUMBERS = ["prompt_id", "group", "sample", "segment", "seed", "policy_version", "policy_digest", "reward"]
 
 
@@ -117,6 +118,29 @@ def differing(path: Path, metrics: Mapping[str, float], recorded: Mapping[str, f
             yield f"{name} of the samples in {path.name} is {value:g}, but the ledger has {said:g}"
 
 
+def check_calls(path: Path, calls_path: Path) -> Iterator[str]:
+    """Yields a sentence for every call of the rows in `path` that is recorded otherwise, and for answers in no row.
+
+    Raises:
+        DataLoss: A file cannot be read.
+    """
+    episodes = {(one["group"], one["sample"]): one for one in _read(calls_path, _CALLS).to_pylist()}
+    recorded = {key: {call["number"]: call for call in one["calls"]} for key, one in episodes.items()}
+    in_rows: dict[tuple[int, int], set[int]] = {key: set() for key in episodes}
+    for number, row in enumerate(_read(path, _CALLS).to_pylist()):
+        key = row["group"], row["sample"]
+        for call in row["calls"] or ():
+            known = recorded.get(key, {}).get(call["number"], {})
+            if any(known.get(name, -1) != call[name] for name in ("parent", "sha256")):
+                yield f"call {call['number']} of {_who(row, number, path)} is not that of {calls_path.name}"
+            in_rows.setdefault(key, set()).add(call["number"])
+    for key, one in episodes.items():
+        lost = {call["number"] for call in one["calls"] if call["answer"] is not None} - in_rows[key]
+        if lost:
+            who = f"call {min(lost)} of sample {one['sample']} of prompt {one['prompt_id']}"
+            yield f"{who} in {calls_path.name} was answered and is in no row of {path.name}"
+
+
 def _check_groups(path: Path, rows: Sequence[Json], body: Json, config: Json) -> Iterator[str]:
     """Compares the samples of each group with those that every group has, and their number with the selection."""
     samples_of: dict[int, list[int]] = {}
@@ -165,9 +189,9 @@ def _first_rows(samples: pa.Table) -> pa.Table:
     return samples.take(pa.array(begins_of_samples(samples)))
 
 
-def _read(path: Path) -> pa.Table:
+def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
-        return pq.read_table(path)
+        return pq.read_table(path, columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise DataLoss(f"{path} is damaged: {error}") from error
 

@@ -20,8 +20,9 @@ from services.common.tool_syntax import BadCall, ToolCall, find_calls, read_text
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Affinity, Rollout
+from services.coordinator.data.calls import COUNTED, CallLog, Left
 from services.coordinator.data.dialog import Dialog
-from services.coordinator.data.groups import Episode, Left, Row, SampledGroup, Stream
+from services.coordinator.data.groups import Episode, Row, SampledGroup, Stream
 from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import PromptRequest
@@ -124,31 +125,37 @@ class _AgentEpisode:
         # Calls are added in the order in which they came, in a thread, because they may have to be tokenized.
         self._adding = asyncio.Lock()
         self._num_calls = self._num_tokens = 0
+        self._log = CallLog()
         self._limit: FinishReason | None = None
         self._last, self._is_cut = -1, False
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         """Returns the model's answer, or a refusal."""
         said = json.loads(asked.request_json)
+        entry = self._log.ask(asked, said)
         async with self._adding:
             call = await (self._count(asked, said) if asked.counts else self._add(asked, said))
         if isinstance(call, CallAnswer):
+            entry["status"] = call.refusal_code or COUNTED
             return call
+        entry |= {"parent": call.parent and call.parent.number, "after": call.after}
         room = self._collector.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
         limit = min(room, left, *([said["max_tokens"]] if said["max_tokens"] else []))
         sampled = await self._collector.sample(call, self, limit, said["stop"])
         completion = sampled.completion
-        message, calls, stop = self._message(call, completion, said)
+        message, stop = message_of(self._settings, self._collector.dialog, call, completion.tokens, said)
+        is_cut = completion.finish_reason == _LENGTH
+        reason = "length" if is_cut else "tool_calls" if "tool_calls" in message else "stop"
         async with self._adding:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256))
+            self._log.answer(entry, message, reason)
         self._num_tokens += len(completion.tokens)
-        is_cut = completion.finish_reason == _LENGTH
         self._note(call.number, is_cut=is_cut)
         return CallAnswer(
             call=asked.number,
             message_json=json.dumps(message),
-            finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
+            finish_reason=reason,
             num_prompt_tokens=len(call.prompt),
             num_sampled_tokens=len(completion.tokens),
             stop_sequence=stop,
@@ -206,33 +213,6 @@ class _AgentEpisode:
         self._collector.count(refused_calls=1)
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
-    def _message(self, call: Call, completion: Completion, said: Json) -> tuple[Json, int, str]:
-        """Returns the message of an answer for the agent, its number of calls of tools, and what has stopped it.
-
-        A text with a call that is malformed is the content as it is.
-        """
-        settings, dialog = self._settings, self._collector.dialog
-        text, is_reasoning = dialog.text(completion.tokens), dialog.opens_reasoning(call.prompt)
-        reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
-        shown, stop = _before(content, said["stop"])
-        message: dict[str, Any] = {"role": "assistant", "content": shown}
-        message |= {"reasoning": reasoning} if reasoning else {}
-        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
-        if not tools or settings.tool_syntax == "none":
-            return message, 0, stop
-        calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
-        made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
-        if not made or any(isinstance(one, BadCall) for one in calls):
-            return message, 0, stop
-        message["content"] = "" if settings.tool_syntax == "llama3" else content.partition("<tool_call>")[0].strip()
-        # 9 letters and digits, which Mistral's templates want.
-        ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
-        pairs = zip(ids, made, strict=True)
-        message["tool_calls"] = [
-            {"id": name, "name": one.name, "arguments": json.dumps(one.arguments)} for name, one in pairs
-        ]
-        return message, len(made), ""
-
     def played(self, end: AgentEnd, environment: str) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if it has not called the model."""
         paths = self.threads.paths()
@@ -243,7 +223,7 @@ class _AgentEpisode:
         reason = self._limit if self._limit is not None else _LENGTH if self._is_cut else _STOP
         seed = self._collector.turn_seed(self.prompt, self.request, self.sample, 0)
         rows = [_row(path, segment, reason, seed, environment) for segment, path in enumerate(paths)]
-        left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens)
+        left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self._log)
         whole = Completion(finish_reason=reason, seed=seed)
         return Played(self.prompt, whole, Episode((), (), (), environment), segments=rows, left=left)
 
@@ -276,6 +256,35 @@ def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment:
         ],
         path.num_repeated,
     )
+
+
+def message_of(
+    settings: AgentEnvironmentConfig, dialog: Dialog, call: Call, answer: Sequence[int], said: Json
+) -> tuple[Json, str]:
+    """Returns the message of an answer for the agent, and which text of the request's `stop` has ended it.
+
+    A text with a call of tools that is malformed is the content as it is.
+    """
+    text, is_reasoning = dialog.text(answer), dialog.opens_reasoning(call.prompt)
+    reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
+    shown, stop = _before(content, said["stop"])
+    message: dict[str, Any] = {"role": "assistant", "content": shown}
+    message |= {"reasoning": reasoning} if reasoning else {}
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
+    if not tools or settings.tool_syntax == "none":
+        return message, stop
+    calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
+    made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
+    if not made or any(isinstance(one, BadCall) for one in calls):
+        return message, stop
+    message["content"] = "" if settings.tool_syntax == "llama3" else content.partition("<tool_call>")[0].strip()
+    # 9 letters and digits, which Mistral's templates want.
+    ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
+    pairs = zip(ids, made, strict=True)
+    message["tool_calls"] = [
+        {"id": name, "name": one.name, "arguments": json.dumps(one.arguments)} for name, one in pairs
+    ]
+    return message, ""
 
 
 def _typed(call: ToolCall, tools: Json, syntax: str) -> ToolCall:
