@@ -289,9 +289,10 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
                 raise ValueError(f"files: {path} must be a path below /workspace or, with ~/, below HOME")
 
 
-_OwnConfig = PythonEnvironmentConfig | ToolsEnvironmentConfig | AgentEnvironmentConfig
 _LibraryConfig = TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig | OpenEnvEnvironmentConfig
-EnvironmentConfig = Annotated[_OwnConfig | _LibraryConfig, Field(discriminator="kind")]
+TurnsConfig = PythonEnvironmentConfig | ToolsEnvironmentConfig | _LibraryConfig
+"""Environments that take turns with the policy."""
+EnvironmentConfig = Annotated[TurnsConfig | AgentEnvironmentConfig, Field(discriminator="kind")]
 
 
 class EnvironmentSection(RootModel[EnvironmentConfig]):

@@ -125,7 +125,7 @@ class _Session:
             add("rewards of", "sample", *await self._rewards(run, addresses))
         if What.CALLS in self.what:
             self._say(f"mapping the calls of step {self.step} to tokens")
-            add("tokens of", "call", *await asyncio.to_thread(self._calls, run.config))
+            add("tokens of", "call", *await self._calls(run.config))
         if What.ENVIRONMENT in self.what:
             self._say(f"playing the turns of step {self.step} to the environment")
             add("replies to", "turn", *await self._environment(run, addresses))
@@ -151,13 +151,13 @@ class _Session:
         table, damaged = self.record.episodes(self.step)
         return table.to_pylist(), damaged
 
-    def _calls(self, config: Config) -> tuple[int, list[Difference]]:
+    async def _calls(self, config: Config) -> tuple[int, list[Difference]]:
         if not _has_agent(config):
             raise InvalidInput("--what calls: the run has no agent", field="what")
         episodes, damaged = self._episodes()
         samples, tokenizer = self.record.batch(self.step).samples, self._tokenizer(config)
         with reading(f"{self.record.run_dir}: a call of step {self.step}"):
-            number, differences = replay_calls(samples, episodes, tokenizer, config)
+            number, differences = await asyncio.to_thread(replay_calls, samples, episodes, tokenizer, config)
         return number, [*damaged, *differences]
 
     async def _environment(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:

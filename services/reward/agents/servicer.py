@@ -119,6 +119,15 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             raise PreconditionFailed(f"run {begin.run_id} was opened without an agent")
         if not begin.episode_id:
             raise InvalidInput("begin: must be the first message, with an episode_id", field="begin")
+        async with contextlib.aclosing(self.play(begin, requests)) as responses:
+            async for response in responses:
+                yield response
+
+    async def play(
+        self, begin: pb.Begin, requests: AsyncIterator[pb.PlayRequest]
+    ) -> AsyncGenerator[pb.PlayResponse, None]:
+        """Does what Play does after the first message. There must be an open agent."""
+        assert self._runner and self._endpoint, "it is open"
         episode = _Episode(self._runner, begin, self._config.grace_s)
         line = await self._endpoint.begin(episode.ask, begin.max_model_len)
         playing = asyncio.create_task(self._run(self._runner, begin, line))

@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.reward.v1.agent_pb2 import AgentCall, AgentEnd, Begin, CallAnswer
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
@@ -35,7 +35,7 @@ _TURN_LIMIT = FinishReason.FINISH_REASON_TURN_LIMIT
 
 
 @dataclass(frozen=True)
-class _Sampled:
+class Sampled:
     """What a call keeps of its answer: the completion, with routed experts and sampling mask."""
 
     completion: Completion
@@ -68,17 +68,11 @@ class AgentCollector(PlayedCollector):
     async def _attempt(
         self, episode_id: str, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
     ) -> Played:
-        columns = {name: prompt.extra[name] for name in self.settings.columns if name in prompt.extra}
-        begin = Begin(
-            episode_id=episode_id,
-            seed=environment_seed(self._seed, prompt.prompt_id),
-            row_json=json.dumps({"prompt": prompt.row_prompt, **columns}),
-            alone=alone,
-            max_model_len=self.config.rollout.max_model_len,
-        )
-        episode = _AgentEpisode(self, prompt, request, sample)
+        begin = begin_of(prompt, self.config, episode_id)
+        begin.alone = alone
+        episode = AgentEpisode(self, prompt, request, sample)
         end = await self._environments.play(begin, episode.answer)
-        return episode.played(end, self._environments.name)
+        return episode.played(end, self._environments.name, self.turn_seed(prompt, request, sample, 0))
 
     def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
         segments = [
@@ -89,7 +83,7 @@ class AgentCollector(PlayedCollector):
         completions, left = [one.completion for one in played], [one.left for one in played]
         return SampledGroup(index, prompt, completions, request.stamp, segments=segments, left=left)
 
-    async def sample(self, call: Call, episode: "_AgentEpisode", limit: int, stop: Sequence[str]) -> _Sampled:
+    async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled:
         """Samples the answer of a call."""
         prompt, request, sample = episode.prompt, episode.request, episode.sample
         params = self._params(request, limit)
@@ -109,19 +103,44 @@ class AgentCollector(PlayedCollector):
                 "an agent's `stop`: the engine returns no routed experts then; set trainer.moe.router_replay to off"
             )
             raise InvalidInput(message, field="trainer.moe.router_replay")
-        return _Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
+        return Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
 
     def count(self, **numbers: int) -> None:
         self._counts.update(numbers)
 
 
-class _AgentEpisode:
+class Model(Protocol):
+    """Who answers the calls of an episode, and how they are read and rendered."""
+
+    settings: AgentEnvironmentConfig
+    config: Config
+    renderer: Renderer
+    dialog: Dialog
+
+    async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled: ...
+
+    def count(self, **numbers: int) -> None: ...
+
+
+def begin_of(prompt: Prompt, config: Config, episode_id: str) -> Begin:
+    """Returns the message that begins an episode of `prompt`."""
+    assert isinstance(config.environment, AgentEnvironmentConfig), "the run has an agent"
+    columns = {name: prompt.extra[name] for name in config.environment.columns if name in prompt.extra}
+    return Begin(
+        episode_id=episode_id,
+        seed=environment_seed(config.seed, prompt.prompt_id),
+        row_json=json.dumps({"prompt": prompt.row_prompt, **columns}),
+        max_model_len=config.rollout.max_model_len,
+    )
+
+
+class AgentEpisode:
     """One episode in progress: answers calls, and makes rows of them at the end."""
 
-    def __init__(self, collector: AgentCollector, prompt: Prompt, request: PromptRequest, sample: int):
-        self._collector, self._settings = collector, collector.settings
+    def __init__(self, model: Model, prompt: Prompt, request: PromptRequest, sample: int):
+        self._model, self._settings = model, model.settings
         self.prompt, self.request, self.sample = prompt, request, sample
-        self.threads, self.affinity = Threads(collector.renderer), Affinity()
+        self.threads, self.affinity = Threads(model.renderer), Affinity()
         # Calls are added in the order in which they came, in a thread, because they may have to be tokenized.
         self._adding = asyncio.Lock()
         self._num_calls = self._num_tokens = 0
@@ -139,12 +158,12 @@ class _AgentEpisode:
             entry["status"] = call.refusal_code or COUNTED
             return call
         entry |= {"parent": call.parent and call.parent.number, "after": call.after}
-        room = self._collector.config.rollout.max_model_len - len(call.prompt)
+        room = self._model.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
         limit = min(room, left, *([said["max_tokens"]] if said["max_tokens"] else []))
-        sampled = await self._collector.sample(call, self, limit, said["stop"])
+        sampled = await self._model.sample(call, self, limit, said["stop"])
         completion = sampled.completion
-        message, stop = message_of(self._settings, self._collector.dialog, call, completion.tokens, said)
+        message, stop = message_of(self._settings, self._model.dialog, call, completion.tokens, said)
         is_cut = completion.finish_reason == _LENGTH
         reason = "length" if is_cut else "tool_calls" if "tool_calls" in message else "stop"
         async with self._adding:
@@ -173,8 +192,8 @@ class _AgentEpisode:
 
     async def _add(self, asked: AgentCall, said: Json) -> Call | CallAnswer:
         """Returns the call with its tokens, or a refusal."""
-        settings, collector = self._settings, self._collector
-        collector.count(overridden=bool(asked.overridden))
+        settings, model = self._settings, self._model
+        model.count(overridden=bool(asked.overridden))
         if self._limit is None and self._num_calls >= settings.max_calls:
             self._limit = _TURN_LIMIT
         if self._limit is None and self._num_tokens >= settings.max_tokens:
@@ -185,7 +204,7 @@ class _AgentEpisode:
             call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
             return self._refuse(asked, error.message, "invalid_messages")
-        most = collector.config.rollout.max_model_len
+        most = model.config.rollout.max_model_len
         if self.threads.num_segments > settings.max_segments:
             self._limit = _TURN_LIMIT
             self.threads.drop(call)
@@ -210,18 +229,17 @@ class _AgentEpisode:
         return refusal
 
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
-        self._collector.count(refused_calls=1)
+        self._model.count(refused_calls=1)
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
-    def played(self, end: AgentEnd, environment: str) -> Played:
+    def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if it has not called the model."""
         paths = self.threads.paths()
         if not paths:
             detail = f"the agent ended with exit code {end.exit_code} and never called the model: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
-        self._collector.count(retries=end.num_retries)
+        self._model.count(retries=end.num_retries)
         reason = self._limit if self._limit is not None else _LENGTH if self._is_cut else _STOP
-        seed = self._collector.turn_seed(self.prompt, self.request, self.sample, 0)
         rows = [_row(path, segment, reason, seed, environment) for segment, path in enumerate(paths)]
         left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self._log)
         whole = Completion(finish_reason=reason, seed=seed)
@@ -236,7 +254,7 @@ def _key_of(call: Call, occurrence: int) -> Sequence[int]:
 def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment: str) -> Row:
     stream = Stream(path.calls[0].prompt)
     for call in path.calls:
-        sampled: _Sampled = call.facts
+        sampled: Sampled = call.facts
         if call is not path.calls[0]:
             stream.add_context(call.added)
         stream.add_turn(sampled.completion, sampled.routed_experts, sampled.sampling_mask)
