@@ -17,6 +17,7 @@ from services.common.config.run import Config
 from services.common.errors import NotFound
 from services.coordinator.data.calls import EPISODE_SCHEMA, requests_of
 from services.coordinator.data.groups import ScoredGroup, to_episodes
+from services.coordinator.observe.report.samples import Source, _calls, embed, histogram
 from services.coordinator.replay.agents import replay_calls
 from services.coordinator.replay.record import Batch
 from services.coordinator.replay.rewards import replay_rewards
@@ -136,6 +137,34 @@ def test_what_was_asked_is_recorded_once_with_its_answer_and_its_fate(played: Pa
     num_sent = sum(len(call["messages"]) for call in function["calls"])
     assert [(call["after"], call["answered"]) for call in parallel["calls"]] == [(0, 0), (1, 2), (1, 1)]
     assert len(function["texts"]) < num_sent + len(function["calls"]), "a message that is sent again is not kept again"
+
+
+def test_the_report_shows_an_episode_as_a_tree_of_calls(played: Path):
+    (shown,), left_out = embed([Source(batch_path(played, 0), 1)], make_chat_tokenizer().decode)
+    assert not left_out and shown["total"] == len(shown["columns"]["group"]) == 4, "segments are no samples"
+    assert histogram([Source(batch_path(played, 0), 1)])["counts"] == {1: [3, 1]}
+    function, _, command, parallel = (list(cast(Any, parts)) for parts in shown["columns"]["turns"])
+    labels = [(depth, *label.split(" · ")[1:]) for _, _, label, depth in function]
+    calls = [
+        "call 0",
+        "call 1, which continues call 0",
+        "call 2, which continues call 1",
+        *map("call {}".format, range(3, 7)),
+    ]
+    assert labels[:-1] == [
+        pair
+        for number, call in enumerate(calls)
+        for pair in ((0, call), (0, f"trained in segment {max(0, number - 2)}"))
+    ]
+    assert function[0][0].endswith("user\nadd\nassistant\n") and function[1][0].startswith("I add.")
+    assert command[-1] == ("done\n", None, "agent · final text, exit code 3", 0)
+    branches = [(depth, label.partition(" · ")[2]) for _, reward, label, depth in parallel if reward is None]
+    assert [depth for depth, _ in branches] == [0, 1, 0, 0], "one branch is below the call, the other goes on"
+    fates = [label for _, reward, label, _ in parallel if reward is not None]
+    assert fates == [f"policy · trained in segment {segment}" for segment in (0, 1, 0)]
+    rows, _ = rows_of(played)
+    masked = [row | {"loss_mask": [False] * len(row["tokens"])} for row in rows[:1]]
+    assert {label for _, _, label, _ in _calls(masked, str)} >= {"policy · not trained"}
 
 
 def test_calls_are_mapped_to_the_recorded_tokens_again(played: Path):
