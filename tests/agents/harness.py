@@ -26,6 +26,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.agents import AgentCollector
 from services.coordinator.rl.sampling.collect import PromptRequest
 from services.coordinator.text.tokenizer import Tokenizer
+from services.reward.agents.remote import Place
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import FakeReplica, make_config
 from tests.coordinator.text.bridge_families import TEMPLATES, make_tokenizer
@@ -117,8 +118,10 @@ def trained(row: dict[str, Any]) -> list[list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def staged(says: Says, *, scorers: Sequence[dict[str, Any]] = (), **environment: Any) -> AsyncIterator[Stage]:
-    """Yields a stage whose agent has the config `environment`."""
+async def staged(
+    says: Says, *, scorers: Sequence[dict[str, Any]] = (), place: Place | None = None, **environment: Any
+) -> AsyncIterator[Stage]:
+    """Yields a stage whose agent has the config `environment`, and whose reward service is at `place`."""
     config = make_config(
         environment={"kind": "agent", "episode_s": 60, "max_retries": 0, "on_failure": "fail", **environment},
         rollout={"max_model_len": MAX_MODEL_LEN, "sampling": {"max_tokens": 200}},
@@ -126,7 +129,7 @@ async def staged(says: Says, *, scorers: Sequence[dict[str, Any]] = (), **enviro
         reward={"scorers": list(scorers) or [{"kind": "exact"}], "on_failure": "fail", "group_timeout_s": 60},
     )
     tokenizer = make_chat_tokenizer()
-    server, servicer, engine = Server(), RewardServicer(), ScriptedReplica(tokenizer, says)
+    server, servicer, engine = Server(), RewardServicer(place=place), ScriptedReplica(tokenizer, says)
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer.agents, server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])

@@ -194,6 +194,8 @@ print(*(name for name in ('openai', 'anthropic') if u.find_spec(name)))";; esac"
 
 def check_agent(environment: AgentEnvironmentConfig) -> Finding:
     """Checks that an agent's function can be imported, or that its program and files are there in its sandbox."""
+    if environment.url:
+        return Finding("environment", f"agent at {environment.url}: not called, because each call is an episode")
     looks = {"setup": (), "collect": (), "episode_s": _LOOK_S, "max_memory_gib": max(1.0, environment.max_memory_gib)}
     if environment.command:
         looks["command"] = ("/bin/sh", "-c", _LOOK, environment.command[0])

@@ -20,11 +20,14 @@ from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 from services.reward.agents.chat import Chat, write_models
 from services.reward.agents.dialect import Dialect, Refusal, Request
 from services.reward.agents.messages import CountTokens, Messages
+from services.reward.agents.remote import Site
 from services.reward.agents.responses import Responses
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 _MAX_BODY_BYTES = 8 << 20
 _MAX_WAITING = 128  # calls of one episode
 _KEEP_ALIVE_S = 10.0
+_NAME_LENGTH = 32  # of an episode, in its key
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": Chat(),
     "/v1/messages": Messages(),
@@ -44,8 +47,8 @@ class Line:
     Clients do not mark retries, and an agent may ask the same again on purpose once it has an answer.
     """
 
-    def __init__(self, ask: Ask, socket: Path, max_model_len: int):
-        self.key, self.socket, self.max_model_len = os.urandom(16).hex(), socket, max_model_len
+    def __init__(self, ask: Ask, socket: Path, key: str, max_model_len: int):
+        self.key, self.socket, self.max_model_len = key, socket, max_model_len
         self.num_retries = 0
         self._ask, self._numbers = ask, itertools.count()
         self._waiting: dict[Key, asyncio.Future[CallAnswer]] = {}  # until an answer was written as a whole
@@ -96,10 +99,11 @@ def _over() -> Refusal:
 
 
 class Endpoint:
-    """Serves the lines of all episodes: each on a Unix socket of its own and, with `on_port`, on a port of loopback."""
+    """Serves the lines of all episodes: each on a Unix socket of its own and, with a `site`, all of them there."""
 
-    def __init__(self, drop_tools: Collection[str], *, on_port: bool):
-        self._drop_tools, self._on_port = frozenset(drop_tools), on_port
+    def __init__(self, drop_tools: Collection[str], site: Site | None):
+        self._drop_tools, self._site = frozenset(drop_tools), site
+        self._secret = os.urandom(32)
         self._lines: dict[str, Line] = {}
         self._sites: dict[str, web.UnixSite] = {}
         self._numbers = itertools.count()
@@ -110,15 +114,21 @@ class Endpoint:
         app.router.add_route("*", "/{path:.*}", self._other)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.port = 0
+        self.url = ""
+        """The address of the site."""
 
     async def open(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-agents-")
         Path(self._folder.name).chmod(0o711)
         await self._runner.setup()
-        if self._on_port:
-            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-            self.port = self._runner.addresses[0][1]
+        if self._site:
+            site = web.TCPSite(self._runner, self._site.host, self._site.port, ssl_context=self._site.context)
+            try:
+                await site.start()
+            except OSError as error:
+                detail = f"the endpoint for agents cannot listen on {self._site.host}:{self._site.port}: {error}"
+                raise EpisodeError(EnvironmentFailure.REFUSED, detail) from error
+            self.url = self._site.url(self._runner.addresses[0][1])
 
     async def close(self) -> None:
         for line in list(self._lines.values()):
@@ -130,8 +140,10 @@ class Endpoint:
     async def begin(self, ask: Ask, max_model_len: int) -> Line:
         """Opens the line of an episode."""
         assert self._folder, "it is open"
-        path = Path(self._folder.name) / str(next(self._numbers))
-        line = Line(ask, path, max_model_len)
+        if self._site:
+            self._site.renew()
+        path, name = Path(self._folder.name) / str(next(self._numbers)), os.urandom(16).hex()
+        line = Line(ask, path, name + self._sign(name), max_model_len)
         site = web.UnixSite(self._runner, path)
         await site.start()
         path.chmod(0o666)  # a sandbox's user is another one; only that sandbox has the socket
@@ -147,12 +159,20 @@ class Endpoint:
 
     def _line_of(self, request: web.Request) -> Line:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        line = next((line for key, line in self._lines.items() if hmac.compare_digest(key, given)), None)
-        name = request.transport.get_extra_info("sockname") if request.transport else None
+        line, name = self._lines.get(given), request.transport.get_extra_info("sockname") if request.transport else None
         at_own_socket = not isinstance(name, str) or (line is not None and name == str(line.socket))
-        if line is None or not at_own_socket:
-            raise Refusal("the API key is not that of a running episode", status=401, code="invalid_api_key")
+        is_mine = hmac.compare_digest(
+            self._sign(given[:_NAME_LENGTH]).encode(), given[_NAME_LENGTH:].encode(errors="replace")
+        )
+        if not is_mine or not at_own_socket:
+            raise Refusal("the API key is not that of an episode", status=401, code="invalid_api_key")
+        if line is None:
+            raise _over()
         return line
+
+    def _sign(self, name: str) -> str:
+        """Returns the second half of a key, by which it is known as one of this service, also after its episode."""
+        return hmac.new(self._secret, name.encode(errors="replace"), "sha256").hexdigest()
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         dialect = _DIALECTS[request.path]
