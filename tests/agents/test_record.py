@@ -46,7 +46,7 @@ def ask(*texts, **more):
             return str(error.code)
     return history[-1]["content"]
 
-said = ask("one", "two", "three") + ask("word " * 5000) + ask("one", "two", stop="9", max_tokens=50)
+said = ask("one", "two", "three") + ask("word " * 5000) + ask("one", "two", stop=["9", "\\ud800"], max_tokens=10**12)
 pathlib.Path("said.txt").write_text("5" + said)
 print("done")
 raise SystemExit(3)
@@ -124,7 +124,7 @@ def test_what_was_asked_is_recorded_once_with_its_answer_and_its_fate(played: Pa
     assert dict(command["files"])["said.txt"].startswith(b"5answer") and command["exit_code"] == 3
     first, *_, last = [said for _, said in requests_of(command)]
     assert first["messages"] == [{"role": "user", "content": "one"}]
-    assert (last["stop"], last["max_tokens"], len(last["messages"])) == (["9"], 50, 3)
+    assert (last["stop"], last["max_tokens"], len(last["messages"])) == (["9", "?"], 2**31 - 1, 3)
     numbers = sorted(
         call["number"] for row in rows if row["sample"] == 0 and row["group"] == 0 for call in row["calls"]
     )

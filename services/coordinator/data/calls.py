@@ -14,6 +14,7 @@ from lockstep.reward.v1.agent_pb2 import AgentCall
 Json = Mapping[str, Any]
 """A request without dialect (reward/agents/dialect.py), or a recorded call or episode."""
 
+_MOST = 2**31 - 1
 COUNTED = "counted"
 """Status of a call that only counts the tokens of a prompt."""
 _CALL = pa.struct(
@@ -41,11 +42,11 @@ EPISODE_SCHEMA = pa.schema(
         pa.field("group", pa.int32(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),
         # What the scorers got.
-        pa.field("text", pa.string(), nullable=False),
+        pa.field("text", pa.large_string(), nullable=False),
         pa.field("exit_code", pa.int32(), nullable=False),
-        pa.field("files", pa.map_(pa.string(), pa.binary()), nullable=False),
+        pa.field("files", pa.map_(pa.string(), pa.large_binary()), nullable=False),
         pa.field("num_tokens", pa.int32(), nullable=False),  # that were sampled
-        pa.field("texts", pa.list_(pa.string()), nullable=False),  # JSON
+        pa.field("texts", pa.list_(pa.large_string()), nullable=False),  # JSON
         pa.field("calls", pa.list_(_CALL), nullable=False),  # in the order in which they came
     ]
 )
@@ -70,7 +71,7 @@ class CallLog:
             "sha256": asked.body_sha256,
             "messages": list(map(self._place, said["messages"])),
             "tools": self._place(said["tools"]),
-            "max_tokens": said["max_tokens"],
+            "max_tokens": min(said["max_tokens"], _MOST),  # an agent may ask for any number
             "stop": said["stop"],
         }
         self.calls.append(entry)

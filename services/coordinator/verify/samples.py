@@ -18,7 +18,7 @@ from services.coordinator.data.prompts import REFILLS
 
 Json = Mapping[str, Any]
 """A line, a config, or the body of a row."""
-_STAMPED = ["prompt_id", "sample", "policy_version", "policy_digest"]
+_STAMPED = ["prompt_id", "sample", "segment", "policy_version", "policy_digest"]
 _CALLS = ["prompt_id", "group", "sample", "calls"]
 _NUMBERS = ["prompt_id", "group", "sample", "segment", "seed", "policy_version", "policy_digest", "reward"]
 
@@ -54,7 +54,7 @@ class SampleChecks:
             DataLoss: The file cannot be read.
         """
         samples = _read(path)
-        rows = samples.select([name for name in _NUMBERS if name in samples.column_names]).to_pylist()
+        rows = _rows(samples, _NUMBERS)
         yield from self._check_stamps(path, rows, (body.get("drawn", step), body["digest"]))
         for number, row in enumerate(rows):
             expected = seed_of(config["seed"], step, row["prompt_id"], row["sample"])
@@ -72,12 +72,12 @@ class SampleChecks:
             DataLoss: The file cannot be read.
         """
         samples = _read(path)
-        yield from self._check_stamps(path, samples.select(_STAMPED).to_pylist(), stamp)
+        yield from self._check_stamps(path, _rows(samples, _STAMPED), stamp)
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
         yield from differing(path, {name: _metrics_of(samples)["reward/mean"]}, metrics)
 
     def _check_stamps(self, path: Path, rows: Sequence[Json], stamp: tuple[int, str]) -> Iterator[str]:
-        self.num_samples += len(rows)
+        self.num_samples += sum(not row.get("segment") for row in rows)
         for number, row in enumerate(rows):
             version, digest = row["policy_version"], row["policy_digest"]
             if (version, digest) != stamp:
@@ -187,6 +187,11 @@ def _scores_of(samples: pa.Table) -> dict[str, Sequence[str]]:
 def _first_rows(samples: pa.Table) -> pa.Table:
     """Returns one row of each sample; a sample of an agent has several."""
     return samples.take(pa.array(begins_of_samples(samples)))
+
+
+def _rows(samples: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns some columns of samples. Batches of earlier releases lack the newest."""
+    return samples.select([name for name in names if name in samples.column_names]).to_pylist()
 
 
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
