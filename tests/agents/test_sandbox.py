@@ -133,7 +133,7 @@ async def test_nothing_is_left_of_an_agent_that_ends_is_ended_or_is_abandoned(pr
                     with pytest.raises(EpisodeFailed, match="episode_s"):
                         await playing
             await until(lambda: not is_running(mark))
-            await until(lambda stage=stage: not os.listdir(stage.servicer.agents._endpoint._folder.name))
+            await until(lambda stage=stage: not stage.servicer.agents._endpoint._servers)
 
 
 async def test_another_episodes_key_is_refused_at_this_ones_socket(program):

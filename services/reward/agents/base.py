@@ -1,8 +1,8 @@
 """The interface of what runs agents."""
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Part:
     seed: int
     row: Mapping[str, object]
     key: str
-    socket: Path
-    """The Unix socket that leads to this episode only."""
+    serve: Callable[[socket.socket], Awaitable[None]]
+    """Answers the calls of this episode, and of no other, at a socket that listens."""
     port: int
     """The port on the host's loopback that leads to the episode of `key`."""
 

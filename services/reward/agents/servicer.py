@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 from lockstep.reward.v1 import agent_pb2 as pb
@@ -75,10 +76,11 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def open(self, run_id: str, config: AgentEnvironmentConfig) -> OpenRunResponse:
         """Starts what agents need, and returns what the coordinator must know. Raises InvalidInput if it cannot."""
         runner = CommandRunner(config) if config.command else FunctionRunner(config)
-        endpoint = Endpoint(config.drop_tools, on_port=bool(config.path))
+        endpoint = Endpoint(config.drop_tools)
         try:
             await runner.open()
-            await endpoint.open()
+            if config.path:
+                await endpoint.open_port()
         except BaseException as error:  # cancellation too: no process may be left running
             await runner.close()
             await endpoint.close()
@@ -120,7 +122,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         if not begin.episode_id:
             raise InvalidInput("begin: must be the first message, with an episode_id", field="begin")
         episode = _Episode(self._runner, begin, self._config.grace_s)
-        line = await self._endpoint.begin(episode.ask, begin.max_model_len)
+        line = self._endpoint.begin(episode.ask, begin.max_model_len)
         playing = asyncio.create_task(self._run(self._runner, begin, line))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
@@ -152,7 +154,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             runner.isolate(begin.episode_id)
         row = parse_object(begin.row_json, field="row_json")
         assert self._endpoint, "it is open"
-        part = Part(begin.episode_id, begin.seed, row, line.key, line.socket, self._endpoint.port)
+        serve = partial(self._endpoint.serve, line)
+        part = Part(begin.episode_id, begin.seed, row, line.key, serve, self._endpoint.port)
         try:
             async with asyncio.timeout(self._config.episode_s):
                 return await runner.run(part)
