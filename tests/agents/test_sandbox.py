@@ -3,24 +3,15 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from services.coordinator.clients.environment import EpisodeFailed
 from services.reward.agents import command
-from tests.agents.harness import staged
+from tests.agents.harness import is_running, staged
 from tests.support import until
 
-ASK = """
-import json, os, urllib.request
-def ask(text):
-    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-"""
 # Tries what an attacker would, and prints what worked.
 _ATTACK = """
 import ctypes, glob, pathlib, socket, subprocess
@@ -71,28 +62,6 @@ for _ in range(200):
         break
 print(json.dumps([found, dict(os.environ), os.getcwd()]), end="")
 """
-
-
-def is_running(mark: str) -> list[str]:
-    """Returns the processes of this host whose command line has `mark`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if mark in path.read_bytes().decode(errors="replace"):
-                found.append(str(path))
-        except OSError:
-            continue
-    return found
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Callable[..., dict[str, object]]:
-    def make(source: str, *args: str, **settings: object) -> dict[str, object]:
-        (tmp_path / "agent.py").write_text(ASK + source)
-        files = {"agent.py": str(tmp_path / "agent.py")}
-        return {"command": ["python", "-S", "agent.py", *args], "files": files, **settings}
-
-    return make
 
 
 async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Path):
