@@ -67,6 +67,13 @@ def compacts(row: Json, seed: int, url: str, key: str) -> str:
     return "4"
 
 
+def twice(row: Json, seed: int, url: str, key: str) -> str:
+    """Asks two questions."""
+    model = Model(url, key)
+    model.ask([user("one")])
+    return model.ask([user("two")])["content"]
+
+
 def parallel(row: Json, seed: int, url: str, key: str) -> str:
     """Asks two questions at the same time, in the order that the row says."""
     model, first = Model(url, key), [user("begin")]

@@ -198,11 +198,11 @@ def _canonical(message: Json) -> Json:
 
 def _value(arguments: str) -> str:
     def number(text: str) -> float | int:
-        value = float(text)
+        value = float(text)  # all numbers of JavaScript's clients are of this type
         return int(value) if value.is_integer() else value
 
     try:
-        return json.dumps(json.loads(arguments, parse_float=number), sort_keys=True)
+        return json.dumps(json.loads(arguments, parse_float=number, parse_int=number), sort_keys=True)
     except (ValueError, OverflowError, RecursionError):
         return arguments
 

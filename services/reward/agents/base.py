@@ -1,9 +1,9 @@
 """The interface of what runs agents."""
 
 import asyncio
-from collections.abc import Mapping
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from services.reward.sandboxed.agent import ENDED
 
@@ -25,10 +25,10 @@ class Part:
     seed: int
     row: Mapping[str, object]
     key: str
-    socket: Path
-    """The Unix socket that leads to this episode only."""
+    serve: Callable[[socket.socket], Awaitable[None]]
+    """Answers the calls of this episode, and of no other, at a socket that listens."""
     url: str
-    """Where the network, or this host's loopback, leads to the episode of `key`; empty for agents with a socket."""
+    """Where the host's loopback or the network leads to the episode of `key`; empty for agents with such a socket."""
 
 
 class Runner:

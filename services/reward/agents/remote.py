@@ -28,16 +28,16 @@ class Place:
 
 
 class Site:
-    """Where the endpoint listens for agents in other processes: on loopback in plaintext, else with TLS.
+    """Where the endpoint listens for agents with a URL: with TLS if the reward service has a certificate.
 
     Raises:
         EpisodeError: The agent of the config could not reach it.
     """
 
     def __init__(self, config: AgentEnvironmentConfig, place: Place):
-        self.port, self._tls = config.port, place.tls if config.url else None
+        self.port, self._tls = config.port, place.tls
         agent = urlsplit(config.url).hostname or ""
-        if config.url and not is_local(agent) and (place.tls is None or is_local(place.host)):
+        if not is_local(agent) and (place.tls is None or is_local(place.host)):
             raise EpisodeError(
                 EnvironmentFailure.REFUSED,
                 f"an agent on another host ({agent}) calls the reward service with TLS: start it with --tls and with "

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 from lockstep.reward.v1 import agent_pb2 as pb
@@ -75,15 +76,14 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 
     async def open(self, run_id: str, config: AgentEnvironmentConfig) -> OpenRunResponse:
         """Starts what agents need, and returns what the coordinator must know. Raises InvalidInput if it cannot."""
-        runner, endpoint = self._runner_of(config), None
+        runner, endpoint = self._runner_of(config), Endpoint(config.drop_tools)
         try:
-            endpoint = Endpoint(config.drop_tools, None if config.command else Site(config, self._place))
             await runner.open()
-            await endpoint.open()
+            if not config.command:
+                await endpoint.open_port(Site(config, self._place) if config.url else None)
         except BaseException as error:  # cancellation too: no process may be left running
             await runner.close()
-            if endpoint:
-                await endpoint.close()
+            await endpoint.close()
             if not isinstance(error, EpisodeError):
                 raise
             raise cannot_start("agent", error) from error
@@ -135,7 +135,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         """Does what Play does after the first message. There must be an open agent."""
         assert self._runner and self._endpoint, "it is open"
         episode = _Episode(self._runner, begin, self._config.grace_s)
-        line = await self._endpoint.begin(episode.ask, begin.max_model_len)
+        line = self._endpoint.begin(episode.ask, begin.max_model_len)
         playing = asyncio.create_task(self._run(self._runner, begin, line))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
@@ -167,7 +167,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             runner.isolate(begin.episode_id)
         row = parse_object(begin.row_json, field="row_json")
         assert self._endpoint, "it is open"
-        part = Part(begin.episode_id, begin.seed, row, line.key, line.socket, self._endpoint.url)
+        serve, url = partial(self._endpoint.serve, line), self._endpoint.url
+        part = Part(begin.episode_id, begin.seed, row, line.key, serve, url)
         try:
             async with asyncio.timeout(self._config.episode_s):
                 return await runner.run(part)

@@ -6,7 +6,7 @@ which each sampled token is trained once.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -300,7 +300,7 @@ def message_of(
     ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
     pairs = zip(ids, made, strict=True)
     message["tool_calls"] = [
-        {"id": name, "name": one.name, "arguments": json.dumps(one.arguments)} for name, one in pairs
+        {"id": name, "name": one.name, "arguments": _written(one.arguments)} for name, one in pairs
     ]
     return message, ""
 
@@ -310,6 +310,11 @@ def _typed(call: ToolCall, tools: Json, syntax: str) -> ToolCall:
     if syntax != "qwen3_coder" or call.name not in tools:
         return call
     return ToolCall(call.name, read_texts(call.arguments, tools[call.name]))
+
+
+def _written(arguments: Mapping[str, object]) -> str:
+    """Returns arguments as JSON text. Halves of surrogate pairs, which clients cannot send back, are replaced."""
+    return json.dumps(arguments, ensure_ascii=False).encode(errors="replace").decode()
 
 
 def _split_reasoning(text: str, tags: Sequence[str], *, is_reasoning: bool) -> tuple[str, str]:
