@@ -146,6 +146,14 @@ async def test_an_overflow_is_told_and_an_agent_that_recovers_goes_on(question: 
         assert [row["finish_reason"] for row in table_of(group).to_pylist()] == [reason]
 
 
+async def test_an_agent_that_overflows_again_and_again_reaches_the_limit_of_calls():
+    async with staged(says, path=f"{AGENTS}:overflows", max_calls=3, episode_s=50) as stage:
+        group = await stage.play()
+        assert group is not None and group.left[0]
+        assert group.left[0].text == "context_length_exceeded context_length_exceeded episode_over"
+        assert [row["finish_reason"] for row in table_of(group).to_pylist()] == ["turn_limit"]
+
+
 @pytest.mark.parametrize(("agent", "why"), [("crashes", "a bug of the agent"), ("silent", "never called the model")])
 async def test_a_failure_of_the_agent_is_never_a_reward(agent: str, why: str):
     async with staged(says, path=f"{AGENTS}:{agent}", max_retries=1) as stage:

@@ -153,4 +153,4 @@ async def test_nothing_is_left_of_the_episodes_of_a_coordinator_that_is_killed(p
         await until(lambda: not is_running(mark))
         assert len(inside) >= 2 and service.poll() is None
         listening = Path(f"/proc/{service.pid}/net/unix").read_text()
-        assert "lockstep" not in listening
+        assert "lockstep-agents" not in listening

@@ -148,6 +148,15 @@ def too_long(row: Json, seed: int, url: str, key: str) -> str:
     return said
 
 
+def overflows(row: Json, seed: int, url: str, key: str) -> str:
+    """Asks something short, and then something that is too long until the episode is over."""
+    model, codes = Model(url, key), list[str]()
+    model.ask([user("short")])
+    while "episode_over" not in codes:
+        codes.append(model.post({"messages": [user("word " * 5000)]})[1]["error"]["code"])
+    return " ".join(codes)
+
+
 def crashes(row: Json, seed: int, url: str, key: str) -> str:
     Model(url, key).ask([user("x")])
     raise RuntimeError("a bug of the agent")

@@ -260,8 +260,9 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     max_files_mib: float = Field(default=1.0, gt=0, le=16)
     """Maximum size of the collected files together, in MiB; the rest is not kept."""
     max_calls: int = Field(default=50, ge=1, le=10_000)
-    """Maximum number of calls of the model in an episode. An episode that reaches this, max_tokens or max_segments is
-    over: calls are refused, the agent has grace_s to end, and the reward is scored."""
+    """Maximum number of calls of the model in an episode, with those that are refused because their prompt is too long.
+    An episode that reaches this, max_tokens or max_segments is over: calls are refused, the agent has grace_s to end,
+    and the reward is scored."""
     max_tokens: int = Field(default=65536, ge=1)
     """Maximum number of sampled tokens in an episode. A call is also limited by rollout.sampling.max_tokens and
     rollout.max_model_len."""

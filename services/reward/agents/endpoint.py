@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import logging
 import os
 import socket
 import ssl
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from functools import partial
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
 from services.reward.agents.chat import Chat, write_models
@@ -39,6 +41,10 @@ _DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages/count_tokens": CountTokens(),
     "/v1/responses": Responses(),
 }
+
+_log = logging.getLogger(__name__)
+# What is no HTTP is answered with 400, and an agent may send as much of it as it likes.
+_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 Ask = Callable[[AgentCall], Awaitable[CallAnswer]]
 Key = tuple[str, str]
@@ -131,7 +137,7 @@ class _Server(web.Server):
     """Speaks HTTP at a listening socket. Drops connections when it has `most`."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], most: int):
-        super().__init__(handler, access_log=None)
+        super().__init__(handler, access_log=None, logger=_log)
         self._most = most
 
     async def open(self, listening: socket.socket, context: ssl.SSLContext | None = None) -> None:
@@ -145,7 +151,7 @@ class _Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self.connections) > self._most:
-            transport.abort()
+            asyncio.get_running_loop().call_soon(transport.abort)  # the handler must have begun
 
 
 class Endpoint:

@@ -200,6 +200,7 @@ class AgentEpisode:
             self._limit = _LENGTH
         if self._limit is not None:
             return self._over(asked)
+        self._num_calls += 1  # one that is refused counts too, or an agent that ignores it would go on until episode_s
         try:
             call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
@@ -214,7 +215,6 @@ class AgentEpisode:
             self._note(asked.number, is_cut=True)
             message = f"the prompt has {len(call.prompt)} tokens, and a prompt with its answer at most {most}"
             return self._refuse(asked, message, "context_length_exceeded")
-        self._num_calls += 1
         return call
 
     def _note(self, number: int, *, is_cut: bool) -> None:
