@@ -185,7 +185,7 @@ class _Stage:
 def _watch_waits() -> list[float]:
     """Returns a list that gets, for each call, how long it waited until its own tokenizing began, in ms."""
     waits, came, add = list[float](), dict[int, float](), Threads.add
-    answer = agents_module._AgentEpisode.answer
+    answer = agents_module.AgentEpisode.answer
 
     async def timed_answer(self: Any, asked: Any) -> Any:
         came[id(self.threads)] = time.perf_counter()
@@ -195,7 +195,7 @@ def _watch_waits() -> list[float]:
         waits.append(1000 * (time.perf_counter() - came[id(self)]))
         return add(self, *arguments)
 
-    agents_module._AgentEpisode.answer, Threads.add = timed_answer, timed_add  # type: ignore[method-assign]
+    agents_module.AgentEpisode.answer, Threads.add = timed_answer, timed_add  # type: ignore[method-assign]
     return waits
 
 
