@@ -8,7 +8,7 @@ lookup.py. deploy/runs/agent.yaml trains the model inside of it. Run it against 
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from openai import OpenAI
@@ -16,28 +16,28 @@ from openai import OpenAI
 from deploy.quickstart.lookup import lookup
 
 MAX_CALLS = 4
-MAX_MESSAGES = 3
+MAX_ADDED = 2
 CALL = re.compile(r"<lookup>(.*?)(</lookup>|$)", re.DOTALL)
 
 
 def run(row: Mapping[str, Any], seed: int, url: str, key: str) -> str:
     """Returns the agent's answer to a row; what `environment.path` names."""
     with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
-        return solve(client, row["prompt"])
+        return solve(client, [{"role": "user", "content": row["prompt"]}], use_tool)
 
 
-def solve(client: OpenAI, question: str) -> str:
+def solve(client: OpenAI, begin: list[Any], tool: Callable[[str, str], str]) -> str:
     """Talks with the model until it answers, and returns its answer; an empty one if it does not."""
-    history: list[Any] = [{"role": "user", "content": question}]
+    history = begin
     for _ in range(MAX_CALLS):
         said = client.chat.completions.create(model="policy", messages=history).choices[0].message
         call = CALL.search(said.content or "")
         if call is None:
             return said.content or ""
-        result = {"role": "tool", "content": use_tool(*call.groups())}
-        history += [{"role": "assistant", "content": said.content}, result]
-        if len(history) > MAX_MESSAGES:  # the agent's own compaction: it keeps the question and the newest result
-            history = [history[0], result]
+        result = {"role": "tool", "content": tool(*call.groups())}
+        history = [*history, {"role": "assistant", "content": said.content}, result]
+        if len(history) > len(begin) + MAX_ADDED:  # its own compaction: it keeps the question and the newest result
+            history = [*begin, result]
     return ""
 
 
@@ -53,4 +53,4 @@ def use_tool(key: str, end: str) -> str:
 
 if __name__ == "__main__":
     with OpenAI() as made:
-        sys.stdout.write(solve(made, sys.argv[1]) + "\n")
+        sys.stdout.write(solve(made, [{"role": "user", "content": sys.argv[1]}], use_tool) + "\n")

@@ -1,5 +1,6 @@
 """Runs the reward service: `lockstep-reward --listen HOST:PORT`, or `python -m services.reward`."""
 
+from services.common.rpc.address import parse_address
 from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
 
@@ -9,13 +10,15 @@ async def run(options: ServeOptions) -> int:
     from lockstep.reward.v1 import agent_pb2_grpc, environment_pb2_grpc, reward_pb2_grpc
 
     from services.reward.agents import servicer as agents
+    from services.reward.agents.remote import Place
     from services.reward.environments import servicer as environments
     from services.reward.metrics import RewardMetrics
     from services.reward.servicer import NAME, RewardServicer
 
     registry = options.metrics.registry
     server = Server(options.trace, options.tls, registry)
-    servicer = RewardServicer(RewardMetrics(registry))
+    host, _ = parse_address(options.listen, field="listen")
+    servicer = RewardServicer(RewardMetrics(registry), Place(host, options.tls))
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(servicer.environments, server.grpc)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer.agents, server.grpc)

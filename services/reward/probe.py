@@ -1,4 +1,4 @@
-"""Checks of what a reward service needs: `python -m services.reward.probe sandbox|scorers|environment`.
+"""Checks of what a reward service needs: `python -m services.reward.probe sandbox|scorers|environment|agent`.
 
 `environment` opens one and plays episodes of it, one call at a time:
 
@@ -8,10 +8,20 @@
     <- {"messages": [{"role": "user", "content": "..."}]}     or {"failure": {"reason": "...", "message": "..."}}
     -> {"step": "..."}                                        the policy's text
     <- {"messages": [...], "reward": 1.0, "done": true, "tool_calls": [...]}     what is zero or empty is left out
+
+`agent` opens one in the same way and plays one episode of it. The messages are those of AgentService.Play:
+
+    -> {"begin": {"row_json": "...", "seed": 7, ...}}
+    <- {"call": {...}}                                        or the last: {"end": {...}} or {"failure": {...}}
+    -> {"answer": {...}}
 """
 
-from google.protobuf.json_format import MessageToDict
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from google.protobuf.json_format import MessageToDict, ParseDict
 from lockstep.reward.v1 import environment_pb2 as pb
+from lockstep.reward.v1.agent_pb2 import PlayRequest
 from prometheus_client import CollectorRegistry
 
 from services.common.config.environment import EnvironmentSection, WorkerEnvironmentConfig
@@ -19,6 +29,8 @@ from services.common.config.load import parse_json
 from services.common.config.reward import RewardConfig
 from services.common.errors import PreconditionFailed
 from services.common.probe import Answers, Requests, answer_with
+from services.common.rpc.fence import Fence
+from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.base import EpisodeError, Turn
 from services.reward.environments.episode import EpisodeContext
 from services.reward.environments.servicer import KINDS, EpisodeTable
@@ -58,7 +70,7 @@ async def scorers(requests: Requests) -> Answers:
 async def environment(requests: Requests) -> Answers:
     """Opens an environment and plays its episodes."""
     config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
-    assert config.kind != "agent", "doctor does not play agents"
+    assert config.kind != "agent", "it has a check of its own"
     one_worker = {"num_workers": 1} if isinstance(config, WorkerEnvironmentConfig) else {}
     tried = KINDS[config.kind](config.model_copy(update=one_worker))
     try:
@@ -90,5 +102,27 @@ async def environment(requests: Requests) -> Answers:
         await table.close()
 
 
+async def agent(requests: Requests) -> Answers:
+    """Opens an agent, and plays an episode of it."""
+    config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
+    assert config.kind == "agent", "others take turns"
+    servicer = AgentServicer(RewardMetrics(CollectorRegistry()), Fence())
+
+    async def answers() -> AsyncIterator[PlayRequest]:
+        async for said in requests:
+            yield ParseDict(said, PlayRequest())
+        servicer.end_episodes()  # nobody answers any more
+
+    try:
+        yield {"version": (await servicer.open("probe", config)).environment}
+        async for said in requests:
+            begin = ParseDict(said, PlayRequest()).begin
+            async with aclosing(servicer.play(begin, answers())) as responses:
+                async for response in responses:
+                    yield MessageToDict(response, preserving_proto_field_name=True)
+    finally:
+        await servicer.end()
+
+
 if __name__ == "__main__":
-    answer_with({"sandbox": sandbox, "scorers": scorers, "environment": environment})
+    answer_with({"sandbox": sandbox, "scorers": scorers, "environment": environment, "agent": agent})

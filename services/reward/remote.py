@@ -3,6 +3,7 @@
 import asyncio
 import email.utils
 import json
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ class Remote:
         timeout_s: Time limit for one `post` including retries, from when its first request may be sent.
         request_timeout_s: Time limit for one request, which is then retried. None for no limit except `timeout_s`.
         retry_statuses: Statuses below 500 that are retried too.
+        context: Says which certificates of servers are trusted, other than the system's.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class Remote:
         *,
         request_timeout_s: float | None = None,
         retry_statuses: frozenset[int] = frozenset(),
+        context: ssl.SSLContext | None = None,
     ):
         self._config, self._timeout_s, self._request_timeout_s = config, timeout_s, request_timeout_s
-        self._retry_statuses = retry_statuses
+        self._retry_statuses, self._context = retry_statuses, context
         self._host = urlsplit(config.url).netloc
         self._key = ""
         self._session: aiohttp.ClientSession | None = None
@@ -65,6 +68,7 @@ class Remote:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._session = aiohttp.ClientSession(
             headers=headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+            connector=aiohttp.TCPConnector(ssl=self._context or True, limit=0),  # max_concurrent limits it
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # a small answer must not decompress to a huge one

@@ -16,6 +16,7 @@ from services.common.rpc.fence import Fence
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
+from services.reward.agents.remote import Place
 from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.servicer import EnvironmentServicer, finish_reason, parse_object, require_run
 from services.reward.errors import Tracebacks
@@ -31,11 +32,12 @@ NAME = "lockstep.reward.v1.RewardService"
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """Serves one open run at a time. `Score` changes no state, so it can be retried and spread over replicas."""
 
-    def __init__(self, metrics: RewardMetrics | None = None) -> None:
+    def __init__(self, metrics: RewardMetrics | None = None, place: Place | None = None) -> None:
+        """`place` says where agents on other hosts reach the service; by default nowhere."""
         self._metrics = metrics or RewardMetrics()
         self._fence = Fence(self._close_abandoned)
         self.environments = EnvironmentServicer(self._metrics, self._fence)
-        self.agents = AgentServicer(self._metrics, self._fence)
+        self.agents = AgentServicer(self._metrics, self._fence, place)
         self._run: ScoringRun | None = None
         self._answer = pb.OpenRunResponse()
         self._opened = NO_RUN

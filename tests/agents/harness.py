@@ -6,7 +6,8 @@ The engine logs every prompt that it gets and every token that it samples.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.agents import AgentCollector
 from services.coordinator.rl.sampling.collect import PromptRequest
 from services.coordinator.text.tokenizer import Tokenizer
+from services.reward.agents.remote import Place
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import FakeReplica, make_config
 from tests.coordinator.text.bridge_families import TEMPLATES, make_tokenizer
@@ -33,6 +35,16 @@ from tests.coordinator.text.bridge_families import TEMPLATES, make_tokenizer
 STAMP = PolicyStamp(version=2, digest="d" * 32)
 END = "<|im_end|>"
 MAX_MODEL_LEN = 4096
+
+
+ASK = """
+import json, os, urllib.request
+def ask(text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
 
 
 def make_chat_tokenizer() -> Tokenizer:
@@ -45,21 +57,26 @@ Says = Callable[[str, int], "str | Sequence[int]"]
 
 
 class ScriptedReplica(FakeReplica):
-    """An engine that says `says(text of the prompt, seed)`, and logs prompts and sampled tokens."""
+    """An engine that says `says(text of the prompt, seed)`, and logs prompts and sampled tokens.
+
+    Its answers have the stamp that was committed last, whatever was asked for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, says: Says, **options: Any):
         super().__init__(**options)
         self.tokenizer, self.says = tokenizer, says
         self.log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self.stamps: list[PolicyStamp] = []
         self.delay: Callable[[str], Any] | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._fail("Generate")
         (prompt,) = request.prompts
         text = self.tokenizer.decode(prompt.tokens, skip_special_tokens=False)
-        if self.delay:
-            await self.delay(text)
+        self.in_flight += 1
+        try:
+            await (self.delay(text) if self.delay else asyncio.sleep(0))
+        finally:
+            self.in_flight -= 1
         said = self.says(text, prompt.seeds[0])
         tokens = [*(self.tokenizer.encode(said + END) if isinstance(said, str) else said)]
         reason = FINISH_REASON_STOP
@@ -72,11 +89,23 @@ class ScriptedReplica(FakeReplica):
             pb.GenerateResponse(
                 prompt_id=prompt.prompt_id,
                 completions=[Completion(tokens=tokens, logprobs=logprobs, finish_reason=reason, seed=prompt.seeds[0])],
-                stamp=self.stamps.pop(0) if self.stamps else request.expected_stamp,
+                stamp=self.committed[-1],
                 prompt_num_tokens=len(prompt.tokens),
                 prompt_sha256=tokens_sha256(prompt.tokens),
             ),
         )
+
+
+def is_running(mark: str) -> list[str]:
+    """Returns the processes of this host whose command line has `mark`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark in path.read_bytes().decode(errors="replace"):
+                found.append(str(path))
+        except OSError:
+            continue
+    return found
 
 
 @dataclass
@@ -84,9 +113,12 @@ class Stage:
     """A collector of agents' episodes over one scripted engine and one real reward service."""
 
     collector: AgentCollector
-    engine: ScriptedReplica
+    engines: Sequence[ScriptedReplica]
     servicer: RewardServicer
-    prompts: list[Prompt] = field(default_factory=list)
+
+    @property
+    def engine(self) -> ScriptedReplica:
+        return self.engines[0]
 
     async def play(
         self, question: str = "Q", *, answer: str = "4", num_samples: int = 1, keep_failed: bool = False, **extra: Any
@@ -117,8 +149,19 @@ def trained(row: dict[str, Any]) -> list[list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def staged(says: Says, *, scorers: Sequence[dict[str, Any]] = (), **environment: Any) -> AsyncIterator[Stage]:
-    """Yields a stage whose agent has the config `environment`."""
+async def staged(
+    says: Says,
+    *,
+    scorers: Sequence[dict[str, Any]] = (),
+    num_replicas: int = 1,
+    service: str = "",
+    place: Place | None = None,
+    **environment: Any,
+) -> AsyncIterator[Stage]:
+    """Yields a stage whose agent has the config `environment`.
+
+    The reward service is in this process, unless it is that at the address `service`, and listens at `place`.
+    """
     config = make_config(
         environment={"kind": "agent", "episode_s": 60, "max_retries": 0, "on_failure": "fail", **environment},
         rollout={"max_model_len": MAX_MODEL_LEN, "sampling": {"max_tokens": 200}},
@@ -126,23 +169,28 @@ async def staged(says: Says, *, scorers: Sequence[dict[str, Any]] = (), **enviro
         reward={"scorers": list(scorers) or [{"kind": "exact"}], "on_failure": "fail", "group_timeout_s": 60},
     )
     tokenizer = make_chat_tokenizer()
-    server, servicer, engine = Server(), RewardServicer(), ScriptedReplica(tokenizer, says)
+    server, servicer = Server(), RewardServicer(place=place)
+    engines = [ScriptedReplica(tokenizer, says) for _ in range(num_replicas)]
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer.agents, server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
-    await engine.start()
-    rollout, rewards = Rollout([engine.address], config), Rewards([f"127.0.0.1:{port}"], config)
+    for engine in engines:
+        await engine.start()
+    rollout = Rollout([engine.address for engine in engines], config)
+    rewards = Rewards([service or f"127.0.0.1:{port}"], config)
     try:
         await rollout.open("run", ModelCard())
         await rewards.open("run")
-        await rollout.replicas[0].commit(STAMP)
+        for replica in rollout.replicas:
+            await replica.commit(STAMP)
         assert config.environment
         environments = Environments(rewards, config.environment)
-        yield Stage(AgentCollector(rollout, rewards, tokenizer, config, environments), engine, servicer)
+        yield Stage(AgentCollector(rollout, rewards, tokenizer, config, environments), engines, servicer)
         await environments.close()
     finally:
         await rollout.close()
         await rewards.close()
-        await engine.die()
+        for engine in engines:
+            await engine.die()
         await servicer.close()
         await server.grpc.stop(0)

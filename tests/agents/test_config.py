@@ -30,6 +30,26 @@ RULES = {
         ["either command or path"],
         ["environment={kind: agent, command: [a]}"],
     ),
+    "an agent is one thing": (
+        ["environment={kind: agent, url: 'https://agent.lab/', command: [a]}"],
+        ["either command or path, or url"],
+        ["environment={kind: agent, url: 'https://agent.lab/', port: 8443}"],
+    ),
+    "a key goes over no network in the clear": (
+        ["environment={kind: agent, url: 'http://agent.lab/'}"],
+        ["url", "unencrypted", "https"],
+        ["environment={kind: agent, url: 'http://127.0.0.1:8000/'}"],
+    ),
+    "a URL is one of HTTP": (
+        ["environment={kind: agent, url: 'https://me:secret@agent.lab/'}"],
+        ["url", "credentials"],
+        ["environment={kind: agent, url: 'https://agent.lab/'}"],
+    ),
+    "only agents elsewhere have a port": (
+        ["environment={kind: agent, path: 'm:run', port: 8443}"],
+        ["port", "url"],
+        ["environment={kind: agent, path: 'm:run'}"],
+    ),
     "a function has no sandbox": (
         ["environment={kind: agent, path: 'm:run', collect: ['*']}"],
         ["collect", "sandbox"],

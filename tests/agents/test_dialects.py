@@ -41,10 +41,10 @@ def says(message: Json, reason: str = "stop", **more: Any) -> Callable[[AgentCal
 @contextlib.asynccontextmanager
 async def served(ask: Callable[[AgentCall], Awaitable[CallAnswer]]) -> AsyncIterator[tuple[str, Line]]:
     """Yields the URL of an endpoint, and the line of one episode whose calls `ask` answers."""
-    endpoint = Endpoint(["web_search", "namespace"], on_port=True)
-    await endpoint.open()
+    endpoint = Endpoint(["web_search", "namespace"])
+    await endpoint.open_port()
     try:
-        yield f"http://127.0.0.1:{endpoint.port}", await endpoint.begin(ask, 4096)
+        yield f"http://127.0.0.1:{endpoint.port}", endpoint.begin(ask, 4096)
     finally:
         await endpoint.close()
 

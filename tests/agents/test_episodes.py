@@ -12,7 +12,9 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.rl.advantages import compute_advantages
+from services.coordinator.rl.sampling import agents
 from tests.agents.harness import Stage, staged, table_of, trained
+from tests.agents.in_process import caught
 from tests.support import until
 
 AGENTS = "tests.agents.user_agents"
@@ -144,6 +146,14 @@ async def test_an_overflow_is_told_and_an_agent_that_recovers_goes_on(question: 
         assert [row["finish_reason"] for row in table_of(group).to_pylist()] == [reason]
 
 
+async def test_an_agent_that_overflows_again_and_again_reaches_the_limit_of_calls():
+    async with staged(says, path=f"{AGENTS}:overflows", max_calls=3, episode_s=50) as stage:
+        group = await stage.play()
+        assert group is not None and group.left[0]
+        assert group.left[0].text == "context_length_exceeded context_length_exceeded episode_over"
+        assert [row["finish_reason"] for row in table_of(group).to_pylist()] == ["turn_limit"]
+
+
 @pytest.mark.parametrize(("agent", "why"), [("crashes", "a bug of the agent"), ("silent", "never called the model")])
 async def test_a_failure_of_the_agent_is_never_a_reward(agent: str, why: str):
     async with staged(says, path=f"{AGENTS}:{agent}", max_retries=1) as stage:
@@ -159,16 +169,28 @@ async def test_an_episode_that_takes_too_long_fails_and_leaves_nothing():
     async with staged(says, path=f"{AGENTS}:sleeps", episode_s=1.0) as stage:
         with pytest.raises(EpisodeFailed, match="episode_s"):
             await stage.play()
-        agents = stage.servicer.agents
-        await until(lambda: not agents._endpoint._lines and not agents._playing)  # type: ignore[union-attr]
+        service = stage.servicer.agents
+        await until(lambda: not service._endpoint._lines and not service._playing)  # type: ignore[union-attr]
 
 
-async def test_an_answer_of_other_weights_ends_the_run_of_the_episode():
+@pytest.mark.parametrize("mutant", ["", "the stamp of an answer is not compared"])
+async def test_new_weights_in_mid_episode_leave_nothing_of_it_to_train(mutant: str, monkeypatch: pytest.MonkeyPatch):
+    if mutant:
+        monkeypatch.setattr(agents, "require_stamp", lambda *_: None)
     async with staged(says, path=f"{AGENTS}:compacts") as stage:
-        stage.engine.stamps = [PolicyStamp(version=2, digest="d" * 32), PolicyStamp(version=3, digest="e" * 32)]
-        with pytest.raises(PreconditionFailed) as caught:
-            await stage.play("add")
-        assert caught.value.reason is Reason.STALE_STAMP
+
+        async def commits(text: str) -> None:
+            if len(stage.engine.log) == 2:
+                await stage.collector._rollout.replicas[0].commit(PolicyStamp(version=3, digest="e" * 32))
+
+        stage.engine.delay, group, reason = commits, None, Reason.STALE_STAMP
+        with caught(mutant):
+            try:
+                group = await stage.play("add")
+            except PreconditionFailed as error:
+                reason = error.reason
+            assert group is None and reason is Reason.STALE_STAMP
+            assert len(stage.engine.log) == 3, "and the agent was ended at once"
         await until(lambda: not stage.servicer.agents._playing)
 
 

@@ -5,18 +5,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
+from services.common.batches import blocks as blocks_module
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.batches.blocks import BlockCutter, begins_of_samples, blocks_of, trained_tokens
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.loss import LossConfig
 from services.common.errors import InvalidInput
 from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
+from services.coordinator.rl.advantages import samples as advantage_samples
 from services.coordinator.rl.metrics import batch_metrics
+from services.trainer import samples as trainer_samples
+from services.trainer.losses import policy_loss
 from services.trainer.losses.kinds import Totals, token_weights
 from services.trainer.samples import check_samples, trained_of_samples
 from services.trainer.updates.packing import build_microbatch
+from tests.agents.in_process import caught
 from tests.support import raises
+from tests.trainer.losses.test_split import KINDS, MEANS
 
 TURNS = [[11, 12], [13], [14, 15, 16], [17], [18, 19], [20], [21, 22]]
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 0.5, 0.5]]  # of the samples of two groups
@@ -124,3 +131,48 @@ def test_the_trainer_takes_segments_and_refuses_what_is_none():
     ):
         with raises(InvalidInput, field=name):
             check_samples(pa.Table.from_pylist(change(), schema=SAMPLE_SCHEMA), vocab_size=100)
+
+
+def gradient(table: pa.Table, config: LossConfig) -> torch.Tensor:
+    """Returns the gradient of the loss of a batch for a policy that has one parameter for each token of an episode."""
+    narrow = table.append_column("trained_tokens", trained_of_samples(table))
+    microbatch = build_microbatch(narrow)
+    columns, lengths = dict(microbatch.columns), microbatch.completion_lengths
+    episodes = [3 * row["group"] + row["sample"] for row in table.select(["group", "sample"]).to_pylist()]
+    at = torch.repeat_interleave(torch.tensor(episodes), torch.tensor(lengths)) * 100 + microbatch.targets_N
+    policy = (-1.5 + 0.3 * torch.randn(600, generator=torch.Generator().manual_seed(0))).double().requires_grad_()
+    drawn = -1.5 + 0.3 * torch.randn(2, 600, generator=torch.Generator().manual_seed(1))
+    columns["old_logprobs"], columns["behavior_logprobs"] = drawn[0][at], drawn[1][at]
+    columns["covariance"] = drawn.prod(0)[at]
+    totals = Totals(int(trained_tokens(table).sum()), len(blocks_module.begins_of_samples(table)))
+    loss, _ = policy_loss(torch.stack([policy[at], policy[at].exp()]), columns, lengths, totals, config)
+    return torch.autograd.grad(loss, policy)[0]
+
+
+ADVANTAGES = [
+    *({"kind": kind} for kind in sorted(ESTIMATORS.keys() - {"python", "gae", "per_turn"})),
+    *({"kind": kind, "gamma": 0.9} for kind in ("gae", "per_turn")),
+    {"kind": "grpo", "whiten": "batch"},
+]
+LOSSES = [kind for kind in KINDS if kind["kind"] != "gspo"]
+# Count rows as episodes, in one place each.
+ROWS_AS_EPISODES = {"advantages": advantage_samples, "lengths of samples": trainer_samples, "samples": blocks_module}
+
+
+@pytest.mark.parametrize("mutant", ["", *ROWS_AS_EPISODES])
+def test_gradients_do_not_depend_on_the_split(mutant: str, monkeypatch: pytest.MonkeyPatch):
+    tables = [batch(number) for number in (1, 2, 7)]
+    if mutant:
+        every_row = lambda samples: np.arange(samples.num_rows)  # noqa: E731
+        monkeypatch.setattr(ROWS_AS_EPISODES[mutant], "begins_of_samples", every_row)
+    more = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction": {"weight": "token", "weight_cap": 1.2}}
+    with caught(mutant):
+        for advantage in ADVANTAGES:
+            batches = [compute_advantages(table, AdvantageConfig(**advantage)) for table in tables]
+            for mean in MEANS:
+                for loss in LOSSES if advantage == {"kind": "grpo"} else LOSSES[:1]:
+                    own = {key: value for key, value in more.items() if loss["kind"] != "sft" or key != "correction"}
+                    whole, *splits = (gradient(table, LossConfig(**loss, **mean, **own)) for table in batches)
+                    assert whole.abs().sum() > 0.01
+                    for split in splits:  # float32 columns: of order 1e-7 each, and of 12 tokens at most one sum
+                        assert torch.allclose(split, whole, rtol=1e-5, atol=1e-8), (advantage, mean, loss)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import yaml
 
-from tests.e2e.lockstep_command import LockstepRun, make_sums, numbers
+from services.coordinator.verify.session import verify
+from tests.e2e.lockstep_command import LockstepRun, invoke, make_sums, numbers
 from tests.support import make_model
 
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
@@ -73,7 +74,7 @@ def test_an_agent_is_trained_from_exactly_the_tokens_that_its_calls_sampled(tmp_
     assert all(line["train/logprob_diff_max"] <= 1e-4 and line["train/grad_norm"] > 0 for line in steps)
     assert all(line["batch/samples"] == NUM_PROMPTS * NUM_SAMPLES for line in steps)
     assert any(1 < line["agent/segments_mean"] < 2 for line in steps)
-    for path in sorted((run.directory / "batches").glob("*.parquet")):
+    for path in sorted((run.directory / "batches").glob("step-??????.parquet")):
         rows = pq.read_table(path).to_pylist()
         episodes = [list(some) for _, some in groupby(rows, lambda row: (row["group"], row["sample"]))]
         assert len(episodes) == NUM_PROMPTS * NUM_SAMPLES
@@ -82,3 +83,11 @@ def test_an_agent_is_trained_from_exactly_the_tokens_that_its_calls_sampled(tmp_
             assert [len(row["turn_begins"]) for row in segments] == [2, 1][: len(segments)]
             assert [call["parent"] for call in segments[0]["calls"]] == [None, 0]
             assert all(any(row["advantages"]) or row["reward"] == segments[0]["reward"] for row in segments)
+    for what, compared in (("calls", "tokens of"), ("rewards", f"rewards of {NUM_PROMPTS * NUM_SAMPLES} samples: all")):
+        done = invoke("replay", "runs/run", "--step", 2, "--what", what, cwd=tmp_path)
+        assert done.returncode == 0 and compared in done.stdout and "step 2: identical" in done.stdout, done.stdout
+    calls = run.directory / "batches" / "step-000000.calls.parquet"
+    calls.write_bytes(calls.read_bytes() + b" ")
+    assert "step-000000.calls.parquet is not the file that was recorded" in verify(run.directory).violation
+    calls.unlink()
+    assert "step-000000.calls.parquet, of a row collected of version 0, is missing" in verify(run.directory).violation

@@ -3,24 +3,15 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from services.coordinator.clients.environment import EpisodeFailed
 from services.reward.agents import command
-from tests.agents.harness import staged
+from tests.agents.harness import is_running, staged
 from tests.support import until
 
-ASK = """
-import json, os, urllib.request
-def ask(text):
-    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-"""
 # Tries what an attacker would, and prints what worked.
 _ATTACK = """
 import ctypes, glob, pathlib, socket, subprocess
@@ -73,28 +64,6 @@ print(json.dumps([found, dict(os.environ), os.getcwd()]), end="")
 """
 
 
-def is_running(mark: str) -> list[str]:
-    """Returns the processes of this host whose command line has `mark`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if mark in path.read_bytes().decode(errors="replace"):
-                found.append(str(path))
-        except OSError:
-            continue
-    return found
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Callable[..., dict[str, object]]:
-    def make(source: str, *args: str, **settings: object) -> dict[str, object]:
-        (tmp_path / "agent.py").write_text(ASK + source)
-        files = {"agent.py": str(tmp_path / "agent.py")}
-        return {"command": ["python", "-S", "agent.py", *args], "files": files, **settings}
-
-    return make
-
-
 async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Path):
     secret = tmp_path / "secret"
     secret.write_text("the answers")
@@ -133,7 +102,7 @@ async def test_nothing_is_left_of_an_agent_that_ends_is_ended_or_is_abandoned(pr
                     with pytest.raises(EpisodeFailed, match="episode_s"):
                         await playing
             await until(lambda: not is_running(mark))
-            await until(lambda stage=stage: not os.listdir(stage.servicer.agents._endpoint._folder.name))
+            await until(lambda stage=stage: not stage.servicer.agents._endpoint._servers)
 
 
 async def test_another_episodes_key_is_refused_at_this_ones_socket(program):

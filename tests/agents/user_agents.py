@@ -67,6 +67,13 @@ def compacts(row: Json, seed: int, url: str, key: str) -> str:
     return "4"
 
 
+def twice(row: Json, seed: int, url: str, key: str) -> str:
+    """Asks two questions."""
+    model = Model(url, key)
+    model.ask([user("one")])
+    return model.ask([user("two")])["content"]
+
+
 def parallel(row: Json, seed: int, url: str, key: str) -> str:
     """Asks two questions at the same time, in the order that the row says."""
     model, first = Model(url, key), [user("begin")]
@@ -139,6 +146,15 @@ def too_long(row: Json, seed: int, url: str, key: str) -> str:
     if row["prompt"] == "recovers":
         model.ask([user("short")])
     return said
+
+
+def overflows(row: Json, seed: int, url: str, key: str) -> str:
+    """Asks something short, and then something that is too long until the episode is over."""
+    model, codes = Model(url, key), list[str]()
+    model.ask([user("short")])
+    while "episode_over" not in codes:
+        codes.append(model.post({"messages": [user("word " * 5000)]})[1]["error"]["code"])
+    return " ".join(codes)
 
 
 def crashes(row: Json, seed: int, url: str, key: str) -> str:

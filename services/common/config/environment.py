@@ -1,10 +1,12 @@
 """Defines the config of environments, which answer the policy in episodes of several turns."""
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, RootModel, field_validator
 
 from services.common.config.base import NAME, Strict, Table
+from services.common.config.scorers import check_url, is_local
 from services.common.import_path import IMPORT_PATH
 
 
@@ -225,13 +227,19 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
 class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     kind: Literal["agent"] = "agent"
     """Train the model inside of your own program, which calls it over HTTP with OpenAI's or Anthropic's API:
-    see docs/agents.md. Set command or path."""
+    see docs/agents.md. Set command, path or url."""
     command: tuple[str, ...] = ()
     """Program and arguments, run in a sandbox without network but for the model. {prompt}, {seed} and {url} are
     replaced in each."""
     path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
     """Function, as package.module:function, sync or async, that is importable on the reward service. It runs in a
     worker process without a sandbox, gets row, seed, url and key as keyword arguments, and returns the final text."""
+    url: str = ""
+    """URL of an agent that is a server, with https if it is on another host. It gets a POST for each episode, a JSON
+    object with the row, a seed, and the url and key at which to call the model, and answers with {"text": ...}, the
+    final text, once it has ended. An agent on another host calls the reward service with TLS."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """With url: port of the reward service's host where the agent calls the model; 0 picks a free one."""
     columns: tuple[str, ...] = ()
     """Columns of data.extra_columns that the agent gets in its row, with the prompt. It never gets the answer."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -252,8 +260,9 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     max_files_mib: float = Field(default=1.0, gt=0, le=16)
     """Maximum size of the collected files together, in MiB; the rest is not kept."""
     max_calls: int = Field(default=50, ge=1, le=10_000)
-    """Maximum number of calls of the model in an episode. An episode that reaches this, max_tokens or max_segments is
-    over: calls are refused, the agent has grace_s to end, and the reward is scored."""
+    """Maximum number of calls of the model in an episode, with those that are refused because their prompt is too long.
+    An episode that reaches this, max_tokens or max_segments is over: calls are refused, the agent has grace_s to end,
+    and the reward is scored."""
     max_tokens: int = Field(default=65536, ge=1)
     """Maximum number of sampled tokens in an episode. A call is also limited by rollout.sampling.max_tokens and
     rollout.max_model_len."""
@@ -279,19 +288,28 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     """Maximum number of processes and threads in the sandbox."""
 
     def check_rules(self) -> None:
-        if bool(self.command) == bool(self.path):
-            raise ValueError("kind agent needs either command or path")
+        if sum(map(bool, (self.command, self.path, self.url))) != 1:
+            raise ValueError("kind agent needs either command or path, or url")
         own = ("env", "files", "mounts", "setup", "collect")
-        if self.path and (unread := [key for key in own if getattr(self, key)]):
-            raise ValueError(f"{unread[0]}: only a command has it, because a function runs in no sandbox: leave it out")
+        if not self.command and (unread := [key for key in own if getattr(self, key)]):
+            raise ValueError(f"{unread[0]}: only a command has it, because others run in no sandbox: leave it out")
+        if self.port and not self.url:
+            raise ValueError("port: only agents with a url call from elsewhere: leave it out")
+        if (
+            self.url
+            and urlsplit(check_url(self.url)).scheme != "https"
+            and not is_local(urlsplit(self.url).hostname or "")
+        ):
+            raise ValueError("url: the key would be sent unencrypted; use an https url")
         for path in self.files:
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"files: {path} must be a path below /workspace or, with ~/, below HOME")
 
 
-_OwnConfig = PythonEnvironmentConfig | ToolsEnvironmentConfig | AgentEnvironmentConfig
 _LibraryConfig = TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig | OpenEnvEnvironmentConfig
-EnvironmentConfig = Annotated[_OwnConfig | _LibraryConfig, Field(discriminator="kind")]
+TurnsConfig = PythonEnvironmentConfig | ToolsEnvironmentConfig | _LibraryConfig
+"""Environments that take turns with the policy."""
+EnvironmentConfig = Annotated[TurnsConfig | AgentEnvironmentConfig, Field(discriminator="kind")]
 
 
 class EnvironmentSection(RootModel[EnvironmentConfig]):

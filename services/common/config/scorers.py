@@ -118,19 +118,21 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
     return [(literal, field) for literal, field, _, _ in pieces]
 
 
-def _check_url(url: str) -> str:
+def check_url(url: str) -> str:
+    """Returns a URL as it is. Raises ValueError if it is not one of HTTP, or has credentials in it."""
     parts = urlsplit(url)  # leaves out tabs and line breaks, so that another URL than this one would be checked
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\x00-\x1f]", url):
         raise ValueError(f"url {url!r} must be http://HOST... or https://HOST...")
     if "@" in parts.netloc or parts.fragment:
         raise ValueError(
-            "url: must not contain credentials or a #fragment; put a key in a file and name it with api_key_file"
+            "url: must not contain credentials or a #fragment; a scorer's key belongs in a file that api_key_file names"
         )
     _ = parts.port  # raises ValueError if it is not a valid port
     return url
 
 
-def _is_loopback(host: str) -> bool:
+def is_local(host: str) -> bool:
+    """Returns whether a host is named as one of loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -140,7 +142,7 @@ def _is_loopback(host: str) -> bool:
 class RemoteConfig(BaseScorerConfig):
     """The keys that all scorers on another server have."""
 
-    url: Annotated[str, AfterValidator(_check_url)]
+    url: Annotated[str, AfterValidator(check_url)]
     """URL of the server, http or https. Redirects are not followed."""
     api_key_file: str | None = Field(default=None, min_length=1)
     """File on the reward service's host with an API key, which is sent as a bearer token: over https, or over http to
@@ -159,7 +161,7 @@ class RemoteConfig(BaseScorerConfig):
 
     def check_rules(self) -> None:
         parts = urlsplit(self.url)
-        if self.api_key_file and parts.scheme != "https" and not _is_loopback(parts.hostname or ""):
+        if self.api_key_file and parts.scheme != "https" and not is_local(parts.hostname or ""):
             raise ValueError("api_key_file: the key would be sent unencrypted; use an https url")
 
 

@@ -7,16 +7,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.common.config.environment import BaseEnvironmentConfig
+from services.common.config.environment import AgentEnvironmentConfig, TurnsConfig
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, InvalidInput, NotFound, PreconditionFailed
+from services.coordinator.cli.agent import TypedModel, play_agent, say
 from services.coordinator.clients.environment import row_of
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.probes import Answer, EnvironmentProbe
+from services.coordinator.fleet.probes import AgentProbe, Answer, EnvironmentProbe
 from services.coordinator.rl.session import load_data
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 def typed_lines(console: Console) -> Iterator[str]:
@@ -51,18 +53,28 @@ def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -
     """
     if config.environment is None:
         raise InvalidInput("environment: the config has none to play", field="environment")
-    prompt = _prompt(config, row)
-    with EnvironmentProbe(config.environment, shows_errors=True) as probe:
-        assert isinstance(config.environment, BaseEnvironmentConfig), "a probe takes no agent"
+    prompt, tokenizer = _prompt(config, row)
+    if isinstance(config.environment, AgentEnvironmentConfig):
+        model = TypedModel(config, tokenizer, turns, console)
+        with AgentProbe(config.environment, shows_errors=True) as agent:
+            console.print(f"{_answer(agent.open)['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
+            return play_agent(agent, model, prompt, console)
+    return _take_turns(config, config.environment, prompt, turns, console)
+
+
+def _take_turns(
+    config: Config, environment: TurnsConfig, prompt: Prompt, turns: Iterator[str], console: Console
+) -> bool:
+    with EnvironmentProbe(environment, shows_errors=True) as probe:
         opened = _answer(probe.open)
-        console.print(f"{config.environment.kind} {opened['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
+        console.print(f"{environment.kind} {opened['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
         for tool in opened["tools"]:
             console.print(f"tool: {json.dumps(tool.get('function', tool), ensure_ascii=False)}", soft_wrap=True)
         for message in prompt.messages:
-            _say(console, message["role"], message["content"])
+            say(console, message["role"], message["content"])
         seed = environment_seed(config.seed, prompt.prompt_id)
         answer = _answer(probe.play, {"reset": row_of(prompt), "seed": seed})
-        for turn in range(config.environment.max_turns):
+        for turn in range(environment.max_turns):
             if not _show(console, answer):
                 return False
             if answer.get("done"):
@@ -71,12 +83,12 @@ def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -
                 console.print("no more turns of the policy: the episode was left")
                 return True
             console.print(f"--- turn {turn + 1}")
-            _say(console, "policy", text)
+            say(console, "policy", text)
             answer = _answer(probe.play, {"step": text})
             if "failure" not in answer:
                 console.print(f"reward {answer.get('reward', 0.0):g}{', done' * answer.get('done', False)}")
         if _show(console, answer) and not answer.get("done"):
-            console.print(f"environment.max_turns: {config.environment.max_turns} turns were played")
+            console.print(f"environment.max_turns: {environment.max_turns} turns were played")
     return "failure" not in answer
 
 
@@ -90,13 +102,13 @@ def _answer(ask: Callable[..., Answer], *call: Mapping[str, object]) -> Answer:
         raise InvalidInput(why, field="environment") from error
 
 
-def _prompt(config: Config, row: int) -> Prompt:
+def _prompt(config: Config, row: int) -> tuple[Prompt, Tokenizer]:
     data = load_data(with_local_models(config, has_weights=False), Addresses())
     assert data is not None, "the model's tokenizer is on this host"
     prompts = data.train.prompts
     index = bisect_left(prompts, row, key=_row_number)
     if index < len(prompts) and _row_number(prompts[index]) == row:
-        return prompts[index]
+        return prompts[index], data.tokenizer
     raise NotFound(f"data.train has no row {row} that can be used (rows count from 0)", field="row")
 
 
@@ -113,9 +125,5 @@ def _show(console: Console, answer: Answer) -> bool:
     for call in answer.get("tool_calls", ()):
         console.print(f"calls {call['name']}({call['arguments_json']})", soft_wrap=True)
     for message in answer.get("messages", ()):
-        _say(console, " ".join(filter(None, (message.get("role"), message.get("name")))), message.get("content", ""))
+        say(console, " ".join(filter(None, (message.get("role"), message.get("name")))), message.get("content", ""))
     return True
-
-
-def _say(console: Console, who: str, text: str) -> None:
-    console.print(f"[{who or 'text'}] {text}", soft_wrap=True)

@@ -189,7 +189,7 @@ def report(
 def replay(
     run_dir: _RunDir,
     step: Annotated[int, typer.Option(help="Step to repeat, counted from 1.")],
-    what: Annotated[str, typer.Option(help="rewards, train or environment; by default, rewards and train.")] = "",
+    what: Annotated[str, typer.Option(help="rewards, train, environment or calls; by default rewards and train.")] = "",
     **options: Unpack[ServiceOptions],
 ) -> None:
     """Score and train a recorded step again and list the differences. The exit code is 1 if there are any."""

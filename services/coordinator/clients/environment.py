@@ -215,7 +215,7 @@ class _Service:
         async with self._losing():
             answer = await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
         if answer.HasField("failure"):
-            raise _failed(answer.failure)
+            raise episode_failed(answer.failure)
         return answer
 
     async def play(
@@ -238,7 +238,7 @@ class _Service:
         ):
             async for response in responses:
                 if response.HasField("failure"):
-                    raise _failed(response.failure)
+                    raise episode_failed(response.failure)
                 if response.HasField("end"):
                     return response.end
                 tasks.create_task(reply(response.call))
@@ -264,6 +264,7 @@ class _Service:
         await self._client.close()
 
 
-def _failed(failure: pb.EnvironmentFailure) -> EpisodeFailed:
+def episode_failed(failure: pb.EnvironmentFailure) -> EpisodeFailed:
+    """Returns the error of a failure that a service has answered."""
     reason = _FAILURES.get(failure.reason, EnvironmentFailure.UNSPECIFIED)
     return EpisodeFailed(reason, failure.message, alone=failure.alone)

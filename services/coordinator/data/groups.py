@@ -13,6 +13,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
 from services.common.batches.batch import SAMPLE_SCHEMA, join_sampling_masks
 from services.common.rewards import total
+from services.coordinator.data.calls import EPISODE_SCHEMA, Left
 from services.coordinator.data.prompts import Prompt, value_name
 from services.coordinator.data.reading.record import Record
 from services.coordinator.text.tokenizer import Tokenizer
@@ -169,17 +170,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What an agent left behind at the end of an episode, for the scorers."""
-
-    text: str
-    exit_code: int
-    files: Mapping[str, bytes]
-    num_tokens: int
-    """Number of tokens that the policy sampled."""
-
-
-@dataclass(frozen=True)
 class SampledGroup:
     """One prompt, its completions and the stamp of the weights that generated them."""
 
@@ -298,6 +288,17 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
         for place, row in enumerate(group.rows)
     ]
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def to_episodes(groups: Sequence[SampledGroup]) -> pa.Table | None:
+    """Returns what the agents of `groups` asked and left behind, in the order of `groups`; None without agents."""
+    rows = [
+        left.row(group.prompt.prompt_id, group.index, sample)
+        for group in groups
+        for sample, left in enumerate(group.left)
+        if left
+    ]
+    return pa.Table.from_pylist(rows, schema=EPISODE_SCHEMA) if rows else None
 
 
 def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict[str, float]:

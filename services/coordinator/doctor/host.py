@@ -285,11 +285,11 @@ def check_ledger(runs_dir: Path) -> Finding:
 
 
 def check_sandbox(config: AnyConfig | None, command: Sequence[str] = SANDBOX) -> Finding:
-    """Checks that programs from samples can run in a sandbox; scorers of kind code and tools of kind python need it."""
+    """Checks that programs from samples can run in a sandbox; code scorers, python tools and agents need it."""
     why = problem(command, {}, _PROBE_TIMEOUT_S)
     if not why:
         return Finding("sandbox", "bubblewrap runs")
-    fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers and python tools need it"
+    fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers, python tools and agents need it"
     return Finding("sandbox", why, Verdict.FAIL if _needs_sandbox(config) else Verdict.WARN, fix)
 
 

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.common.config.environment import EnvironmentConfig
+from lockstep.reward.v1.agent_pb2 import Begin, PlayRequest
+
+from services.common.config.environment import AgentEnvironmentConfig, EnvironmentConfig, TurnsConfig
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
@@ -24,12 +26,20 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.probes import ENVIRONMENT, OPEN_TIMEOUT_S, Answer, EnvironmentProbe, describe_model
+from services.coordinator.fleet.probes import (
+    ENVIRONMENT,
+    OPEN_TIMEOUT_S,
+    AgentProbe,
+    Answer,
+    EnvironmentProbe,
+    describe_model,
+)
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
 
 _MAX_CHARS = 400
+_LOOK_S = 60.0
 
 
 def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool = False) -> None:
@@ -179,6 +189,7 @@ _FIXES = {
     "tools": "check environment.tools, and that their files and packages are where the reward service runs",
     "textarena": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.game",
     "reasoning_gym": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.task",
+    "agent": "check environment.path, command, files and mounts, where the reward service runs",
     "openenv": "start the OpenEnv server, and check environment.url and any firewall in between",
 }
 
@@ -191,10 +202,7 @@ def examine_environment(config: Config, addresses: Addresses, prompt: Prompt | N
         yield Finding("environment", "not opened: it runs where the reward services do")
         return
     if config.environment.kind == "agent":
-        yield Finding("environment", "agent: not tried here; it starts with each episode of a run")
-        return
-    if config.environment.kind == "agent":
-        yield Finding("environment", "agent: not started, because it needs a model")
+        yield check_agent(config.environment)
         return
     calls = []
     if prompt:
@@ -204,8 +212,45 @@ def examine_environment(config: Config, addresses: Addresses, prompt: Prompt | N
     yield check_environment(config.environment, calls=calls)
 
 
+# Prints where the agent's program is in the sandbox and, for a Python, which clients it has.
+_LOOK = """command -v "$0" || exit 1
+case "${0##*/}" in python*) "$0" -c "
+import importlib.util as u
+print(*(name for name in ('openai', 'anthropic') if u.find_spec(name)))";; esac"""
+
+
+def check_agent(environment: AgentEnvironmentConfig) -> Finding:
+    """Checks that an agent's function can be imported, or that its program and files are there in its sandbox."""
+    if environment.url:
+        return Finding("environment", f"agent at {environment.url}: not called, because each call is an episode")
+    looks = {"setup": (), "collect": (), "episode_s": _LOOK_S, "max_memory_gib": max(1.0, environment.max_memory_gib)}
+    if environment.command:
+        looks["command"] = ("/bin/sh", "-c", _LOOK, environment.command[0])
+    try:
+        with AgentProbe(environment.model_copy(update=looks)) as probe:
+            version = probe.open()["version"]
+            if environment.path:
+                return Finding("environment", f"{version}: {environment.path} can be imported")
+            last = probe.play(PlayRequest(begin=Begin(episode_id="doctor", row_json="{}")))
+    except LockstepError as error:
+        return _failed(environment, error.message)
+    if last.HasField("failure"):
+        return _failed(environment, last.failure.message)
+    program, _, clients = last.end.text.strip().partition("\n")
+    if last.end.exit_code:
+        fix = "name a program that the sandbox has, or add its directory to environment.mounts"
+        why = f"agent: the sandbox has no program {environment.command[0]}"
+        if environment.setup:
+            return Finding(
+                "environment", f"{why} before environment.setup", Verdict.WARN, f"if setup does not make it: {fix}"
+            )
+        return Finding("environment", why, Verdict.FAIL, fix)
+    has = f", with {clients.replace(' ', ' and ')}" if clients else ""
+    return Finding("environment", f"{version}: its sandbox runs {program}{has}")
+
+
 def check_environment(
-    environment: EnvironmentConfig,
+    environment: TurnsConfig,
     command: Sequence[str] = ENVIRONMENT,
     timeout_s: float = OPEN_TIMEOUT_S,
     calls: Sequence[Mapping[str, object]] = (),
@@ -231,7 +276,7 @@ def check_environment(
 
 
 def _problem(
-    environment: EnvironmentConfig, calls: Sequence[Mapping[str, object]], answers: Sequence[Answer]
+    environment: TurnsConfig, calls: Sequence[Mapping[str, object]], answers: Sequence[Answer]
 ) -> Finding | None:
     """Returns what is wrong with the answers. A step may be at fault alone, if it fails only with some texts."""
     whys = [answer.get("failure", {}).get("message") for answer in answers]

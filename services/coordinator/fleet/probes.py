@@ -17,7 +17,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from services.common.config.environment import BaseEnvironmentConfig, EnvironmentConfig
+from google.protobuf.json_format import MessageToDict, ParseDict
+from lockstep.reward.v1.agent_pb2 import PlayRequest, PlayResponse
+
+from services.common.config.environment import AgentEnvironmentConfig, BaseEnvironmentConfig
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError, PreconditionFailed
@@ -28,8 +31,8 @@ Tools = Sequence[Mapping[str, object]]
 Answer = Mapping[str, Any]
 """A line of JSON from a probe."""
 
-SANDBOX, SCORERS, ENVIRONMENT = (
-    ("-m", "services.reward.probe", name) for name in ("sandbox", "scorers", "environment")
+SANDBOX, SCORERS, ENVIRONMENT, AGENT = (
+    ("-m", "services.reward.probe", name) for name in ("sandbox", "scorers", "environment", "agent")
 )
 ENGINE, FUNCTIONS = ("-m", "services.rollout.probe", "engine"), ("-m", "services.common.probe", "functions")
 MODEL = ("-m", "services.trainer.probe", "model")
@@ -103,13 +106,10 @@ class EnvironmentProbe(Probe):
     """An environment, opened to play episodes of it without a reward service."""
 
     def __init__(
-        self, environment: EnvironmentConfig, command: Sequence[str] = ENVIRONMENT, *, shows_errors: bool = False
+        self, environment: BaseEnvironmentConfig, command: Sequence[str] = ENVIRONMENT, *, shows_errors: bool = False
     ):
-        if not isinstance(environment, BaseEnvironmentConfig):
-            message = "environment: an agent calls the model by itself and is not played without one: run the config"
-            raise InvalidInput(message, field="environment.kind")
         super().__init__(command, end_s=environment.turn_s + _MARGIN_S, shows_errors=shows_errors)
-        self._environment: BaseEnvironmentConfig = environment
+        self._environment = environment
 
     def open(self, timeout_s: float = OPEN_TIMEOUT_S) -> Answer:
         """Returns the environment's version and tools."""
@@ -118,6 +118,23 @@ class EnvironmentProbe(Probe):
     def play(self, call: Mapping[str, object]) -> Answer:
         """Returns the reply to a reset or a step; one with `failure` if the environment failed."""
         return self.ask(call, self._environment.longest_reply_s + _MARGIN_S)
+
+
+class AgentProbe(Probe):
+    """An agent, opened to play one episode of it without a reward service. The caller is its model."""
+
+    def __init__(self, environment: AgentEnvironmentConfig, *, shows_errors: bool = False):
+        super().__init__(AGENT, shows_errors=shows_errors)
+        self._environment = environment
+
+    def open(self) -> Answer:
+        """Returns the version of the agent."""
+        return self.ask({"environment": self._environment.model_dump(mode="json")}, OPEN_TIMEOUT_S)
+
+    def play(self, request: PlayRequest) -> PlayResponse:
+        """Begins the episode, or answers a call. Returns the next call, the end or the failure."""
+        said = MessageToDict(request, preserving_proto_field_name=True)
+        return ParseDict(dict(self.ask(said, self._environment.episode_s + _MARGIN_S)), PlayResponse())
 
 
 def problem(command: Sequence[str], request: object, timeout_s: float) -> str:

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
-from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.reader import LedgerReader
-from services.coordinator.runs.record import batch_path, sha256_of
+from services.coordinator.runs.record import batch_path, calls_path, sha256_of
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES, differences, require_saved
 
 
@@ -66,17 +66,27 @@ class Record:
             raise NotFound(f"--step {step}: {self.run_dir} {has}", field="step")
 
     def batch(self, step: int) -> Batch:
-        path = batch_path(self.run_dir, step - 1)
+        samples, collected, differs = self._read(step, batch_path(self.run_dir, step - 1), "samples", "sha256")
+        return Batch(samples, collected["dataset"], differs)
+
+    def episodes(self, step: int) -> tuple[pa.Table, tuple[Difference, ...]]:
+        """Returns what the agents of a step asked and left behind (data.calls.EPISODE_SCHEMA), and the differences if
+        the file is not the one that was recorded.
+        """
+        table, _, differs = self._read(step, calls_path(self.run_dir, step - 1), "calls of agents", "calls_sha256")
+        return table, differs
+
+    def _read(self, step: int, path: Path, what: str, field: str) -> tuple[pa.Table, Decision, tuple[Difference, ...]]:
+        """Returns a file of a step and the row of the ledger that has its SHA-256 in `field`."""
         collected = self._ledger.last(Kind.COLLECTED, step - 1)
-        if collected is None or not path.is_file():
-            raise NotFound(f"the samples of step {step} were not kept: there is no {path}", field="step")
+        if collected is None or collected.get(field) is None or not path.is_file():
+            raise NotFound(f"the {what} of step {step} were not kept: there is no {path}", field="step")
         try:
-            samples = pq.read_table(path)
+            table = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:
             raise DataLoss(f"{path} cannot be read: {error}") from error
-        what = f"SHA-256 of {path.name}"
-        differs = compare({what: collected["sha256"]}, {what: sha256_of(path)})
-        return Batch(samples, collected["dataset"], tuple(differs))
+        name = f"SHA-256 of {path.name}"
+        return table, collected, tuple(compare({name: collected[field]}, {name: sha256_of(path)}))
 
     def metrics(self, step: int) -> dict[str, float]:
         return self._ledger.last(Kind.FINISHED, step) or {}

@@ -1,11 +1,13 @@
 """Scores the recorded samples of a step again, and plays their turns to the environment again."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
+import pyarrow as pa
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
+from services.common.batches.blocks import begins_of_samples
 from services.common.config.environment import BaseEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, NotFound, PreconditionFailed, Reason
@@ -13,6 +15,7 @@ from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards
+from services.coordinator.data.calls import Json, Left
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.groups import FINISH_REASONS, Episode, SampledGroup
 from services.coordinator.data.order import environment_seed
@@ -25,15 +28,28 @@ _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
 
 
 async def replay_rewards(
-    batch: Batch, rewards: Rewards, data: PromptDataset, tokenizer: Tokenizer
+    batch: Batch, rewards: Rewards, data: PromptDataset, tokenizer: Tokenizer, episodes: Sequence[Json] = ()
 ) -> tuple[int, list[Difference]]:
-    """Scores every group of `batch` with the opened `rewards`. Returns the number of samples and the differences."""
-    prompts = prompts_of(batch, data)
-    groups: dict[int, list[Row]] = {}
-    for row in batch.samples.to_pylist():
+    """Scores every group of `batch` with the opened `rewards`. Returns the number of samples and the differences.
+
+    `episodes` has what agents left behind (data.calls.EPISODE_SCHEMA), by which they are scored.
+
+    Raises:
+        NotFound: There are episodes, but not those of a sample.
+    """
+    prompts, groups = prompts_of(batch, data), dict[int, list[Row]]()
+    samples = batch.samples.take(pa.array(begins_of_samples(batch.samples)))
+    left = {(episode["group"], episode["sample"]): Left.of(episode) for episode in episodes}
+    for row in samples.to_pylist():
         groups.setdefault(row["group"], []).append(row)
-    replayed = (_group(prompts[rows[0]["prompt_id"]], rows, rewards, tokenizer) for rows in groups.values())
-    return batch.samples.num_rows, list(chain(*await gather(replayed)))
+        if left and (row["group"], row["sample"]) not in left:
+            message = f"what the agent left behind in sample {row['sample']} of prompt {row['prompt_id']} is not there"
+            raise NotFound(message, field="step")
+    replayed = (
+        _group(_sampled(prompts[rows[0]["prompt_id"]], rows, left), rows, rewards, tokenizer)
+        for rows in groups.values()
+    )
+    return samples.num_rows, list(chain(*await gather(replayed)))
 
 
 def prompts_of(batch: Batch, data: PromptDataset) -> dict[str, Prompt]:
@@ -55,15 +71,20 @@ def prompts_of(batch: Batch, data: PromptDataset) -> dict[str, Prompt]:
     return prompts
 
 
-async def _group(prompt: Prompt, rows: Sequence[Row], rewards: Rewards, tokenizer: Tokenizer) -> list[Difference]:
+def _sampled(prompt: Prompt, rows: Sequence[Row], left: Mapping[tuple[int, int], Left]) -> SampledGroup:
     completions = [
         Completion(tokens=row["tokens"], finish_reason=_FINISH_REASONS[row["finish_reason"]], seed=row["seed"])
         for row in rows
     ]
     stamp = PolicyStamp(version=rows[0]["policy_version"], digest=rows[0]["policy_digest"])
     episodes = [episode for row in rows if (episode := Episode.of(row))]
+    of_agents = [left[row["group"], row["sample"]] for row in rows] if left else []
+    return SampledGroup(rows[0]["group"], prompt, completions, stamp, episodes=episodes, left=of_agents)
+
+
+async def _group(group: SampledGroup, rows: Sequence[Row], rewards: Rewards, tokenizer: Tokenizer) -> list[Difference]:
+    prompt = group.prompt
     try:
-        group = SampledGroup(rows[0]["group"], prompt, completions, stamp, episodes=episodes)
         with rewards.least_loaded() as reward:
             scored = await reward.score(group, tokenizer)
     except LockstepError as error:
@@ -78,7 +99,7 @@ async def _group(prompt: Prompt, rows: Sequence[Row], rewards: Rewards, tokenize
 
 def _sample(row: Row, score: Score, scorer: str) -> Iterator[Difference]:
     recorded = {"reward": row["reward"], "scorer": row["scorer"], **dict(row["components"])}
-    episode = Episode.of(row)
+    episode = None if row.get("segment") is not None else Episode.of(row)  # an agent gives no rewards
     of_episode = {"environment": episode.reward} if episode else {}
     reward = total([score.reward, *(episode.turn_rewards if episode else ())])
     components = {**dict.fromkeys(dict(row["components"])), **of_episode, **score.components}

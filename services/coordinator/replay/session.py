@@ -1,5 +1,6 @@
 """Runs `lockstep replay`, as a run without steps in a directory of its own."""
 
+import asyncio
 import datetime
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, closing
@@ -17,14 +18,17 @@ from services.common.errors import InvalidInput
 from services.coordinator.clients.environment import Environments, open_environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.trainer import Model, Trainer
+from services.coordinator.data.calls import Json
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run
 from services.coordinator.fleet.running import recorded_run, running_services
+from services.coordinator.replay.agents import replay_calls
 from services.coordinator.replay.record import Difference, Record
 from services.coordinator.replay.rewards import replay_environment, replay_rewards
 from services.coordinator.replay.training import replay_critic, replay_training
 from services.coordinator.rl.sampling.episodes import make_dialog
+from services.coordinator.runs.database import reading
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.text.tokenizer import Tokenizer
@@ -36,12 +40,13 @@ class What(StrEnum):
     REWARDS = "rewards"
     TRAIN = "train"
     ENVIRONMENT = "environment"
+    CALLS = "calls"
 
 
 def parse_what(text: str) -> list[What]:
     """Returns the part named in `text`; rewards and training if it is empty."""
     if text and text not in list(What):
-        raise InvalidInput(f"--what {text}: must be rewards, train or environment", field="what")
+        raise InvalidInput(f"--what {text}: must be rewards, train, environment or calls", field="what")
     return [What(text)] if text else [What.REWARDS, What.TRAIN]
 
 
@@ -80,7 +85,7 @@ async def replay_session(
         start = open_run(config)  # without the critic, whose checkpoint may be of another step than the policy's
         if has_critic:
             config = config.model_copy(update={"critic": record.config.critic})
-        services = [_SERVICES[part] for part in what]
+        services = [_SERVICES[part] for part in what if part in _SERVICES]
         with recorded_run(config, console, start) as run:
             async with running_services(run, external, services=services, sharing=record.config) as addresses:
                 return await session.run(run, addresses)
@@ -118,6 +123,9 @@ class _Session:
         if What.REWARDS in self.what:
             self._say(f"scoring the samples of step {self.step}")
             add("rewards of", "sample", *await self._rewards(run, addresses))
+        if What.CALLS in self.what:
+            self._say(f"mapping the calls of step {self.step} to tokens")
+            add("tokens of", "call", *await self._calls(run.config))
         if What.ENVIRONMENT in self.what:
             self._say(f"playing the turns of step {self.step} to the environment")
             add("replies to", "turn", *await self._environment(run, addresses))
@@ -132,16 +140,33 @@ class _Session:
         return Replayed(self.step, compared, list(differences), run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
-        _refuse_agents(run.config, What.REWARDS)
+        episodes, damaged = self._episodes() if _has_agent(run.config) else ([], [])
         async with self._scoring(run, addresses) as (rewards, environments, tokenizer):
             data = _prompts(run.config, tokenizer, environments)
-            return await replay_rewards(self.record.batch(self.step), rewards, data, tokenizer)
+            batch = self.record.batch(self.step)
+            number, differences = await replay_rewards(batch, rewards, data, tokenizer, episodes)
+            return number, [*damaged, *differences]
+
+    def _episodes(self) -> tuple[list[Json], Sequence[Difference]]:
+        table, damaged = self.record.episodes(self.step)
+        return table.to_pylist(), damaged
+
+    async def _calls(self, config: Config) -> tuple[int, list[Difference]]:
+        if not _has_agent(config):
+            raise InvalidInput("--what calls: the run has no agent", field="what")
+        episodes, damaged = self._episodes()
+        samples, tokenizer = self.record.batch(self.step).samples, self._tokenizer(config)
+        with reading(f"{self.record.run_dir}: a call of step {self.step}"):
+            number, differences = await asyncio.to_thread(replay_calls, samples, episodes, tokenizer, config)
+        return number, [*damaged, *differences]
 
     async def _environment(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
         config = run.config
         if config.environment is None:
             raise InvalidInput("--what environment: the run has no environment", field="what")
-        _refuse_agents(config, What.ENVIRONMENT)
+        if _has_agent(config):
+            message = "--what environment: an agent is another program, and is not played again; use --what calls"
+            raise InvalidInput(message, field="what")
         async with self._scoring(run, addresses) as (_, environments, tokenizer):
             assert environments, "the run has an environment"
             data = _prompts(config, tokenizer, environments)
@@ -152,18 +177,25 @@ class _Session:
     async def _scoring(
         self, run: Run, addresses: Addresses
     ) -> AsyncIterator[tuple[Rewards, Environments | None, Tokenizer]]:
-        """Yields the opened reward services, their environment if the run has one, and the tokenizer."""
-        data, model = run.config.data, Path(run.config.model)
-        # If the model is on another host, the trainer has sent the card with its tokenizer.
-        folder = model if model.is_dir() else self.record.run_dir / "model_card"
-        tokenizer = Tokenizer.load(folder, chat_template=data.chat_template, date=data.template_date)
-        rewards = Rewards(addresses.reward, run.config, addresses.transport)
+        """Yields the opened reward services, their environment if the run has one, and the tokenizer.
+
+        An agent is not opened: its files and programs may be gone.
+        """
+        tokenizer, config = self._tokenizer(run.config), run.config
+        config = config.model_copy(update={"environment": None}) if _has_agent(config) else config
+        rewards = Rewards(addresses.reward, config, addresses.transport)
         try:
             await rewards.open(run.run_id)
-            async with open_environments(rewards, run.config, addresses.transport) as environments:
+            async with open_environments(rewards, config, addresses.transport) as environments:
                 yield rewards, environments, tokenizer
         finally:
             await rewards.close()
+
+    def _tokenizer(self, config: Config) -> Tokenizer:
+        # If the model is on another host, the trainer has sent the card with its tokenizer.
+        model = Path(config.model)
+        folder = model if model.is_dir() else self.record.run_dir / "model_card"
+        return Tokenizer.load(folder, chat_template=config.data.chat_template, date=config.data.template_date)
 
     async def _training(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
         trainer = Trainer(addresses.trainer, run.config, addresses.transport)
@@ -201,8 +233,5 @@ def _prompts(config: Config, tokenizer: Tokenizer, environments: Environments | 
     return PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
 
 
-def _refuse_agents(config: Config, what: What) -> None:
-    """Agents are other programs, and a batch does not keep the final text and the files that their rewards are for."""
-    if config.environment and config.environment.kind == "agent":
-        message = f"--what {what}: the batches of an agent have no texts and files to repeat it from; use --what train"
-        raise InvalidInput(message, field="what")
+def _has_agent(config: Config) -> bool:
+    return config.environment is not None and config.environment.kind == "agent"

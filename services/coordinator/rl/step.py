@@ -25,7 +25,7 @@ from services.common.families.registry import ENGINE_DIFFERENCES
 from services.common.files.storage import JsonObject, parse_object
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer
-from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_table
+from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_episodes, to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts, prompts_to_try
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.samples import coef_after, kl_record
@@ -276,8 +276,8 @@ async def collect(
     metrics = selected.metrics | collector.take_metrics()
     await run.record.ledger.free()  # the batch is recorded next
     decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
-    data = context.data
-    return CollectedBatch(samples, version, stamp, decision, selected.outcomes, data.digest, len(data), kl)
+    data, of_agents = context.data, to_episodes(groups)
+    return CollectedBatch(samples, version, stamp, decision, selected.outcomes, data.digest, len(data), kl, of_agents)
 
 
 def samples_of(config: Config, groups: Sequence[ScoredGroup], coef: float) -> pa.Table:

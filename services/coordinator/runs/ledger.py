@@ -34,7 +34,7 @@ class Kind(StrEnum):
     EPOCH = "epoch"  # weight-group epoch and its number of replicas
     PUBLISHED = "published"  # stamp that the replicas serve
     SELECTED = "selected"  # which groups a step trains on, which were dropped or left over, and why
-    COLLECTED = "collected"  # SHA-256 of a step's Parquet file, the stamp that its samples were generated from
+    COLLECTED = "collected"  # SHA-256 of a step's Parquet files, the stamp that its samples were generated from
     FINISHED = "finished"  # metrics of a step
     EVAL_SAMPLES = "eval_samples"  # name and SHA-256 of the Parquet file of a held-out set, before its metrics
     SCORED = "scored"  # names and versions of the scorers and environment of the evaluation that is recorded next
@@ -63,6 +63,7 @@ _BODIES: Mapping[str, TypeAdapter[Any]] = {
         **_DATASET,
         sha256=str,
         digest=str,
+        calls_sha256=(str | None, None),
         drawn=(int | None, None),
         num_prompts=(int, 1),
         kl=(dict[str, float] | None, None),

@@ -29,6 +29,7 @@ class CollectedBatch:
     dataset: str  # the digest of the training data
     num_prompts: int  # in the training data: together with the seed, it determines their order
     kl: Mapping[str, float] | None  # the KL divergence and its coefficient, if the reward has a KL penalty
+    episodes: pa.Table | None = None  # what agents asked and left behind (data.calls.EPISODE_SCHEMA)
 
 
 class RunRecord:
@@ -81,7 +82,10 @@ class RunRecord:
     def record_batch(self, batch: CollectedBatch) -> pa.Table:
         """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them."""
         version, stamp, path = batch.version, batch.stamp, batch_path(self.run_dir, batch.version)
+        calls, has_calls = calls_path(self.run_dir, version), batch.episodes is not None
         with writing(path):
+            if batch.episodes is not None:
+                _write_parquet(batch.episodes, calls)
             _write_parquet(batch.samples, path)
         with self.ledger.transaction():
             self.ledger.record(Kind.SELECTED, version, **batch.decision)
@@ -92,6 +96,7 @@ class RunRecord:
                 drawn=stamp.version,
                 digest=stamp.digest,
                 sha256=sha256_of(path),
+                calls_sha256=sha256_of(calls) if has_calls else None,
                 dataset=batch.dataset,
                 num_prompts=batch.num_prompts,
                 kl=batch.kl,
@@ -165,6 +170,11 @@ class RunRecord:
 
 def batch_path(run_dir: Path, version: int) -> Path:
     return run_dir / "batches" / f"step-{version:06d}.parquet"
+
+
+def calls_path(run_dir: Path, version: int) -> Path:
+    """Returns the file of what agents asked and left behind in the episodes of a batch."""
+    return batch_path(run_dir, version).with_suffix(".calls.parquet")
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:

@@ -109,8 +109,11 @@ class Threads:
 
     renderer: Renderer
     calls: list[Call] = field(default_factory=list)
-    num_segments: int = 0
-    """Number of rows that the calls become."""
+
+    @property
+    def num_segments(self) -> int:
+        """Returns the number of rows that the calls become: one call continues the row of each parent."""
+        return len(self.calls) - len({id(call.parent) for call in self.calls if call.parent})
 
     def add(self, number: int, messages: Sequence[Json], tools: Sequence[Json]) -> Call:
         """Adds a call, which has no answer yet.
@@ -119,7 +122,6 @@ class Threads:
             InvalidInput: The chat template shows no tools, or rejects the messages.
         """
         call = self.place(number, messages, tools)
-        self.num_segments += call.parent is None or any(other.parent is call.parent for other in self.calls)
         self.calls.append(call)
         return call
 
@@ -196,11 +198,11 @@ def _canonical(message: Json) -> Json:
 
 def _value(arguments: str) -> str:
     def number(text: str) -> float | int:
-        value = float(text)
+        value = float(text)  # all numbers of JavaScript's clients are of this type
         return int(value) if value.is_integer() else value
 
     try:
-        return json.dumps(json.loads(arguments, parse_float=number), sort_keys=True)
+        return json.dumps(json.loads(arguments, parse_float=number, parse_int=number), sort_keys=True)
     except (ValueError, OverflowError, RecursionError):
         return arguments
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerRow
-from services.coordinator.runs.record import batch_path
-from services.coordinator.verify.samples import Json, SampleChecks, differing
+from services.coordinator.runs.record import batch_path, calls_path
+from services.coordinator.verify.samples import Json, SampleChecks, check_calls, differing
 
 # Sections of the config that decide how weights are cut into buckets, which the digest covers.
 _LAYOUT = ("model", "trainer", "weights")
@@ -160,16 +160,19 @@ class History:
             if self._is_recorded(path, row):
                 both = {**self._selected.get(version, {}), **body}
                 self._require_none(self.samples.check(path, version, both, session.config))
+                calls = calls_path(self._run_dir, version)
+                if body.get("calls_sha256") and self._is_recorded(calls, row, "calls_sha256"):
+                    self._require_none(check_calls(path, calls))
 
-    def _is_recorded(self, path: Path, row: LedgerRow) -> bool:
-        """Requires that a file of samples is the one of `row`, the newest of its kind and version.
+    def _is_recorded(self, path: Path, row: LedgerRow, field: str = "sha256") -> bool:
+        """Requires that a file is the one whose SHA-256 is the `field` of `row`, the newest of its kind and version.
 
         Returns False if a coordinator may have been killed after it had replaced the file and before it wrote the row.
         """
         require(path.is_file(), f"{path.name}, of a row {row.kind} of version {row.version}, is missing")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         may_be_new = (row.kind, row.version) in self._unrecorded
-        is_same = digest == row.body["sha256"]
+        is_same = digest == row.body[field]
         require(is_same or may_be_new, f"{path.name} is not the file that was recorded: its SHA-256 is {digest}")
         return is_same
 

@@ -18,7 +18,8 @@ from services.coordinator.data.prompts import REFILLS
 
 Json = Mapping[str, Any]
 """A line, a config, or the body of a row."""
-_STAMPED = ["prompt_id", "sample", "policy_version", "policy_digest"]
+_STAMPED = ["prompt_id", "sample", "segment", "policy_version", "policy_digest"]
+_CALLS = ["prompt_id", "group", "sample", "calls"]
 _NUMBERS = ["prompt_id", "group", "sample", "segment", "seed", "policy_version", "policy_digest", "reward"]
 
 
@@ -53,7 +54,7 @@ class SampleChecks:
             DataLoss: The file cannot be read.
         """
         samples = _read(path)
-        rows = samples.select([name for name in _NUMBERS if name in samples.column_names]).to_pylist()
+        rows = _rows(samples, _NUMBERS)
         yield from self._check_stamps(path, rows, (body.get("drawn", step), body["digest"]))
         for number, row in enumerate(rows):
             expected = seed_of(config["seed"], step, row["prompt_id"], row["sample"])
@@ -71,12 +72,12 @@ class SampleChecks:
             DataLoss: The file cannot be read.
         """
         samples = _read(path)
-        yield from self._check_stamps(path, samples.select(_STAMPED).to_pylist(), stamp)
+        yield from self._check_stamps(path, _rows(samples, _STAMPED), stamp)
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
         yield from differing(path, {name: _metrics_of(samples)["reward/mean"]}, metrics)
 
     def _check_stamps(self, path: Path, rows: Sequence[Json], stamp: tuple[int, str]) -> Iterator[str]:
-        self.num_samples += len(rows)
+        self.num_samples += sum(not row.get("segment") for row in rows)
         for number, row in enumerate(rows):
             version, digest = row["policy_version"], row["policy_digest"]
             if (version, digest) != stamp:
@@ -115,6 +116,29 @@ def differing(path: Path, metrics: Mapping[str, float], recorded: Mapping[str, f
         said = recorded.get(name, value)
         if not (math.isclose(said, value, rel_tol=1e-9, abs_tol=1e-12) or (said != said and value != value)):
             yield f"{name} of the samples in {path.name} is {value:g}, but the ledger has {said:g}"
+
+
+def check_calls(path: Path, calls_path: Path) -> Iterator[str]:
+    """Yields a sentence for every call of the rows in `path` that is recorded otherwise, and for answers in no row.
+
+    Raises:
+        DataLoss: A file cannot be read.
+    """
+    episodes = {(one["group"], one["sample"]): one for one in _read(calls_path, _CALLS).to_pylist()}
+    recorded = {key: {call["number"]: call for call in one["calls"]} for key, one in episodes.items()}
+    in_rows: dict[tuple[int, int], set[int]] = {key: set() for key in episodes}
+    for number, row in enumerate(_read(path, _CALLS).to_pylist()):
+        key = row["group"], row["sample"]
+        for call in row["calls"] or ():
+            known = recorded.get(key, {}).get(call["number"], {})
+            if any(known.get(name, -1) != call[name] for name in ("parent", "sha256")):
+                yield f"call {call['number']} of {_who(row, number, path)} is not that of {calls_path.name}"
+            in_rows.setdefault(key, set()).add(call["number"])
+    for key, one in episodes.items():
+        lost = {call["number"] for call in one["calls"] if call["answer"] is not None} - in_rows[key]
+        if lost:
+            who = f"call {min(lost)} of sample {one['sample']} of prompt {one['prompt_id']}"
+            yield f"{who} in {calls_path.name} was answered and is in no row of {path.name}"
 
 
 def _check_groups(path: Path, rows: Sequence[Json], body: Json, config: Json) -> Iterator[str]:
@@ -165,9 +189,14 @@ def _first_rows(samples: pa.Table) -> pa.Table:
     return samples.take(pa.array(begins_of_samples(samples)))
 
 
-def _read(path: Path) -> pa.Table:
+def _rows(samples: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns some columns of samples. Batches of earlier releases lack the newest."""
+    return samples.select([name for name in names if name in samples.column_names]).to_pylist()
+
+
+def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
-        return pq.read_table(path)
+        return pq.read_table(path, columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise DataLoss(f"{path} is damaged: {error}") from error
 

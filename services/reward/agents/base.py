@@ -1,8 +1,11 @@
 """The interface of what runs agents."""
 
-from collections.abc import Mapping
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from services.reward.sandboxed.agent import ENDED
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,10 @@ class Part:
     seed: int
     row: Mapping[str, object]
     key: str
-    socket: Path
-    """The Unix socket that leads to this episode only."""
-    port: int
-    """The port on the host's loopback that leads to the episode of `key`."""
+    serve: Callable[[socket.socket], Awaitable[None]]
+    """Answers the calls of this episode, and of no other, at a socket that listens."""
+    url: str
+    """Where the host's loopback or the network leads to the episode of `key`; empty for agents with such a socket."""
 
 
 class Runner:
@@ -50,3 +53,30 @@ class Runner:
 
     async def close(self) -> None:
         """Ends all agents."""
+
+
+class CalledRunner(Runner):
+    """Runs agents that are called once for each episode, and answer with their final text."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Future[Played]] = {}
+
+    async def call(self, part: Part) -> str:
+        """Returns the final text. Is canceled if the episode ends before. Raises EpisodeError if the agent fails."""
+        raise NotImplementedError
+
+    async def run(self, part: Part) -> Played:
+        call = asyncio.create_task(self.call(part))
+        ended = self._running[part.episode_id] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED)
+            return ended.result() if ended.done() else Played(0, call.result())
+        finally:
+            del self._running[part.episode_id]
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    def end(self, episode_id: str) -> None:
+        ended = self._running.get(episode_id)
+        if ended and not ended.done():
+            ended.set_result(Played(ENDED, ""))

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -18,6 +19,7 @@ from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.dialect import MODEL
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from services.reward.sandbox import (
+    START_TIMEOUT_S,
     Limits,
     Sandbox,
     end_namespace,
@@ -26,7 +28,7 @@ from services.reward.sandbox import (
     memory_file,
     python_call,
 )
-from services.reward.sandboxed.agent import HOME, MAX_TEXT_BYTES, PORT, SOCKET, WORKSPACE
+from services.reward.sandboxed.agent import HOME, MAX_TEXT_BYTES, PORT, WORKSPACE
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ class CommandRunner(Runner):
             "collect": config.collect,
             "max_files_bytes": int(config.max_files_mib * 2**20),
         }
-        async with self._sandbox.start(job, part.socket) as (stdin, result):
+        async with self._sandbox.start(job) as (stdin, result, listening):
+            await part.serve(listening)
             self._inputs[part.episode_id] = stdin
             try:
                 said = json.loads(await result)
@@ -93,7 +96,7 @@ class CommandRunner(Runner):
 
 
 class AgentSandbox(Sandbox):
-    """Starts programs in sandboxes that have their own loopback, which leads to one Unix socket of the host."""
+    """Starts programs in sandboxes that have their own loopback. A socket that listens there is handed to the host."""
 
     def __init__(self, config: AgentEnvironmentConfig):
         limits = Limits(
@@ -124,42 +127,50 @@ class AgentSandbox(Sandbox):
 
     @contextlib.asynccontextmanager
     async def start(
-        self, job: Mapping[str, object], socket: Path
-    ) -> AsyncIterator[tuple[asyncio.StreamWriter, asyncio.Task[bytes]]]:
-        """Yields the program's input, whose end ends it, and its result to come, which is JSON text.
+        self, job: Mapping[str, object]
+    ) -> AsyncIterator[tuple[asyncio.StreamWriter, asyncio.Task[bytes], socket.socket]]:
+        """Yields the program's input, whose end ends it, its result to come, which is JSON text, and a socket that
+        listens at PORT of the sandbox.
 
         All of its processes have ended when the context exits. Raises EpisodeError if it cannot start.
         """
         rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
         del rlimits["RLIMIT_CPU"]
-        process, info, result_fd = await self._begin({**job, "rlimits": rlimits}, socket)
+        process, info, result_fd, line = await self._begin({**job, "rlimits": rlimits})
         pidfd, reading = None, asyncio.create_task(_read(result_fd, self._result_bytes))
         try:
             pidfd = await asyncio.to_thread(first_process, info)
+            listening = await asyncio.to_thread(_receive_socket, line)
+            if listening is None:
+                assert process.stderr, "it is a pipe"
+                error = (await process.stderr.read()).decode(errors="replace").strip()[-500:]
+                raise EpisodeError(EnvironmentFailure.CRASHED, f"no sandbox: {error}")
             assert process.stdin, "it is a pipe"
-            yield process.stdin, reading
+            yield process.stdin, reading, listening
         finally:
             await asyncio.shield(asyncio.ensure_future(end_namespace(process, info, pidfd)))
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def _begin(self, job: Mapping[str, object], socket: Path) -> tuple[asyncio.subprocess.Process, int, int]:
+    async def _begin(self, job: Mapping[str, object]) -> tuple[asyncio.subprocess.Process, int, int, socket.socket]:
+        """Starts bwrap. Returns its process, and what the descriptors of its info, result and socket arrive at."""
         (info, info_write), (result, result_write) = os.pipe(), os.pipe()
+        line, line_inside = socket.socketpair()
         with contextlib.ExitStack() as files:
             files.callback(os.close, info_write)
             files.callback(os.close, result_write)
+            files.enter_context(line_inside)
             job_file = memory_file(json.dumps(job).encode(), files)
             filter_file = memory_file(filter_program(has_loopback=True), files)
-            at = self._arguments.index("--remount-ro")
-            inside = [*self._arguments[:at], "--bind", str(socket), SOCKET, *self._arguments[at:]]
+            passed = job_file, result_write, line_inside.fileno()
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *[*inside, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
-                    *python_call("agent", job_file, result_write),
+                    *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
+                    *python_call("agent", *passed),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
-                    pass_fds=(job_file, filter_file, info_write, result_write),
+                    pass_fds=(*passed, filter_file, info_write),
                     start_new_session=True,
                     cwd="/",
                     env={},
@@ -167,10 +178,21 @@ class AgentSandbox(Sandbox):
             except BaseException as error:
                 os.close(info)
                 os.close(result)
+                line.close()
                 if isinstance(error, OSError):
                     raise EpisodeError(EnvironmentFailure.CRASHED, f"bwrap does not start: {error}") from error
                 raise
-        return process, info, result
+        return process, info, result, line
+
+
+def _receive_socket(line: socket.socket) -> socket.socket | None:
+    """Returns the socket that the sandbox sends; None if it has ended instead."""
+    with line:
+        line.settimeout(START_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            _, found, _, _ = socket.recv_fds(line, 1, 1)
+            return socket.socket(fileno=found[0]) if found else None
+    return None
 
 
 _ACCOUNT = (f"::{HOME}:/bin/sh\n", ":\n")

@@ -123,7 +123,7 @@ def read_stop(said: Json, key: str) -> list[str]:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise Refusal(f"{key}: must be a text or a list of texts", param=key)
-    return stop
+    return [text.encode(errors="replace").decode() for text in stop]
 
 
 def read_list(value: object, where: str, least: int = 0) -> list[Json]:

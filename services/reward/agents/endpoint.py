@@ -5,32 +5,46 @@ answer. The end of an episode, a limit and a bad request are all status 400, bec
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import itertools
 import json
+import logging
 import os
-import tempfile
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from pathlib import Path
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from functools import partial
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
 from services.reward.agents.chat import Chat, write_models
 from services.reward.agents.dialect import Dialect, Refusal, Request
 from services.reward.agents.messages import CountTokens, Messages
+from services.reward.agents.remote import Site
 from services.reward.agents.responses import Responses
+from services.reward.errors import EnvironmentFailure, EpisodeError
 
 _MAX_BODY_BYTES = 8 << 20
-_MAX_WAITING = 128  # calls of one episode
+# Of one episode, so that one that floods leaves memory and descriptors to the others.
+_MAX_WAITING, _MAX_BYTES, _MAX_CONNECTIONS = 128, 32 << 20, 256
+_NO_LIMIT = 1 << 30
 _KEEP_ALIVE_S = 10.0
+_CLOSE_S = 0.1  # that a request that was begun has to end; aiohttp takes 0 for no limit
+_NAME_LENGTH = 32  # of an episode, in its key
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": Chat(),
     "/v1/messages": Messages(),
     "/v1/messages/count_tokens": CountTokens(),
     "/v1/responses": Responses(),
 }
+
+_log = logging.getLogger(__name__)
+# What is no HTTP is answered with 400, and an agent may send as much of it as it likes.
+_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 Ask = Callable[[AgentCall], Awaitable[CallAnswer]]
 Key = tuple[str, str]
@@ -44,12 +58,32 @@ class Line:
     Clients do not mark retries, and an agent may ask the same again on purpose once it has an answer.
     """
 
-    def __init__(self, ask: Ask, socket: Path, max_model_len: int):
-        self.key, self.socket, self.max_model_len = os.urandom(16).hex(), socket, max_model_len
-        self.num_retries = 0
+    def __init__(self, ask: Ask, key: str, max_model_len: int):
+        self.key, self.max_model_len = key, max_model_len
+        self.num_retries = self._num_bytes = 0
         self._ask, self._numbers = ask, itertools.count()
         self._waiting: dict[Key, asyncio.Future[CallAnswer]] = {}  # until an answer was written as a whole
         self._is_over = False
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
+        """Yields the body of a request, which is in progress until the context exits. Raises Refusal."""
+        parts, size = list[bytes](), 0
+        if (request.content_length or 0) > _MAX_BODY_BYTES:
+            raise _too_large()
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            async for part in request.content.iter_any():
+                size, self._num_bytes = size + len(part), self._num_bytes + len(part)
+                if size > _MAX_BODY_BYTES:
+                    raise _too_large()
+                if self._num_bytes > _MAX_BYTES:
+                    raise Refusal(f"{_MAX_BYTES} bytes of requests of this episode are in progress", status=429)
+                parts.append(part)
+            yield b"".join(parts)
+        finally:
+            self._num_bytes -= size
 
     async def answer(self, asked_for: Request, key: Key) -> CallAnswer:
         """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal."""
@@ -95,70 +129,119 @@ def _over() -> Refusal:
     return Refusal("the episode is over", code="episode_over")
 
 
+def _too_large() -> Refusal:
+    return Refusal(f"the body has more than {_MAX_BODY_BYTES} bytes", status=413)
+
+
+class _Server(web.Server):
+    """Speaks HTTP at a listening socket. Drops connections when it has `most`."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], most: int):
+        super().__init__(handler, access_log=None, logger=_log)
+        self._most = most
+
+    async def open(self, listening: socket.socket, context: ssl.SSLContext | None = None) -> None:
+        self._listening = await asyncio.get_running_loop().create_server(self, sock=listening, ssl=context)
+
+    async def close(self) -> None:
+        self._listening.close()
+        self.pre_shutdown()  # ends connections between two requests
+        await self.shutdown(_CLOSE_S)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > self._most:
+            asyncio.get_running_loop().call_soon(transport.abort)  # the handler must have begun
+
+
 class Endpoint:
-    """Serves the lines of all episodes: each on a Unix socket of its own and, with `on_port`, on a port of loopback."""
+    """Serves the lines of all episodes: on a port and, of those in sandboxes, each at its own socket."""
 
-    def __init__(self, drop_tools: Collection[str], *, on_port: bool):
-        self._drop_tools, self._on_port = frozenset(drop_tools), on_port
+    def __init__(self, drop_tools: Collection[str]):
+        self._drop_tools = frozenset(drop_tools)
         self._lines: dict[str, Line] = {}
-        self._sites: dict[str, web.UnixSite] = {}
-        self._numbers = itertools.count()
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        for path in _DIALECTS:
-            app.router.add_route("POST", path, self._call)
-        app.router.add_route("GET", "/v1/models", self._models)
-        app.router.add_route("*", "/{path:.*}", self._other)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.port = 0
+        self._servers: dict[str, _Server] = {}
+        self._secret, self._site = os.urandom(32), None
+        self.port, self.url = 0, ""
 
-    async def open(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-agents-")
-        Path(self._folder.name).chmod(0o711)
-        await self._runner.setup()
-        if self._on_port:
-            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-            self.port = self._runner.addresses[0][1]
+    async def open_port(self, site: Site | None = None) -> None:
+        """Opens a port at a site, or on the host's loopback, where the key alone tells the episode.
+
+        Raises:
+            EpisodeError: The site has no such port.
+        """
+        host, port = (site.host, site.port) if site else ("127.0.0.1", 0)
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family)
+        except OSError as error:
+            detail = f"the endpoint for agents cannot listen on {host}:{port}: {error}"
+            raise EpisodeError(EnvironmentFailure.REFUSED, detail) from error
+        self.port, self._site = listening.getsockname()[1], site
+        self.url = site.url(self.port) if site else f"http://127.0.0.1:{self.port}"
+        server = self._servers[""] = _Server(partial(self._handle, None), _NO_LIMIT)
+        await server.open(listening, site.context if site else None)
 
     async def close(self) -> None:
         for line in list(self._lines.values()):
             await self.end(line)
-        await self._runner.cleanup()
-        if self._folder:
-            self._folder.cleanup()
+        for server in self._servers.values():
+            await server.close()
 
-    async def begin(self, ask: Ask, max_model_len: int) -> Line:
-        """Opens the line of an episode."""
-        assert self._folder, "it is open"
-        path = Path(self._folder.name) / str(next(self._numbers))
-        line = Line(ask, path, max_model_len)
-        site = web.UnixSite(self._runner, path)
-        await site.start()
-        path.chmod(0o666)  # a sandbox's user is another one; only that sandbox has the socket
-        self._lines[line.key], self._sites[line.key] = line, site
+    def begin(self, ask: Ask, max_model_len: int) -> Line:
+        """Begins the line of an episode."""
+        if self._site:
+            self._site.renew()
+        name = os.urandom(_NAME_LENGTH // 2).hex()
+        line = Line(ask, name + self._sign(name), max_model_len)
+        self._lines[line.key] = line
         return line
+
+    async def serve(self, line: Line, listening: socket.socket) -> None:
+        """Serves a line at a socket that only its sandbox can reach, and closes the socket at the end of the line."""
+        server = self._servers[line.key] = _Server(partial(self._handle, line), _MAX_CONNECTIONS)
+        await server.open(listening)
 
     async def end(self, line: Line) -> None:
-        """Closes the line of an episode. Connections that are still open get refusals."""
+        """Ends the line of an episode. Calls that are in progress get refusals."""
         line.close()
-        if self._lines.pop(line.key, None):
-            await self._sites.pop(line.key).stop()
-            line.socket.unlink(missing_ok=True)
+        self._lines.pop(line.key, None)
+        if server := self._servers.pop(line.key, None):
+            await server.close()
 
-    def _line_of(self, request: web.Request) -> Line:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        line = next((line for key, line in self._lines.items() if hmac.compare_digest(key, given)), None)
-        name = request.transport.get_extra_info("sockname") if request.transport else None
-        at_own_socket = not isinstance(name, str) or (line is not None and name == str(line.socket))
-        if line is None or not at_own_socket:
-            raise Refusal("the API key is not that of a running episode", status=401, code="invalid_api_key")
+    async def _handle(self, own: Line | None, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers a request at the socket of a line or, if `own` is None, at the port."""
+        if request.method == "HEAD":
+            return web.Response()
+        dialect = _DIALECTS.get(request.path) if request.method == "POST" else None
+        try:
+            if dialect:
+                return await self._call(request, dialect, self._line_of(request, own))
+            if request.method == "GET" and request.path == "/v1/models":
+                return web.json_response(write_models(self._line_of(request, own).max_model_len))
+            message = f"{request.method} {request.path}: there are {', '.join(_DIALECTS)} and /v1/models"
+            raise Refusal(message, status=404)
+        except Refusal as refusal:
+            headers = {"Retry-After": "1"} if refusal.status == 429 else {}
+            return web.json_response((dialect or Chat()).error(refusal), status=refusal.status, headers=headers)
+
+    def _line_of(self, request: web.BaseRequest, own: Line | None) -> Line:
+        said = request.headers
+        given = said.get("Authorization", "").removeprefix("Bearer ") or said.get("x-api-key", "")
+        name, signed = given[:_NAME_LENGTH], given[_NAME_LENGTH:].encode(errors="replace")
+        line = self._lines.get(given)
+        if not hmac.compare_digest(self._sign(name).encode(), signed) or own not in (None, line):
+            raise Refusal("the API key is not that of an episode", status=401, code="invalid_api_key")
+        if line is None:
+            raise _over()
         return line
 
-    async def _call(self, request: web.Request) -> web.StreamResponse:
-        dialect = _DIALECTS[request.path]
-        try:
-            line = self._line_of(request)
-            body = await request.read()
+    def _sign(self, name: str) -> str:
+        """Returns the second part of a key, by which it is known as one of this service, also after its episode."""
+        return hmac.new(self._secret, name.encode(errors="replace"), "sha256").hexdigest()
+
+    async def _call(self, request: web.BaseRequest, dialect: Dialect, line: Line) -> web.StreamResponse:
+        async with line.body(request) as body:
             asked_for = dialect.read(body, self._drop_tools)
             key = request.path, hashlib.sha256(body).hexdigest()
             answering = asyncio.create_task(line.answer(asked_for, key))
@@ -168,15 +251,11 @@ class Endpoint:
                 response = web.json_response(dialect.answer(await answering))
                 await response.prepare(request)
                 await response.write_eof()
-        except web.HTTPRequestEntityTooLarge:
-            return _refused(dialect, Refusal(f"the body has more than {_MAX_BODY_BYTES} bytes", status=413))
-        except Refusal as refusal:
-            return _refused(dialect, refusal)
         line.delivered(key)
         return response
 
     async def _stream(
-        self, request: web.Request, asked_for: Request, answering: asyncio.Task[CallAnswer]
+        self, request: web.BaseRequest, asked_for: Request, answering: asyncio.Task[CallAnswer]
     ) -> web.StreamResponse:
         """Answers with a stream, of which the beginning is sent early only to keep the connection alive."""
         dialect = _DIALECTS[request.path]
@@ -195,20 +274,3 @@ class Endpoint:
             await response.write(dialect.error_event(refusal))
         await response.write_eof()
         return response
-
-    async def _models(self, request: web.Request) -> web.Response:
-        try:
-            return web.json_response(write_models(self._line_of(request).max_model_len))
-        except Refusal as refusal:
-            return _refused(Chat(), refusal)
-
-    async def _other(self, request: web.Request) -> web.Response:
-        if request.method == "HEAD":
-            return web.Response()
-        message = f"{request.method} {request.path}: there are {', '.join(_DIALECTS)} and /v1/models"
-        return _refused(Chat(), Refusal(message, status=404))
-
-
-def _refused(dialect: Dialect, refusal: Refusal) -> web.Response:
-    headers = {"Retry-After": "1"} if refusal.status == 429 else {}
-    return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.import_path import require_takes
-from services.reward.agents.base import Part, Played, Runner
+from services.reward.agents.base import CalledRunner, Part
 from services.reward.environments.executor import MAX_REPLY_BYTES
 from services.reward.environments.pool import EpisodePool, worker_target
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child
 from services.reward.processes.child import Executor, Reply
-from services.reward.sandboxed.agent import ENDED
 
 
 class FunctionExecutor(Executor):
@@ -55,14 +54,14 @@ async def _call(function: object, fields: Mapping[str, object]) -> object:
         thread.shutdown(wait=False)
 
 
-class FunctionRunner(Runner):
+class FunctionRunner(CalledRunner):
     """Runs `environment.path`."""
 
     def __init__(self, config: AgentEnvironmentConfig):
+        super().__init__()
         executor, limit = f"{__name__}:FunctionExecutor", int(config.max_memory_gib * 2**30)
         target = worker_target(executor, {"path": config.path}, limit)
         self._workers = EpisodePool(target, config.num_workers)
-        self._running: dict[str, asyncio.Future[Played]] = {}
 
     async def open(self) -> None:
         await self._workers.open()
@@ -71,23 +70,12 @@ class FunctionRunner(Runner):
     def isolate(self, episode_id: str) -> None:
         self._workers.isolate(episode_id)
 
-    async def run(self, part: Part) -> Played:
-        fields = {"row": part.row, "seed": part.seed, "url": f"http://127.0.0.1:{part.port}", "key": part.key}
-        call = asyncio.create_task(self._workers.begin(part.episode_id, {"call": "play", "fields": fields}))
-        ended = self._running[part.episode_id] = asyncio.get_running_loop().create_future()
+    async def call(self, part: Part) -> str:
+        fields = {"row": part.row, "seed": part.seed, "url": part.url, "key": part.key}
         try:
-            await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED)
-            return ended.result() if ended.done() else Played(0, call.result()["text"])
+            return (await self._workers.begin(part.episode_id, {"call": "play", "fields": fields}))["text"]
         finally:
-            del self._running[part.episode_id]
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
             await asyncio.shield(self._workers.end(part.episode_id))
-
-    def end(self, episode_id: str) -> None:
-        ended = self._running.get(episode_id)
-        if ended and not ended.done():
-            ended.set_result(Played(ENDED, ""))
 
     async def close(self) -> None:
         await self._workers.close()

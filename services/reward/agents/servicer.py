@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 from lockstep.reward.v1 import agent_pb2 as pb
@@ -12,14 +13,15 @@ from lockstep.reward.v1.environment_pb2 import EnvironmentFailure as Failed
 from lockstep.reward.v1.reward_pb2 import OpenRunResponse
 
 from services.common.config.environment import AgentEnvironmentConfig
-from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, PreconditionFailed
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
 from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.command import CommandRunner
 from services.reward.agents.endpoint import Endpoint, Line
 from services.reward.agents.function import FunctionRunner
-from services.reward.environments.servicer import parse_object, require_run
+from services.reward.agents.remote import Place, Site, UrlRunner
+from services.reward.environments.servicer import cannot_start, parse_object, require_run
 from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
 from services.reward.metrics import RewardMetrics
 
@@ -62,8 +64,8 @@ class _Episode:
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     """Plays the episodes of the run that RewardServicer has opened. A failure of the agent is no RPC error."""
 
-    def __init__(self, metrics: RewardMetrics, fence: Fence):
-        self._metrics, self._fence = metrics, fence
+    def __init__(self, metrics: RewardMetrics, fence: Fence, place: Place | None = None):
+        self._metrics, self._fence, self._place = metrics, fence, place or Place()
         self._run_id = ""
         self._config = AgentEnvironmentConfig(command=("none",))
         self._runner: Runner | None = None
@@ -74,20 +76,24 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 
     async def open(self, run_id: str, config: AgentEnvironmentConfig) -> OpenRunResponse:
         """Starts what agents need, and returns what the coordinator must know. Raises InvalidInput if it cannot."""
-        runner = CommandRunner(config) if config.command else FunctionRunner(config)
-        endpoint = Endpoint(config.drop_tools, on_port=bool(config.path))
+        runner, endpoint = self._runner_of(config), Endpoint(config.drop_tools)
         try:
             await runner.open()
-            await endpoint.open()
+            if not config.command:
+                await endpoint.open_port(Site(config, self._place) if config.url else None)
         except BaseException as error:  # cancellation too: no process may be left running
             await runner.close()
             await endpoint.close()
             if not isinstance(error, EpisodeError):
                 raise
-            message = f"environment (agent) cannot start: {error.detail}"
-            raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field="environment") from error
+            raise cannot_start("agent", error) from error
         self._run_id, self._config, self._runner, self._endpoint = run_id, config, runner, endpoint
         return OpenRunResponse(environment=f"agent 1/{runner.version}")
+
+    def _runner_of(self, config: AgentEnvironmentConfig) -> Runner:
+        if config.url:
+            return UrlRunner(config, self._place)
+        return CommandRunner(config) if config.command else FunctionRunner(config)
 
     def end_episodes(self) -> None:
         """Ends all episodes. What runs agents stays open."""
@@ -119,8 +125,17 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             raise PreconditionFailed(f"run {begin.run_id} was opened without an agent")
         if not begin.episode_id:
             raise InvalidInput("begin: must be the first message, with an episode_id", field="begin")
+        async with contextlib.aclosing(self.play(begin, requests)) as responses:
+            async for response in responses:
+                yield response
+
+    async def play(
+        self, begin: pb.Begin, requests: AsyncIterator[pb.PlayRequest]
+    ) -> AsyncGenerator[pb.PlayResponse, None]:
+        """Does what Play does after the first message. There must be an open agent."""
+        assert self._runner and self._endpoint, "it is open"
         episode = _Episode(self._runner, begin, self._config.grace_s)
-        line = await self._endpoint.begin(episode.ask, begin.max_model_len)
+        line = self._endpoint.begin(episode.ask, begin.max_model_len)
         playing = asyncio.create_task(self._run(self._runner, begin, line))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
@@ -152,7 +167,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             runner.isolate(begin.episode_id)
         row = parse_object(begin.row_json, field="row_json")
         assert self._endpoint, "it is open"
-        part = Part(begin.episode_id, begin.seed, row, line.key, line.socket, self._endpoint.port)
+        serve, url = partial(self._endpoint.serve, line), self._endpoint.url
+        part = Part(begin.episode_id, begin.seed, row, line.key, serve, url)
         try:
             async with asyncio.timeout(self._config.episode_s):
                 return await runner.run(part)

@@ -11,7 +11,7 @@ from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2
 from lockstep.types.v1 import types_pb2
 
 from services.common.config.environment import EnvironmentConfig
-from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, LockstepError, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
 from services.reward.environments.base import Environment, Turn
@@ -135,6 +135,14 @@ NAME = "lockstep.reward.v1.EnvironmentService"
 _OF_HOST = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
 
+def cannot_start(kind: str, error: EpisodeError) -> LockstepError:
+    """Returns the error of an environment of this kind that failed as it was opened."""
+    message = f"environment ({kind}) cannot start: {error.detail}"
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_HOST:
+        return Overloaded(f"{message}; raise this limit of the host, then run the same command again")
+    return InvalidInput(message, reason=Reason.INVALID_CONFIG, field="environment")
+
+
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """Plays the episodes of the run that RewardServicer has opened. A failure of the environment is no RPC error."""
 
@@ -156,10 +164,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             await environment.close()
             if not isinstance(error, EpisodeError):
                 raise
-            message = f"environment ({config.kind}) cannot start: {error.detail}"
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_HOST:
-                raise Overloaded(f"{message}; raise this limit of the host, then run the same command again") from error
-            raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field="environment") from error
+            raise cannot_start(config.kind, error) from error
         self._run_id = run_id
         self._table = EpisodeTable(EpisodeContext(environment, config.turn_s, self._metrics), config.episode_s)
         return reward_pb2.OpenRunResponse(

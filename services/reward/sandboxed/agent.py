@@ -1,7 +1,7 @@
 """Runs an agent's program as the first process of a sandbox, which has no network but its own loopback.
 
-Connections to PORT there are forwarded to the Unix socket of the episode. Once the program has ended, or input has, all
-other processes are killed, and the result is written: its exit code, what it printed, and the files to collect.
+A socket that listens at PORT there is handed to the service, which answers. Once the program has ended, or input has,
+all other processes are killed, and the result is written: its exit code, what it printed, and the files to collect.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PORT = 8000
-WORKSPACE, HOME, SOCKET = "/workspace", "/home/agent", "/run/model.sock"
+WORKSPACE, HOME = "/workspace", "/home/agent"
 MAX_TEXT_BYTES = 1 << 20
 ENDED = -9  # exit code of a program that was killed because input had ended
 _TAIL_BYTES = 4096
@@ -29,11 +30,13 @@ _PR_SET_DUMPABLE = 4
 Job = dict[str, Any]
 
 
-def main(job_file: int, result_file: int) -> None:
-    """Runs the program of the job and writes the result, a JSON object."""
+def main(job_file: int, result_file: int, line: int) -> None:
+    """Sends the socket through `line`, runs the program of the job and writes the result, a JSON object."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)  # the program has the same user, and must not read this memory
     with os.fdopen(job_file, "rb") as file:
         job = json.load(file)
+    with socket.create_server(("127.0.0.1", PORT), backlog=128) as server, socket.socket(fileno=line) as service:
+        socket.send_fds(service, [b"."], [server.fileno()])
     result = asyncio.run(_run(job))
     with os.fdopen(result_file, "wb") as file:
         file.write(json.dumps(result).encode())
@@ -90,7 +93,6 @@ class _Child:
 
 
 async def _run(job: Job) -> Job:
-    server = await asyncio.start_server(_forward, "127.0.0.1", PORT)
     _write_files(job["files"])
     stopped = asyncio.create_task(_end_of_input())
     try:
@@ -101,8 +103,8 @@ async def _run(job: Job) -> Job:
         code, text, errors = await _execute(job["command"], job, stopped)
     except OSError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    finally:
-        server.close()
+    if code < 0 and not stopped.done():
+        return {"error": f"the program was ended by signal {-code}: {errors}"}
     files = dict(_collect(job["collect"], job["max_files_bytes"]))
     return {"exit_code": code, "text": text, "errors": errors, "files": files}
 
@@ -132,25 +134,6 @@ async def _end_of_input() -> None:
     stdin = os.fdopen(os.dup(0), "rb")
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), stdin)
     await reader.read()
-
-
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Forwards a connection until either end closes it."""
-    with contextlib.suppress(OSError):
-        own_reader, own_writer = await asyncio.open_unix_connection(SOCKET)
-        copies = {asyncio.create_task(_copy(reader, own_writer)), asyncio.create_task(_copy(own_reader, writer))}
-        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-        own_writer.close()
-        writer.close()
-        await asyncio.wait(copies)
-    writer.close()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(_CHUNK):
-            writer.write(data)
-            await writer.drain()
 
 
 def _write_files(files: dict[str, str]) -> None:

@@ -138,13 +138,15 @@ class Samples {
     return el("tr", {}, el("td", {}, expand), ...cells);
   }
 
-  // The turns of an episode: the policy's with their rewards, and the environment's.
+  // The turns of an episode: the policy's with their rewards, and the environment's. Calls of agents have labels.
   conversation(parts) {
-    return parts.map(([text, reward]) => {
+    return parts.map(([text, reward, called, depth]) => {
       const isPolicy = reward !== null;
-      const label = isPolicy ? `policy${reward === 0 ? "" : ` · reward ${show(reward)}`}` : "environment";
+      const label = called ?? (isPolicy ? `policy${reward === 0 ? "" : ` · reward ${show(reward)}`}` : "environment");
       const body = el("span", {}, ...marked(text, this.view.sought));
-      return el("div", { class: isPolicy ? "turn policy" : "turn environment" }, el("span", { class: "quiet" }, label), body);
+      const turn = el("div", { class: isPolicy ? "turn policy" : "turn environment" }, el("span", { class: "quiet" }, label), body);
+      if (depth) turn.style.marginLeft = `${2 * depth}em`;
+      return turn;
     });
   }
 

@@ -4,8 +4,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TypedDict
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from services.common.batches.blocks import begins_of_samples
 from services.coordinator.data.groups import Conversation
 from services.coordinator.data.reading.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
@@ -94,8 +96,12 @@ def embed(
 def histogram(all_sources: Sequence[Source]) -> dict[str, object]:
     """Returns the histogram of each batch's rewards: `labels` of the bins, and `counts` by step."""
     of_steps = thin([source for source in all_sources if not source.held_out])
-    batches = [(source, _read(source, ["reward"])) for source in of_steps]
-    rewards = {source.step: table["reward"].to_numpy() for source, table in batches if table is not None}
+    batches = [(source, _read(source, ["group", "sample", "segment", "reward"])) for source in of_steps]
+    rewards = {
+        source.step: table["reward"].to_numpy()[begins_of_samples(table)]
+        for source, table in batches
+        if table is not None
+    }
     if not rewards:
         return {"labels": [], "counts": {}}
     every = np.concatenate(list(rewards.values()))
@@ -161,7 +167,8 @@ def _fit(source: Source, table: pa.Table, decode: Decode, max_bytes: int) -> tup
 
 def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -> Shown:
     chosen = table.filter(pc.is_in(table["group"], value_set=pa.array(groups, table.schema.field("group").type)))
-    rows = chosen.to_pylist()
+    samples = [list(rows) for _, rows in groupby(chosen.to_pylist(), lambda row: (row["group"], row["sample"]))]
+    ends, rows = _ends(source), [segments[0] for segments in samples]
     components = list(dict.fromkeys(name for row in rows for name, _ in row["components"]))
     stamps = list(dict.fromkeys((row["policy_version"], row["policy_digest"]) for row in rows))
     prompts = {row["group"]: row for row in rows}
@@ -169,7 +176,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
         "label": source.label,
         "step": source.step,
         "heldOut": bool(source.held_out),
-        "total": table.num_rows,
+        "total": len(begins_of_samples(table)),
         "scorer": ", ".join(dict.fromkeys(row["scorer"] for row in rows)),
         "components": components,
         "stamps": stamps,
@@ -182,26 +189,79 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
                 [number(values.get(name, math.nan)) for name in components]
                 for values in (dict(row["components"]) for row in rows)
             ],
-            "advantage": [number(float(np.mean(a))) if (a := row["advantages"]) else None for row in rows],
+            "advantage": [_advantage(segments) for segments in samples],
             "stop": [row["finish_reason"] for row in rows],
-            "tokens": [len(row["tokens"]) for row in rows],
-            "completion": [_text(row["tokens"], decode) for row in rows],
-            "turns": [_conversation(row, decode) for row in rows],
+            "tokens": [sum(len(row["tokens"]) for row in segments) for segments in samples],
+            "completion": ["\n".join(_text(row["tokens"], decode) for row in segments) for segments in samples],
+            "turns": [_parts(segments, ends, decode) for segments in samples],
             "stamp": [stamps.index((row["policy_version"], row["policy_digest"])) for row in rows],
         },
     }
 
 
-def _conversation(row: Record, decode: Decode) -> list[tuple[str, float | str | None]] | None:
-    """Returns an episode as texts in order, each with the reward of the turn, or None if the environment wrote it."""
+def _advantage(segments: Sequence[Record]) -> float | str | None:
+    advantages = list(itertools.chain(*(row["advantages"] or () for row in segments)))
+    return number(float(np.mean(advantages))) if advantages else None
+
+
+_Part = tuple[str, float | str | None] | tuple[str, float | None, str, int]
+"""A text with the reward of the turn, None if the environment wrote it; of an agent's call also label and depth."""
+
+
+def _parts(segments: Sequence[Record], ends: Mapping[tuple[int, int], _Part], decode: Decode) -> list[_Part] | None:
+    """Returns an episode as texts in order; None if there was no environment."""
+    row = segments[0]
     if row["environment"] is None:
         return None
+    if row.get("calls") is not None:
+        end = ends.get((row["group"], row["sample"]))
+        return [*_calls(segments, decode), *([end] if end else [])]
     conversation = Conversation.of(row, lambda tokens: _text(tokens, decode))
     return [(part.text, None if part.reward is None else number(part.reward)) for part in conversation.parts]
 
 
+def _calls(segments: Sequence[Record], decode: Decode) -> Iterator[_Part]:
+    """Yields the calls of an agent's episode as a tree: the text that a call adds to the one that it continues, and its
+    answer. The first call that continues another one follows it, others are below it.
+    """
+    texts: dict[int, tuple[str, str]] = {}
+    trained: dict[int, int] = {}
+    children: dict[int | None, dict[int, None]] = {}
+    for row in segments:
+        turns = zip(row["calls"], row["turn_begins"], row["turn_ends"], strict=True)
+        for (call, begin, end), before in zip(turns, (None, *row["turn_ends"]), strict=False):
+            added = row["prompt_tokens"] if before is None else row["tokens"][before:begin]
+            texts.setdefault(call["number"], (_text(added, decode), _text(row["tokens"][begin:end], decode)))
+            children.setdefault(call["parent"], {})[call["number"]] = None
+            if any(row["loss_mask"][begin:end]):
+                trained[call["number"]] = row["segment"]
+    stack = [(root, None, 0) for root in reversed(children.pop(None, {}))]
+    while stack:
+        called, parent, depth = stack.pop()
+        where = f"call {called}" if parent is None else f"call {called}, which continues call {parent}"
+        fate = f"trained in segment {trained[called]}" if called in trained else "not trained"
+        added, answer = texts[called]
+        yield from ((added, None, f"agent · {where}", depth), (answer, 0.0, f"policy · {fate}", depth))
+        first, *others = children.get(called, {None: None})
+        if first is not None:
+            stack += [(first, called, depth), *((other, called, depth + 1) for other in reversed(others))]
+
+
+def _ends(source: Source) -> dict[tuple[int, int], _Part]:
+    """Returns what the agents of a source said at their ends, by group and sample."""
+    path = source.path.with_suffix(".calls.parquet")
+    table = _read(replace(source, path=path), ["group", "sample", "text", "exit_code"]) if path.is_file() else None
+    return {
+        (one["group"], one["sample"]): (_cut(one["text"]), None, f"agent · final text, exit code {one['exit_code']}", 0)
+        for one in (table.to_pylist() if table else ())
+    }
+
+
 def _text(tokens: Sequence[int], decode: Decode) -> str:
-    text = decode(tokens)
+    return _cut(decode(tokens))
+
+
+def _cut(text: str) -> str:
     left_out = len(text) - _HEAD_CHARACTERS - _TAIL_CHARACTERS
     if left_out <= 0:
         return text

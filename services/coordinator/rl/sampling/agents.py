@@ -6,9 +6,9 @@ which each sampled token is trained once.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.reward.v1.agent_pb2 import AgentCall, AgentEnd, Begin, CallAnswer
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
@@ -20,8 +20,9 @@ from services.common.tool_syntax import BadCall, ToolCall, find_calls, read_text
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Affinity, Rollout
+from services.coordinator.data.calls import COUNTED, CallLog, Left
 from services.coordinator.data.dialog import Dialog
-from services.coordinator.data.groups import Episode, Left, Row, SampledGroup, Stream
+from services.coordinator.data.groups import Episode, Row, SampledGroup, Stream
 from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import PromptRequest
@@ -34,7 +35,7 @@ _TURN_LIMIT = FinishReason.FINISH_REASON_TURN_LIMIT
 
 
 @dataclass(frozen=True)
-class _Sampled:
+class Sampled:
     """What a call keeps of its answer: the completion, with routed experts and sampling mask."""
 
     completion: Completion
@@ -67,17 +68,11 @@ class AgentCollector(PlayedCollector):
     async def _attempt(
         self, episode_id: str, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
     ) -> Played:
-        columns = {name: prompt.extra[name] for name in self.settings.columns if name in prompt.extra}
-        begin = Begin(
-            episode_id=episode_id,
-            seed=environment_seed(self._seed, prompt.prompt_id),
-            row_json=json.dumps({"prompt": prompt.row_prompt, **columns}),
-            alone=alone,
-            max_model_len=self.config.rollout.max_model_len,
-        )
-        episode = _AgentEpisode(self, prompt, request, sample)
+        begin = begin_of(prompt, self.config, episode_id)
+        begin.alone = alone
+        episode = AgentEpisode(self, prompt, request, sample)
         end = await self._environments.play(begin, episode.answer)
-        return episode.played(end, self._environments.name)
+        return episode.played(end, self._environments.name, self.turn_seed(prompt, request, sample, 0))
 
     def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
         segments = [
@@ -88,7 +83,7 @@ class AgentCollector(PlayedCollector):
         completions, left = [one.completion for one in played], [one.left for one in played]
         return SampledGroup(index, prompt, completions, request.stamp, segments=segments, left=left)
 
-    async def sample(self, call: Call, episode: "_AgentEpisode", limit: int, stop: Sequence[str]) -> _Sampled:
+    async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled:
         """Samples the answer of a call."""
         prompt, request, sample = episode.prompt, episode.request, episode.sample
         params = self._params(request, limit)
@@ -108,47 +103,78 @@ class AgentCollector(PlayedCollector):
                 "an agent's `stop`: the engine returns no routed experts then; set trainer.moe.router_replay to off"
             )
             raise InvalidInput(message, field="trainer.moe.router_replay")
-        return _Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
+        return Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
 
     def count(self, **numbers: int) -> None:
         self._counts.update(numbers)
 
 
-class _AgentEpisode:
+class Model(Protocol):
+    """Who answers the calls of an episode, and how they are read and rendered."""
+
+    settings: AgentEnvironmentConfig
+    config: Config
+    renderer: Renderer
+    dialog: Dialog
+
+    async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled: ...
+
+    def count(self, **numbers: int) -> None: ...
+
+
+def begin_of(prompt: Prompt, config: Config, episode_id: str) -> Begin:
+    """Returns the message that begins an episode of `prompt`."""
+    assert isinstance(config.environment, AgentEnvironmentConfig), "the run has an agent"
+    columns = {name: prompt.extra[name] for name in config.environment.columns if name in prompt.extra}
+    return Begin(
+        episode_id=episode_id,
+        seed=environment_seed(config.seed, prompt.prompt_id),
+        row_json=json.dumps({"prompt": prompt.row_prompt, **columns}),
+        max_model_len=config.rollout.max_model_len,
+    )
+
+
+class AgentEpisode:
     """One episode in progress: answers calls, and makes rows of them at the end."""
 
-    def __init__(self, collector: AgentCollector, prompt: Prompt, request: PromptRequest, sample: int):
-        self._collector, self._settings = collector, collector.settings
+    def __init__(self, model: Model, prompt: Prompt, request: PromptRequest, sample: int):
+        self._model, self._settings = model, model.settings
         self.prompt, self.request, self.sample = prompt, request, sample
-        self.threads, self.affinity = Threads(collector.renderer), Affinity()
+        self.threads, self.affinity = Threads(model.renderer), Affinity()
         # Calls are added in the order in which they came, in a thread, because they may have to be tokenized.
         self._adding = asyncio.Lock()
         self._num_calls = self._num_tokens = 0
+        self._log = CallLog()
         self._limit: FinishReason | None = None
         self._last, self._is_cut = -1, False
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         """Returns the model's answer, or a refusal."""
         said = json.loads(asked.request_json)
+        entry = self._log.ask(asked, said)
         async with self._adding:
             call = await (self._count(asked, said) if asked.counts else self._add(asked, said))
         if isinstance(call, CallAnswer):
+            entry["status"] = call.refusal_code or COUNTED
             return call
-        room = self._collector.config.rollout.max_model_len - len(call.prompt)
+        entry |= {"parent": call.parent and call.parent.number, "after": call.after}
+        room = self._model.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
         limit = min(room, left, *([said["max_tokens"]] if said["max_tokens"] else []))
-        sampled = await self._collector.sample(call, self, limit, said["stop"])
+        sampled = await self._model.sample(call, self, limit, said["stop"])
         completion = sampled.completion
-        message, calls, stop = self._message(call, completion, said)
+        message, stop = message_of(self._settings, self._model.dialog, call, completion.tokens, said)
+        is_cut = completion.finish_reason == _LENGTH
+        reason = "length" if is_cut else "tool_calls" if "tool_calls" in message else "stop"
         async with self._adding:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256))
+            self._log.answer(entry, message, reason)
         self._num_tokens += len(completion.tokens)
-        is_cut = completion.finish_reason == _LENGTH
         self._note(call.number, is_cut=is_cut)
         return CallAnswer(
             call=asked.number,
             message_json=json.dumps(message),
-            finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
+            finish_reason=reason,
             num_prompt_tokens=len(call.prompt),
             num_sampled_tokens=len(completion.tokens),
             stop_sequence=stop,
@@ -166,19 +192,20 @@ class _AgentEpisode:
 
     async def _add(self, asked: AgentCall, said: Json) -> Call | CallAnswer:
         """Returns the call with its tokens, or a refusal."""
-        settings, collector = self._settings, self._collector
-        collector.count(overridden=bool(asked.overridden))
+        settings, model = self._settings, self._model
+        model.count(overridden=bool(asked.overridden))
         if self._limit is None and self._num_calls >= settings.max_calls:
             self._limit = _TURN_LIMIT
         if self._limit is None and self._num_tokens >= settings.max_tokens:
             self._limit = _LENGTH
         if self._limit is not None:
             return self._over(asked)
+        self._num_calls += 1  # one that is refused counts too, or an agent that ignores it would go on until episode_s
         try:
             call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
             return self._refuse(asked, error.message, "invalid_messages")
-        most = collector.config.rollout.max_model_len
+        most = model.config.rollout.max_model_len
         if self.threads.num_segments > settings.max_segments:
             self._limit = _TURN_LIMIT
             self.threads.drop(call)
@@ -188,7 +215,6 @@ class _AgentEpisode:
             self._note(asked.number, is_cut=True)
             message = f"the prompt has {len(call.prompt)} tokens, and a prompt with its answer at most {most}"
             return self._refuse(asked, message, "context_length_exceeded")
-        self._num_calls += 1
         return call
 
     def _note(self, number: int, *, is_cut: bool) -> None:
@@ -203,47 +229,19 @@ class _AgentEpisode:
         return refusal
 
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
-        self._collector.count(refused_calls=1)
+        self._model.count(refused_calls=1)
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
-    def _message(self, call: Call, completion: Completion, said: Json) -> tuple[Json, int, str]:
-        """Returns the message of an answer for the agent, its number of calls of tools, and what has stopped it.
-
-        A text with a call that is malformed is the content as it is.
-        """
-        settings, dialog = self._settings, self._collector.dialog
-        text, is_reasoning = dialog.text(completion.tokens), dialog.opens_reasoning(call.prompt)
-        reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
-        shown, stop = _before(content, said["stop"])
-        message: dict[str, Any] = {"role": "assistant", "content": shown}
-        message |= {"reasoning": reasoning} if reasoning else {}
-        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
-        if not tools or settings.tool_syntax == "none":
-            return message, 0, stop
-        calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
-        made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
-        if not made or any(isinstance(one, BadCall) for one in calls):
-            return message, 0, stop
-        message["content"] = "" if settings.tool_syntax == "llama3" else content.partition("<tool_call>")[0].strip()
-        # 9 letters and digits, which Mistral's templates want.
-        ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
-        pairs = zip(ids, made, strict=True)
-        message["tool_calls"] = [
-            {"id": name, "name": one.name, "arguments": json.dumps(one.arguments)} for name, one in pairs
-        ]
-        return message, len(made), ""
-
-    def played(self, end: AgentEnd, environment: str) -> Played:
+    def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if it has not called the model."""
         paths = self.threads.paths()
         if not paths:
             detail = f"the agent ended with exit code {end.exit_code} and never called the model: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
-        self._collector.count(retries=end.num_retries)
+        self._model.count(retries=end.num_retries)
         reason = self._limit if self._limit is not None else _LENGTH if self._is_cut else _STOP
-        seed = self._collector.turn_seed(self.prompt, self.request, self.sample, 0)
         rows = [_row(path, segment, reason, seed, environment) for segment, path in enumerate(paths)]
-        left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens)
+        left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self._log)
         whole = Completion(finish_reason=reason, seed=seed)
         return Played(self.prompt, whole, Episode((), (), (), environment), segments=rows, left=left)
 
@@ -256,7 +254,7 @@ def _key_of(call: Call, occurrence: int) -> Sequence[int]:
 def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment: str) -> Row:
     stream = Stream(path.calls[0].prompt)
     for call in path.calls:
-        sampled: _Sampled = call.facts
+        sampled: Sampled = call.facts
         if call is not path.calls[0]:
             stream.add_context(call.added)
         stream.add_turn(sampled.completion, sampled.routed_experts, sampled.sampling_mask)
@@ -278,11 +276,45 @@ def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment:
     )
 
 
+def message_of(
+    settings: AgentEnvironmentConfig, dialog: Dialog, call: Call, answer: Sequence[int], said: Json
+) -> tuple[Json, str]:
+    """Returns the message of an answer for the agent, and which text of the request's `stop` has ended it.
+
+    A text with a call of tools that is malformed is the content as it is.
+    """
+    text, is_reasoning = dialog.text(answer), dialog.opens_reasoning(call.prompt)
+    reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
+    shown, stop = _before(content, said["stop"])
+    message: dict[str, Any] = {"role": "assistant", "content": shown}
+    message |= {"reasoning": reasoning} if reasoning else {}
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
+    if not tools or settings.tool_syntax == "none":
+        return message, stop
+    calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
+    made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
+    if not made or any(isinstance(one, BadCall) for one in calls):
+        return message, stop
+    message["content"] = "" if settings.tool_syntax == "llama3" else content.partition("<tool_call>")[0].strip()
+    # 9 letters and digits, which Mistral's templates want.
+    ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
+    pairs = zip(ids, made, strict=True)
+    message["tool_calls"] = [
+        {"id": name, "name": one.name, "arguments": _written(one.arguments)} for name, one in pairs
+    ]
+    return message, ""
+
+
 def _typed(call: ToolCall, tools: Json, syntax: str) -> ToolCall:
     """Returns the call with arguments of the types of its tool; this syntax writes all as text."""
     if syntax != "qwen3_coder" or call.name not in tools:
         return call
     return ToolCall(call.name, read_texts(call.arguments, tools[call.name]))
+
+
+def _written(arguments: Mapping[str, object]) -> str:
+    """Returns arguments as JSON text. Halves of surrogate pairs, which clients cannot send back, are replaced."""
+    return json.dumps(arguments, ensure_ascii=False).encode(errors="replace").decode()
 
 
 def _split_reasoning(text: str, tags: Sequence[str], *, is_reasoning: bool) -> tuple[str, str]:

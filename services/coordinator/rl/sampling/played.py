@@ -17,7 +17,8 @@ from services.common.telemetry.trace import span
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
 from services.coordinator.clients.rollout import Rollout
-from services.coordinator.data.groups import Episode, Left, Row, SampledGroup, ScoredGroup
+from services.coordinator.data.calls import Left
+from services.coordinator.data.groups import Episode, Row, SampledGroup, ScoredGroup
 from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import Collector, PromptRequest

@@ -1,0 +1,108 @@
+"""Tests `lockstep env try` and the checks of `lockstep doctor` with agents."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from services.coordinator.cli import groups
+from services.coordinator.cli.main import app
+from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor.inputs import examine_environment
+from services.coordinator.fleet.launch import Addresses
+from services.coordinator.observe.console import literal_console
+from tests.agents.harness import END, make_chat_tokenizer
+from tests.agents.test_episodes import AGENTS, CALL
+from tests.coordinator.doctor.findings import FAIL, OK, WARN, config_with
+from tests.coordinator.text.bridge_families import TEMPLATES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a model without weights, whose tokenizer has all characters."""
+    directory = tmp_path_factory.mktemp("model")
+    make_chat_tokenizer()._backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    shutil.copy(config_with().model + "/config.json", directory)
+    return directory
+
+
+def tried(model: Path, *texts: str, **environment: Any) -> Result:
+    pq.write_table(pa.table({"prompt": ["one", "two"], "answer": ["1", "2"]}), model / "train.parquet")
+    data = {"train": str(model / "train.parquet"), "prompts_per_step": 2}
+    content = {
+        "model": str(model),
+        "num_steps": 1,
+        "data": {**data, "chat_template": str(TEMPLATES / "qwen2.5.jinja"), "max_prompt_tokens": 500},
+        "rollout": {"max_model_len": 2000},
+        "reward": {"scorers": [{"kind": "exact"}]},
+        "environment": {"kind": "agent", **environment},
+    }
+    (model / "run.yaml").write_text(yaml.safe_dump(content))
+    options = [word for text in texts for word in ("--policy-text", text)]
+    return CliRunner().invoke(app, ["env", "try", str(model / "run.yaml"), "--row", "1", *options])
+
+
+@pytest.fixture(autouse=True)
+def console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_console", literal_console())  # of the output that the runner puts in place
+
+
+def test_the_calls_of_an_agent_are_shown_as_a_run_would_read_them(model: Path) -> None:
+    done = tried(model, f"I add.\n{CALL}", "4", "short", "a", "b", "c", "d", path=f"{AGENTS}:compacts")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("agent 1/") and "prompt 1-" in lines[0]
+    calls = [line.partition(":")[0] for line in lines if line.startswith("---")]
+    assert calls == [
+        *("--- call 0 begins a segment", "--- call 1 continues call 0", "--- call 2 continues call 1"),
+        *(f"--- call {number} begins a segment" for number in (3, 4, 5, 6)),
+        "--- exit code 0; 7 calls in 5 segments",
+    ]
+    assert lines[2:7] == [
+        "[user] two",
+        "[assistant] I add.",
+        '[calls] add({"b": 5000.0, "a": "A/"})',
+        lines[5],
+        "[tool] 4",
+    ]
+    assert "tokens, tools add" in lines[1] and lines[-1] == "[final text] 4"
+
+
+def test_what_an_agent_asks_in_vain_and_its_failure_are_shown(model: Path) -> None:
+    done = tried(model, "hi", path=f"{AGENTS}:too_long")
+    assert "--- call 0 is refused, context_length_exceeded: the prompt has " in done.stdout
+    assert done.exit_code == 0 and "0 calls in 0 segments" in done.stdout
+    done = tried(model, "hi", path=f"{AGENTS}:crashes")
+    assert done.exit_code == 1 and "environment: crashed: RuntimeError: a bug of the agent" in done.stdout
+    done = tried(model, "hi", path=f"{AGENTS}:compacts")
+    assert done.exit_code == 1 and "environment: crashed" in done.stdout, "it wanted a call of its tool"
+    done = tried(model, f"I add.\n{CALL}", path=f"{AGENTS}:compacts")
+    assert done.exit_code == 0 and done.stdout.endswith("no more turns of the policy: the episode was left\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "verdict", "words"),
+    [
+        ({"path": f"{AGENTS}:compacts"}, OK, f"{AGENTS}:compacts can be imported"),
+        ({"path": f"{AGENTS}:no_such"}, FAIL, "no_such"),
+        ({"path": f"{AGENTS}:user"}, FAIL, "row"),
+        ({"command": ["python", "agent.py"]}, OK, "bin/python, with openai and anthropic"),
+        ({"command": ["cat"]}, OK, "its sandbox runs /usr/bin/cat"),
+        ({"command": ["no-such-agent"]}, FAIL, "the sandbox has no program no-such-agent"),
+        ({"command": ["made"], "setup": ["true"]}, WARN, "no program made before environment.setup"),
+        ({"command": ["cat"], "files": {"x": "/no/such"}}, FAIL, "/no/such"),
+        ({"command": ["./own"], "files": {"own": __file__}}, OK, "its sandbox runs ./own"),
+    ],
+)
+def test_doctor_says_what_an_agent_needs(environment: dict[str, Any], verdict: Verdict, words: str) -> None:
+    config = config_with(environment={"kind": "agent", **environment}, reward={"scorers": [{"kind": "exact"}]})
+    (finding,) = examine_environment(config, Addresses())
+    assert (finding.verdict, words in finding.result) == (verdict, True), finding
+    assert verdict is OK or finding.fix
