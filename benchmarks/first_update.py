@@ -62,7 +62,14 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     samples: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
-        overrides = ["num_steps=3", "evaluation.eval_before_train=false", f"runs_dir={name}/runs", *options.overrides]
+        overrides = [
+            "num_steps=3",
+            "evaluation.eval_before_train=false",
+            "checkpoint.save_freq=0",
+            "checkpoint.export_at_end=false",
+            f"runs_dir={name}/runs",
+            *options.overrides,
+        ]
         if options.shape:
             model = make_random_model(Path(name), options.shape, options)
             for file in TOKENIZER:

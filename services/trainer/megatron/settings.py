@@ -170,7 +170,7 @@ def _sink_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, objec
     settings: dict[str, object] = {
         "add_bias_linear": True,
         "softmax_type": "learnable",
-        "activation_func_clamp_value": hf.swiglu_limit,
+        "activation_func_clamp_value": getattr(hf, "swiglu_limit", 7.0),  # transformers 5.17 has no key for it
     }
     if hf.sliding_window:  # which counts the query's own key
         settings["window_size"] = (hf.sliding_window - 1, 0)
