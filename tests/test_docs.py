@@ -81,10 +81,7 @@ def wide_lines(text: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if len(line) > 88]
 
 
-UNWRAPPED = ("agents.md", "megatron.md")  # their longest lines wrap on the page
-
-
-@pytest.mark.parametrize("page", [page for page in MANUAL if page.name not in UNWRAPPED], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", MANUAL, ids=lambda page: page.name)
 def test_no_code_is_too_wide(page: Path) -> None:
     assert wide_lines(page.read_text(encoding="utf-8")) == []
 
