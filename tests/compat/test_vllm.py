@@ -314,6 +314,25 @@ def test_a_reload_reads_the_names_of_weight_loaders() -> None:
     assert models[1].layer.weight.tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("is_redirected", [False, True])
+def test_a_reload_loses_copies_past_the_weight_loaders(is_redirected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing is lost any more, drop `_DirectCopies`."""
+
+    class GptOssForCausalLM(Model):
+        def load_weights(self, weights: Any) -> None:
+            self.layer.weight.copy_(dict(weights)["weight"])
+
+    copied = {"GptOssForCausalLM": ("weight",)} if is_redirected else {}
+    monkeypatch.setattr(worker, "_COPIED_DIRECTLY", copied)
+    model = GptOssForCausalLM()
+    live = model.layer.weight.data
+    for value in (2.0, 3.0):
+        with torch.no_grad():
+            worker.reload_weights(model, None, [("weight", torch.full((2,), value))])
+        assert live.tolist() == [value if is_redirected else 0.0] * 2
+        assert model.layer.weight.data_ptr() == live.data_ptr()
+
+
 def test_plain_layers_have_the_names_that_are_looked_for() -> None:
     methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     assert tuple(method.__name__ for method in methods) == worker._PLAIN_METHODS

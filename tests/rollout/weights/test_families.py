@@ -36,6 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 tp2": ("phi3", {"strategy": "megatron", "megatron": TP}),
     "phi3 adapter": ("phi3", {"strategy": "megatron", "megatron": TP, "lora": LORA}),
     "deepseek_v3 tp2": ("deepseek_v3", {"strategy": "megatron", "megatron": TP}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss tp2": ("gpt_oss", {"strategy": "megatron", "megatron": TP}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe ep2": ("qwen2_moe", {"strategy": "megatron", "megatron": EP}),
     "glm4_moe": ("glm4_moe", {}),
