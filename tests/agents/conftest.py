@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 before transformers, which is imported without it otherwise, and other tests need both
 
 from tests.agents.harness import ASK
 

@@ -51,7 +51,7 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(train
         second.terminate()
         assert not still_there(ranks)
     lines = [line for log in logs for line in log.read_text().splitlines() if " trainer " in line]
-    expected = ("listens on", "attention is computed by")
+    expected = ("listens on", "attention is computed by", "rpc.progress: ")
     assert [line for line in lines if not any(words in line for words in expected)] == []
 
 
