@@ -121,7 +121,7 @@ async def test_a_recorded_session_is_one_segment(mutant: str, session: Any, monk
     said = list[int]()
 
     async def run(self: object, part: Any) -> Any:
-        base, common = f"http://127.0.0.1:{part.port}", {"api_key": part.key, "max_retries": 0}
+        base, common = part.url, {"api_key": part.key, "max_retries": 0}
         if session is codex:
             client: Any = openai.AsyncOpenAI(base_url=f"{base}/v1", **common, _strict_response_validation=True)
         else:

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from services.common.config.layout import gathers_tokens
 from services.common.config.megatron import MegatronConfig
 from services.common.families.architecture import Architecture
-from services.trainer.compat.megatron.attention import RMSNorm, SinkAttention, with_torch_modules
+from services.trainer.compat.megatron.attention import RMSNorm, with_torch_modules
 from services.trainer.compat.megatron.model import (
     HiddenStateModel,
     add_gradients_in_place,
@@ -33,8 +33,8 @@ from services.trainer.compat.megatron.model import (
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
+from services.trainer.megatron.layers import with_own_norms, with_sinks
 from services.trainer.megatron.microbatch import MicrobatchShard
-from services.trainer.megatron.norms import with_own_norms
 from services.trainer.megatron.settings import make, model_settings, refusals
 from services.trainer.updates.logprobs import linear_logprobs
 
@@ -184,7 +184,7 @@ def build_chunks(
         stage = index if vpp else None
         spec = _layer_spec(config, stage, model, is_adapted=is_adapted, is_gpu=is_gpu)
         if config.softmax_type == "learnable":
-            spec = _with_sinks(spec)
+            spec = with_sinks(spec)
         is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         chunk = make_chunk(with_grouped_experts(spec, model) if is_grouped else spec, (is_first, is_last), stage)
@@ -262,18 +262,6 @@ def _layer_spec(
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     spec = with_torch_modules(spec)
     return with_own_norms(spec, config, model, RMSNorm) if has_own_norms else spec
-
-
-def _with_sinks(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Returns a spec whose layers have SinkAttention."""
-    assert spec.layer_specs is not None
-    layers = []
-    for layer in spec.layer_specs:
-        parts: Any = layer.submodules
-        attention = parts.self_attention
-        own = replace(attention, submodules=replace(attention.submodules, core_attention=SinkAttention))
-        layers.append(replace(layer, submodules=replace(parts, self_attention=own)))
-    return replace(spec, layer_specs=layers)
 
 
 def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:

@@ -1,7 +1,6 @@
-"""Cuts sequences for context parallelism, implements norm and attention for CPU, without TransformerEngine, and
-attention with sinks for every device.
+"""Cuts sequences for context parallelism, and implements norm and attention for CPU, without TransformerEngine.
 
-Reason for those of CPU: in Megatron's local layer spec the norm does not support sequence parallelism, the attention
+Reason: in Megatron's local layer spec the norm does not support sequence parallelism, the attention
 supports neither packed sequences nor context parallelism, and latent attention cuts its projections to latents, after
 which the key's rotated part would get the gradient of only this rank's heads. Seen with Megatron-Core 0.16.1.
 """
@@ -15,15 +14,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-from services.trainer.attention import Attention, attend
 
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
@@ -170,40 +166,3 @@ class SDPAttention(MegatronModule):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=is_grouped
         )
         return mixed.permute(2, 0, 1, 3)
-
-
-class SinkAttention(DotProductAttention):
-    """Computes causal self-attention with a sink for each head, and a window in the layers that have one (gpt-oss,
-    arXiv 2508.10925), with the arguments of TransformerEngine's.
-
-    Reason: TransformerEngine's choice of kernels turns all off for sinks in packed sequences (read, not tried), and
-    Megatron's own attention, which has the sinks and their checkpoint, takes no packed sequences.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        assert isinstance(self.softmax_offset, torch.nn.Parameter), "the model's config has a learnable softmax"
-        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        window = self.scale_mask_softmax.window_size  # keys before the query's own, and after it
-        self._window = None if window is None else window[0] + 1
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: object,
-    ) -> torch.Tensor:
-        """Maps [s, b, heads, dim] to [s, b, heads * dim], or packed [t, heads, dim] to [t, heads * dim]."""
-        assert attention_mask is None, "attention is causal and takes no mask"
-        attention = Attention(self.softmax_scale, self._window, self.softmax_offset, softcap=None)
-        if packed_seq_params is not None:
-            lengths = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            return attend(query, key, value, lengths, attention).flatten(1)
-        length, size = query.shape[:2]
-        bounds = torch.arange(0, length * size + 1, length, dtype=torch.int32, device=query.device)
-        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = attend(query, key, value, (bounds, length), attention)
-        return out.unflatten(0, (size, length)).transpose(0, 1).flatten(2)

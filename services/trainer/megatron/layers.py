@@ -1,5 +1,5 @@
-"""Norms that Megatron's layers do not have: of the outputs of attention and of the feed-forward network, and of the
-queries and keys of all heads together (OLMo 2, arXiv 2501.00656)."""
+"""Parts of layers that Megatron does not have: norms of the outputs of attention and of the feed-forward network, and
+of the queries and keys of all heads together (OLMo 2, arXiv 2501.00656), and sinks in packed attention."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.families.architecture import Architecture
+from services.trainer.attention import Attention, attend
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.megatron.experts import Offsets
 
@@ -95,4 +98,53 @@ def with_own_norms(
             attention = parts.self_attention
             changes["self_attention"] = replace(attention, submodules=replace(attention.submodules, **norms))
         layers.append(replace(layer, submodules=replace(parts, **changes)))
+    return replace(spec, layer_specs=layers)
+
+
+class SinkAttention(DotProductAttention):
+    """Computes causal self-attention with a sink for each head, and a window in the layers that have one (gpt-oss,
+    arXiv 2508.10925), with the arguments of TransformerEngine's.
+
+    Reason: TransformerEngine's choice of kernels turns all off for sinks in packed sequences (read, not tried), and
+    Megatron's own attention, which has the sinks and their checkpoint, takes no packed sequences.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.softmax_offset, torch.nn.Parameter), "the model's config has a learnable softmax"
+        tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        window = self.scale_mask_softmax.window_size  # keys before the query's own, and after it
+        self._window = None if window is None else window[0] + 1
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Maps [s, b, heads, dim] to [s, b, heads * dim], or packed [t, heads, dim] to [t, heads * dim]."""
+        assert attention_mask is None, "attention is causal and takes no mask"
+        attention = Attention(self.softmax_scale, self._window, self.softmax_offset, softcap=None)
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            return attend(query, key, value, lengths, attention).flatten(1)
+        length, size = query.shape[:2]
+        bounds = torch.arange(0, length * size + 1, length, dtype=torch.int32, device=query.device)
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = attend(query, key, value, (bounds, length), attention)
+        return out.unflatten(0, (size, length)).transpose(0, 1).flatten(2)
+
+
+def with_sinks(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Returns a spec whose layers have SinkAttention."""
+    assert spec.layer_specs is not None
+    layers = []
+    for layer in spec.layer_specs:
+        parts: Any = layer.submodules
+        attention = parts.self_attention
+        own = replace(attention, submodules=replace(attention.submodules, core_attention=SinkAttention))
+        layers.append(replace(layer, submodules=replace(parts, self_attention=own)))
     return replace(spec, layer_specs=layers)
