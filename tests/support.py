@@ -85,7 +85,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 16,
-        "rope_parameters": {**_YARN, "truncate": False},
+        "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},  # vLLM reads the betas
     },
     # Its first layer is dense.
     "glm4_moe": {
