@@ -79,7 +79,7 @@ def test_a_reload_that_is_undone_does_not() -> None:
 
 
 def test_a_reload_reads_the_names_of_weight_loaders() -> None:
-    """Partial functions have none. If no error is raised, drop `_name_partial_loaders`."""
+    """Partial functions have none. If no error is raised, drop the names in `_prepare_loaders`."""
 
     def doubled(param: nn.Parameter, loaded: torch.Tensor, factor: int) -> None:
         param.data.copy_(factor * loaded)

@@ -41,7 +41,7 @@ async def following_stages(addresses: Addresses, reporters: Reporters) -> AsyncI
 
 
 def _named(addresses: Addresses) -> Iterator[tuple[str, str, Transport]]:
-    """Yields name, address and transport of each service, as their logs are named."""
+    """Yields name, address and transport of each service; of several replicas, the names have their numbers."""
     numbers = Counter[str]()
     for name, address in addresses.named:
         transport = addresses.rollout_transport if name == "rollout" else addresses.transport

@@ -92,7 +92,8 @@ class StageLines(Reporter):
 
     def __init__(self, console: Console):
         self._console, self._stages = console, Stages()
-        self._live = Live(console=console, get_renderable=self._stages.lines, refresh_per_second=4, transient=True)
+        shown = lambda: Text("\n".join(self._stages.lines()))  # noqa: E731
+        self._live = Live(console=console, get_renderable=shown, refresh_per_second=4, transient=True)
         self._is_live = console.is_terminal
 
     def stage(self, service: str, name: str, began_s: float, seconds: float | None = None) -> None:
@@ -124,10 +125,10 @@ class Stages:
         else:
             self._running.pop((service, name), None)
 
-    def lines(self) -> Text:
+    def lines(self) -> list[str]:
         now_s = time.monotonic()
         running = sorted(self._running.items(), key=lambda item: item[1])
-        return Text("\n".join(f"  {service}: {name}, {now_s - since:.0f} s" for (service, name), since in running))
+        return [f"  {service}: {name}, {now_s - since:.0f} s" for (service, name), since in running]
 
 
 _MIN_STAGE_S, _LONG_PHASE_S = 1.0, 5.0  # what takes less is not worth a line, or a number
@@ -209,7 +210,7 @@ class Terminal(Reporter):
         lines = [(_NAMES[0], self._sets, *_NAMES[2:]), *self._rows[-num_rows:]]
         phase_s = time.monotonic() - self._phase_began_s
         phase = f"{self._phase}, {phase_s:.0f} s" if self._phase and phase_s >= _LONG_PHASE_S else self._phase
-        caption = "\n".join([phase, *self._stages.lines().plain.splitlines()])
+        caption = "\n".join([phase, *self._stages.lines()])
         table = Table(caption=caption, caption_justify="left", expand=False)
         wanted = [index for index in _BY_IMPORTANCE if index != _SCORE or any(line[index] for line in lines[1:])]
         columns = [[line[index] for line in lines] for index in fitting(lines, wanted, self._console.width)]

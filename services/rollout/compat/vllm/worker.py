@@ -103,12 +103,8 @@ def reload_weights(model: nn.Module, model_config: ModelConfig, weights: Iterabl
         _unpack_experts_on_cpu(model)
     assert callable(model.load_weights), "every model of vLLM has this method"
     with _without_adapters(model):
-        _name_partial_loaders(model)
         copied = _COPIED_DIRECTLY.get(type(model).__name__, ())
-        for layer in model.modules() if copied else ():
-            parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
-            for name in parameters.keys() & copied:
-                vars(parameters[name])["weight_loader"] = default_weight_loader
+        _prepare_loaders(model, copied)
         initialize_layerwise_reload(model)
         with _DirectCopies(model, copied) if copied else contextlib.nullcontext():
             model.load_weights(weights)
@@ -117,11 +113,12 @@ def reload_weights(model: nn.Module, model_config: ModelConfig, weights: Iterabl
         _repack_tied_head_on_cpu(model)
 
 
-def _name_partial_loaders(model: nn.Module) -> None:
-    """Gives the weight loaders of a layer that are functools.partial the names of their functions.
+def _prepare_loaders(model: nn.Module, copied: Collection[str]) -> None:
+    """Gives weight loaders that are functools.partial the names of their functions, and parameters with the names
+    `copied` a loader that takes a whole tensor (see `_DirectCopies`).
 
-    Reason: vLLM's layerwise reload reads the name of each, which such objects lack. Seen with MiniMax-M2's norms of
-    queries and keys in vLLM 0.32.0 (CPU).
+    Reason: vLLM's layerwise reload reads the name of each loader, which such objects lack. Seen with MiniMax-M2's norms
+    of queries and keys in vLLM 0.32.0 (CPU).
     """
     for layer in model.modules():
         parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
@@ -129,6 +126,8 @@ def _name_partial_loaders(model: nn.Module) -> None:
             loader = getattr(tensor, "weight_loader", None)
             if isinstance(loader, functools.partial):
                 vars(loader).setdefault("__name__", loader.func.__name__)
+        for name in parameters.keys() & copied:
+            vars(parameters[name])["weight_loader"] = default_weight_loader
 
 
 class _DirectCopies(OperatorWatch):
