@@ -15,7 +15,6 @@ from services.common.config.pass_through import UNEVEN, Problems, pass_through_p
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
-from services.common.families.layers import SINKS
 from services.common.families.registry import MBRIDGE_TYPES
 
 _MEGATRON = "trainer.megatron"
@@ -171,7 +170,7 @@ def _broken_rules(
         if architecture.kv_lora_rank:  # Megatron would not sum the gradient of the part that all keys share over TP
             yield from _sequence_parallel(megatron, "latent keys")
         yield from _pipeline_and_experts(megatron, layout, architecture)
-        yield from _sinks_and_stacked_experts(megatron, layout, architecture)
+        yield from _windows_and_stacked_experts(megatron, layout, architecture)
         if megatron.use_mbridge and architecture.model_type not in MBRIDGE_TYPES:
             yield (
                 "use_mbridge",
@@ -294,11 +293,11 @@ def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Archi
         yield "moe.token_dispatcher_type", f"allgather {why}; nearest legal: alltoall"
 
 
-def _sinks_and_stacked_experts(megatron: MegatronConfig, layout: Layout, model: Architecture) -> Problems:
-    if layout.cp > 1 and model.has(SINKS.parameter):
+def _windows_and_stacked_experts(megatron: MegatronConfig, layout: Layout, model: Architecture) -> Problems:
+    if layout.cp > 1 and model.family.has_windows:
         yield (
             "context_parallel_size",
-            f"{layout.cp}: attention with sinks does not cut sequences; nearest legal: CP 1, with TP or PP instead",
+            f"{layout.cp}: attention with windows does not cut sequences; nearest legal: CP 1, with TP or PP instead",
         )
     if not model.has_stacked_experts:
         return

@@ -166,6 +166,8 @@ def is_named_dense(config: Mapping[str, object], layer: int) -> bool:
     return cast("list[object]", types)[layer] == "dense"
 
 
+# OLMo 2 (arXiv 2501.00656).
+OLMO2 = Family("olmo2", kinds={"dense": (*ATTENTION, *ALL_HEADS_NORMS, *DENSE_MLP, *OUTPUT_NORMS)}, norms_outputs=True)
 # DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), Moonlight (arXiv 2502.16982).
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -257,12 +259,9 @@ _KNOWN = (
         keys={**EXPERT_KEYS, "moe_intermediate_size": ("intermediate_size",)},
         has_partial_rotary=True,
     ),
-    # OLMo 2 (arXiv 2501.00656).
-    Family(
-        "olmo2",
-        kinds={"dense": (*ATTENTION, *ALL_HEADS_NORMS, *DENSE_MLP, *OUTPUT_NORMS)},
-        norms_outputs=True,
-    ),
+    OLMO2,
+    # OLMo 3 (arXiv 2512.13961).
+    replace(OLMO2, model_type="olmo3", has_windows=True, has_yarn=True),
     # Phi-3 (arXiv 2404.14219) and Phi-4 (arXiv 2412.08905); Megatron computes only the models without a sliding window
     # and without LongRoPE, such as the 14B Phi-4.
     Family(

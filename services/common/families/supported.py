@@ -1,11 +1,12 @@
 """Refuses, from config.json, models that a strategy would compute otherwise than transformers. The trainer and
 `lockstep plan` thus have the same rules."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
 from services.common.errors import InvalidInput
-from services.common.families.registry import FAMILIES
+from services.common.families.registry import FAMILIES, Family
 from services.common.files.storage import JsonObject
 
 # Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
@@ -53,7 +54,7 @@ def _of_both(content: JsonObject) -> Iterator[str]:
         yield "quantization_config is not supported: weights must be of floating point"
     if content.get("transformers_weights"):
         yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
-    for rope in _ropes(content):
+    for rope in _ropes(content).values():
         kind = _kind(rope)
         if kind in _LENGTH_DEPENDENT:
             yield (
@@ -83,12 +84,17 @@ def _of_megatron(content: JsonObject) -> Iterator[str]:
             yield f"{key} {value!r} is not supported by strategy megatron{ASK_FSDP}"
     if FAMILIES[model_type].router == "sigmoid":
         yield from _of_sigmoid_router(content)
-    for rope in _ropes(content):
-        is_known = _is_latent_rope if FAMILIES[model_type].nullable else _is_rope
-        if FAMILIES[model_type].has_yarn and _kind(rope) == "yarn" and rope.get("attention_factor") is None:
-            continue
-        if not is_known(rope, content):
-            yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{ASK_FSDP}"
+    yield from _of_rotary_scaling(content, FAMILIES[model_type])
+
+
+def _of_rotary_scaling(content: JsonObject, family: Family) -> Iterator[str]:
+    for layers, rope in _ropes(content).items():
+        is_known = _is_latent_rope(rope) if family.nullable else _is_rope(rope, content)
+        is_known = is_known or (family.has_yarn and _is_yarn(rope))
+        # Layers with a window have a rotary embedding of their own, which is not scaled.
+        if not is_known or (layers == "sliding_attention" and _kind(rope) != "default"):
+            where = f" of {layers}" if layers else ""
+            yield f"rotary scaling {dict(rope)}{where} is not supported by strategy megatron{ASK_FSDP}"
 
 
 def _of_sigmoid_router(content: JsonObject) -> Iterator[str]:
@@ -117,14 +123,15 @@ def _is_window_on(content: JsonObject) -> bool:
     return model_type in FAMILIES or bool(content.get("use_sliding_window", True))
 
 
-def _ropes(content: JsonObject) -> list[JsonObject]:
-    """Returns the rotary settings: one, or one for each type of layer. Older configs have them in `rope_scaling`."""
+def _ropes(content: JsonObject) -> Mapping[str, JsonObject]:
+    """Returns the rotary settings: one for each type of layer, or one for all, under "". Older configs have them in
+    `rope_scaling`."""
     given: object = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise InvalidInput(f"model: rope_parameters is {given!r}, not an object", field="model")
     rope = cast(JsonObject, given)
-    nested = [cast(JsonObject, part) for part in rope.values() if isinstance(part, Mapping)]
-    return nested or [rope]
+    nested = {layers: cast(JsonObject, part) for layers, part in rope.items() if isinstance(part, Mapping)}
+    return nested or {"": rope}
 
 
 def _kind(rope: JsonObject) -> str:
@@ -137,7 +144,15 @@ def _is_rope(rope: JsonObject, content: JsonObject) -> bool:
     return kind in ("default", "linear") or (kind == "llama3" and _is_llama3(rope, content))
 
 
-def _is_latent_rope(rope: JsonObject, content: JsonObject) -> bool:
+def _is_yarn(rope: JsonObject) -> bool:
+    """Returns whether a scaling is YaRN with its paper's attention factor (arXiv 2309.00071, section 3.4)."""
+    factor, given = rope.get("factor"), rope.get("attention_factor")
+    if _kind(rope) != "yarn" or not isinstance(factor, int | float):
+        return False
+    return given is None or (isinstance(given, int | float) and math.isclose(given, 0.1 * math.log(factor) + 1))
+
+
+def _is_latent_rope(rope: JsonObject) -> bool:
     """Returns whether Megatron's latent attention does, which rounds where YaRN's ramp begins and ends."""
     is_rounded = rope.get("truncate", True) is True and rope.get("attention_factor") is None
     return _kind(rope) == "default" or (_kind(rope) == "yarn" and is_rounded)

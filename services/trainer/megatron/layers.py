@@ -1,6 +1,8 @@
 """Parts of layers that Megatron does not have: norms of the outputs of attention and of the feed-forward network, and
-of the queries and keys of all heads together (OLMo 2, arXiv 2501.00656), and sinks in packed attention."""
+of the queries and keys of all heads together (OLMo 2, arXiv 2501.00656), sinks and windows in packed attention, and
+rotary scaling in only the layers without a window."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,15 +10,17 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from services.common.families.architecture import Architecture
 from services.trainer.attention import Attention, attend
@@ -102,17 +106,18 @@ def with_own_norms(
 
 
 class SinkAttention(DotProductAttention):
-    """Computes causal self-attention with a sink for each head, and a window in the layers that have one (gpt-oss,
-    arXiv 2508.10925), with the arguments of TransformerEngine's.
+    """Computes causal self-attention, with a sink for each head if the model has sinks (gpt-oss, arXiv 2508.10925), and
+    with a window in the layers that have one, with the arguments of TransformerEngine's.
 
     Reason: TransformerEngine's choice of kernels turns all off for sinks in packed sequences (read, not tried), and
-    Megatron's own attention, which has the sinks and their checkpoint, takes no packed sequences.
+    Megatron's own attention, which has the sinks, the windows and their checkpoint, takes no packed sequences.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        assert isinstance(self.softmax_offset, torch.nn.Parameter), "the model's config has a learnable softmax"
-        tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        if self.softmax_offset is not None:
+            assert isinstance(self.softmax_offset, torch.nn.Parameter), "sinks are learned or there are none"
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         window = self.scale_mask_softmax.window_size  # keys before the query's own, and after it
         self._window = None if window is None else window[0] + 1
 
@@ -138,13 +143,38 @@ class SinkAttention(DotProductAttention):
         return out.unflatten(0, (size, length)).transpose(0, 1).flatten(2)
 
 
-def with_sinks(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Returns a spec whose layers have SinkAttention."""
+class UnscaledInWindows(SelfAttention):
+    """Leaves the model's rotary scaling out in layers with a window (OLMo 3, arXiv 2512.13961)."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, *args: Any, **kwargs: Any):
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self._unscaled = None
+        every = config.window_attn_skip_freq
+        if every is not None and is_layer_window_attention(config.window_size, every, layer_number):
+            self.config = copy.copy(config)
+            vars(self.config).pop("yarn_rotary_scaling_factor", None)  # by which Megatron scales cosine and sine
+            base, is_cpu = vars(config)["window_rotary_base"], bool(config.use_cpu_initialization)
+            size = self.hidden_size_per_attention_head
+            self._unscaled = RotaryEmbedding(size, 1.0, rotary_base=base, use_cpu_initialization=is_cpu)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._unscaled is not None:
+            is_packed = kwargs.get("packed_seq_params") is not None
+            rotary_pos_emb = self._unscaled(rotary_pos_emb.size(0), packed_seq=is_packed)
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+def with_own_attention(spec: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Returns a spec whose layers have SinkAttention and, if windows have a rotary embedding of their own,
+    UnscaledInWindows."""
     assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
         attention = parts.self_attention
         own = replace(attention, submodules=replace(attention.submodules, core_attention=SinkAttention))
+        own = replace(own, module=UnscaledInWindows) if hasattr(config, "window_rotary_base") else own
         layers.append(replace(layer, submodules=replace(parts, self_attention=own)))
     return replace(spec, layer_specs=layers)

@@ -33,7 +33,7 @@ from services.trainer.compat.megatron.model import (
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import require_groupable, with_grouped_experts
-from services.trainer.megatron.layers import with_own_norms, with_sinks
+from services.trainer.megatron.layers import with_own_attention, with_own_norms
 from services.trainer.megatron.microbatch import MicrobatchShard
 from services.trainer.megatron.settings import make, model_settings, refusals
 from services.trainer.updates.logprobs import linear_logprobs
@@ -183,8 +183,8 @@ def build_chunks(
     for index in range(vpp or 1):
         stage = index if vpp else None
         spec = _layer_spec(config, stage, model, is_adapted=is_adapted, is_gpu=is_gpu)
-        if config.softmax_type == "learnable":
-            spec = with_sinks(spec)
+        if model.family.has_windows:
+            spec = with_own_attention(spec, config)
         is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         chunk = make_chunk(with_grouped_experts(spec, model) if is_grouped else spec, (is_first, is_last), stage)

@@ -33,6 +33,8 @@ _FUSIONS = (
     "apply_rope_fusion",
     "moe_permute_fusion",
 )
+# Starts of the names of settings that Megatron's config does not take.
+_LATE = ("yarn_", "window_rotary_base", "add_bias_linear")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
@@ -87,9 +89,9 @@ def transformer_config(
         **({} if is_gpu else {"masked_softmax_fusion": False, "moe_grouped_gemm": False}),
     }
     overrides = megatron.transformer_config_kwargs
-    # Megatron's layers read YaRN's constants of their config, which has no fields for them, and its config refuses
-    # biases of experts that ETP cuts, because Megatron's own experts would add them on each rank.
-    late = {key: value for key, value in settings.items() if key.startswith("yarn_") or key == "add_bias_linear"}
+    # Layers read constants of rotary embeddings from their config, which has no fields for them, and it refuses biases
+    # of experts that ETP cuts, because Megatron's own experts would add them on each rank.
+    late = {key: value for key, value in settings.items() if key.startswith(_LATE)}
     settings = {key: value for key, value in settings.items() if key not in late} | {"add_bias_linear": False}
     cls = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
     config = make(cls, settings, overrides, "megatron.transformer_config_kwargs")
@@ -119,6 +121,7 @@ def layer_settings(hf: PretrainedConfig) -> dict[str, object]:
         **(_expert_settings(hf, model) if model.num_experts else {}),
         **_latent_settings(hf, model),
         **model.family.settings,
+        **_window_settings(hf, model),
         **_sink_settings(hf, model),
     }
     return settings | {"activation_func": getattr(F, str(settings["activation_func"]))}
@@ -163,19 +166,17 @@ def latent_rope_settings(hf: PretrainedConfig) -> dict[str, object]:
     return settings
 
 
-def _sink_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, object]:
-    """Returns the fields for a model with sinks (gpt-oss), or none for others."""
-    if not model.has(SINKS.parameter):
+def _window_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, object]:
+    """Returns the fields for the windows and for YaRN of a family that has them here (gpt-oss, OLMo 3)."""
+    if not model.family.has_windows:
         return {}
-    settings: dict[str, object] = {
-        "add_bias_linear": True,
-        "softmax_type": "learnable",
-        "activation_func_clamp_value": getattr(hf, "swiglu_limit", 7.0),  # transformers 5.17 has no key for it
-    }
+    settings: dict[str, object] = {}
     if hf.sliding_window:  # which counts the query's own key
         settings["window_size"] = (hf.sliding_window - 1, 0)
         settings["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in hf.layer_types]
-    rope = dict(hf.rope_parameters)
+    rope = scaled_rope(hf)
+    if rope is not hf.rope_parameters:
+        settings["window_rotary_base"] = hf.rope_parameters["sliding_attention"]["rope_theta"]
     if rope.get("rope_type") == "yarn":
         has_both = rope.get("mscale") and rope.get("mscale_all_dim")
         original = rope.get("original_max_position_embeddings") or hf.max_position_embeddings
@@ -191,9 +192,22 @@ def _sink_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, objec
     return settings
 
 
+def _sink_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, object]:
+    """Returns the fields for a model with sinks (gpt-oss), or none for others."""
+    if not model.has(SINKS.parameter):
+        return {}
+    clamp = getattr(hf, "swiglu_limit", 7.0)  # transformers 5.17 has no key for it
+    return {"add_bias_linear": True, "softmax_type": "learnable", "activation_func_clamp_value": clamp}
+
+
+def scaled_rope(hf: PretrainedConfig) -> dict[str, Any]:
+    """Returns the rotary embedding of the model, or of its layers without a window if those with one have another."""
+    return hf.rope_parameters.get("full_attention", hf.rope_parameters)
+
+
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
     """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines."""
-    rope = hf.rope_parameters
+    rope = scaled_rope(hf)
     family = FAMILIES[hf.model_type]
     is_partial, is_yarn = family.has_partial_rotary, family.has_yarn and rope.get("rope_type") == "yarn"
     return {
@@ -209,7 +223,7 @@ def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
 
 def rope_settings(hf: PretrainedConfig) -> dict[str, object]:
     """Returns those of GPTModel's arguments that scale the rotary frequencies."""
-    rope = hf.rope_parameters
+    rope = scaled_rope(hf)
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         return {"seq_len_interpolation_factor": rope["factor"]}

@@ -22,6 +22,7 @@ FAMILIES = {
     "phi3": {"pad_token_id": 0},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "olmo2": {},
+    "olmo3": {},
     "qwen2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,

@@ -1,5 +1,6 @@
 """Tests which models each strategy refuses from config.json, and that omitted keys mean transformers' defaults."""
 
+from math import log
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from services.common.families.registry import FAMILIES
 from services.common.families.supported import ASK_FSDP, require_supported
 
 BOTH, MEGATRON = ("fsdp", "megatron"), ("megatron",)
-YARN = {"rope_type": "yarn", "factor": 32.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -57,6 +58,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "glm4_moe", "num_experts_per_tok": 8, "n_group": 8, "topk_group": 2}, MEGATRON, "n_group 8"),
         ({"model_type": "gpt_oss", "sliding_window": 128, "rope_scaling": YARN | {"truncate": False}}, (), ""),
         ({"model_type": "gpt_oss", "rope_scaling": YARN | {"attention_factor": 1.0}}, MEGATRON, "'yarn'"),
+        ({"model_type": "olmo3", "rope_scaling": YARN | {"attention_factor": 0.1 * log(YARN["factor"]) + 1}}, (), ""),
+        ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": YARN}}, MEGATRON, "of sliding_attention"),
         ({"model_type": "gpt_oss", "attention_bias": False}, MEGATRON, "attention_bias False"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, MEGATRON, "swiglu_alpha 1.0"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, (), ""),

@@ -64,10 +64,10 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(1, {"moe": {"grouped_gemm": False}}, {MODEL: STACKED})],
         ["moe.grouped_gemm false", "nearest legal: true"],
     ),
-    "attention with sinks cuts no sequences": (
+    "attention with windows cuts no sequences": (
         (2, {TP: 2}, {MODEL: STACKED}),
         [(2, {CP: 2}, {MODEL: STACKED})],
-        ["context_parallel_size 2", "sinks", "nearest legal: CP 1"],
+        ["context_parallel_size 2", "windows", "nearest legal: CP 1"],
     ),
     "world counts CP": ((4, {CP: 4}, {}), [(2, {CP: 4}, {})], ["1 x 1 x 4 = 4", "nearest legal: 4"]),
     "world is a multiple of PP x EP x ETP": (

@@ -86,6 +86,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,
         "rope_parameters": YARN | {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     },
+    # Only its layer without a window has a scaled rotary embedding.
+    "olmo3": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "rope_parameters": {
+            "full_attention": YARN | {"factor": 8.0, "attention_factor": 1.2079441541679836},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
     "llama-llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
     "mistral": {"sliding_window": None},
@@ -177,11 +186,17 @@ def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
     np.testing.assert_allclose(np.concatenate(answers["logprobs"]), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("mistake", ["sinks", "bias", "window", "clamp", "truncate"])
-def test_a_mistake_in_gpt_oss_is_above_the_tolerance(families: Path, tmp_path: Path, mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mistake"),
+    [
+        *(("gpt_oss", mistake) for mistake in ("sinks", "bias", "window", "clamp", "truncate")),
+        *(("olmo3", mistake) for mistake in ("window", "scaled", "unscaled")),
+    ],
+)
+def test_a_mistake_is_above_the_tolerance(families: Path, tmp_path: Path, kind: str, mistake: str) -> None:
     """Compares with a model that is without its sinks or biases, or one key of whose config is another."""
-    _, answers = read(families / "results", "gpt_oss-before")
-    shutil.copytree(families / "models" / "gpt_oss", tmp_path, dirs_exist_ok=True)
+    _, answers = read(families / "results", f"{kind}-before")
+    shutil.copytree(families / "models" / kind, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     match mistake:
         case "window":
@@ -190,6 +205,10 @@ def test_a_mistake_in_gpt_oss_is_above_the_tolerance(families: Path, tmp_path: P
             config["swiglu_limit"] += 0.1
         case "truncate":
             config["rope_parameters"]["truncate"] = True
+        case "scaled":
+            config["rope_parameters"]["sliding_attention"] = config["rope_parameters"]["full_attention"]
+        case "unscaled":
+            config["rope_parameters"]["full_attention"] = config["rope_parameters"]["sliding_attention"]
         case _:
             tensors = load_file(tmp_path / "model.safetensors")
             changed = {
