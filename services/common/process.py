@@ -103,7 +103,7 @@ MODULES = {
     "reward": ("aiohttp", "bm25s", "math_verify", "sympy"),
     "reward-model": ("safetensors", "torch", "transformers"),
     "rollout": ("psutil", "torch", "transformers", "vllm"),
-    "trainer": ("accelerate", "psutil", "safetensors", "torch", "transformers", "zmq"),
+    "trainer": ("accelerate", "psutil", "safetensors", "setproctitle", "torch", "transformers", "zmq"),
 }
 
 # What vLLM needs for suffix decoding. It is no extra, because it has no wheels and must be compiled.

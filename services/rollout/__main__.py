@@ -36,13 +36,8 @@ def _configure_vllm() -> None:
         os.environ.setdefault(name, value)
 
 
-def _prepare(files: contextlib.ExitStack) -> None:
-    """Imports vLLM. `files` removes the temporary files of this process and, on CPU, of the engines forked from it."""
-    directory = files.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
-    os.environ["VLLM_RPC_BASE_PATH"] = sockets = files.enter_context(socket_directory())
-    tempfile.tempdir = os.path.dirname(sockets)
-    multiprocessing.util.get_temp_dir()  # not in `directory`: multiprocessing removes it itself, after that is gone
-    tempfile.tempdir = directory  # vLLM leaves files behind
+def preload() -> None:
+    """Imports vLLM and what its engines need, before they are forked."""
     import_before_fork("torch")
     _configure_vllm()
     import torch
@@ -52,15 +47,24 @@ def _prepare(files: contextlib.ExitStack) -> None:
         # A fork does not read OMP_NUM_THREADS again. With two OpenMP threads an engine would be slow and would sum in a
         # random order.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    # The service needs the servicer, which imports most modules that an engine needs.
     import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
-    from services.rollout.compat.vllm.engine_fork import CPU_WORKER, GPU_WORKER, fork_engines
+    from services.rollout.compat.vllm.engine_fork import CPU_WORKER, GPU_WORKER
 
-    workers = [GPU_WORKER if is_gpu else CPU_WORKER, "services.rollout.receiver"]
-    if is_gpu:
-        import_before_fork(*workers)
+    import_before_fork(GPU_WORKER if is_gpu else CPU_WORKER, "services.rollout.receiver")
+
+
+def _prepare(files: contextlib.ExitStack) -> None:
+    """Imports vLLM. `files` removes the temporary files of this process and, on CPU, of the engines forked from it."""
+    directory = files.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets = files.enter_context(socket_directory())
+    tempfile.tempdir = os.path.dirname(sockets)
+    multiprocessing.util.get_temp_dir()  # not in `directory`: multiprocessing removes it itself, after that is gone
+    tempfile.tempdir = directory  # vLLM leaves files behind
+    preload()
+    from services.rollout.compat.vllm.engine_fork import fork_engines
+
     if may_fork():
-        fork_engines(preload=workers)
+        fork_engines()
 
 
 async def run(options: ServeOptions) -> int:

@@ -1,6 +1,8 @@
 """Runs the trainer: `python -m services.trainer`, or `torchrun -m services.trainer`."""
 
 from services.trainer.command import main
+from services.trainer.ranks.launcher import preload
 
+__all__ = ("main", "preload")
 if __name__ == "__main__":
     main()

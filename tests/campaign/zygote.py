@@ -12,12 +12,10 @@ import selectors
 import signal
 import sys
 import traceback
-import uuid
 from pathlib import Path
 from typing import Any
 
 from services.common.process import import_before_fork
-from services.common.rpc import server
 from tests.campaign import toy_rollout
 
 _MODULES = (
@@ -58,7 +56,6 @@ def _run(kind: str, args: list[str], gate: Path | None) -> None:
 
 def _become(asked: dict[str, Any]) -> None:
     """Runs what is asked for in this new process."""
-    server.INCARNATION = uuid.uuid4().hex  # a fork would have its parent's
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

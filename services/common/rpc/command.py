@@ -11,7 +11,7 @@ from pathlib import Path
 from services.common.errors import LockstepError
 from services.common.process import allow_descriptors, configure_logging, exit_with, keep_files_private, require_extra
 from services.common.rpc.metrics_server import Metrics, Page
-from services.common.rpc.server import INCARNATION
+from services.common.rpc.server import incarnation
 from services.common.rpc.tls import Credentials, Role
 from services.common.telemetry.trace import NO_TRACE, Otel, Trace
 
@@ -70,7 +70,7 @@ def serve_from_command_line(
             # Services that `lockstep run --tls` starts use the coordinator's certificate.
             tls.require_role(Role(service), Role.COORDINATOR)
         metrics = Metrics(service, Page(options.metrics, options.metrics_insecure))
-        otel = Otel(options.otel, name, INCARNATION, field="--otel") if options.otel else None
+        otel = Otel(options.otel, name, incarnation(), field="--otel") if options.otel else None
         trace = Trace(options.trace, f"{service} {options.listen}", otel)
         with closing(trace):
             code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, tls, metrics)))

@@ -7,8 +7,10 @@ With LEASE_HEADER it also says for how many seconds a service keeps the run open
 """
 
 import asyncio
+import functools
 import logging
 import math
+import os
 import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -74,7 +76,7 @@ HEADER = "lockstep-fencing-token"
 LEASE_HEADER = "lockstep-lease-s"
 
 # The token and the lease in seconds, as their headers have them.
-_own: ContextVar[tuple[str, str]] = ContextVar("lockstep_fencing_token", default=(uuid.uuid4().hex, "0"))
+_own: ContextVar[tuple[str, str] | None] = ContextVar("lockstep_fencing_token", default=None)
 _of_caller: ContextVar[tuple[str, str]] = ContextVar("lockstep_fencing_token_of_caller", default=("", "0"))
 
 
@@ -90,8 +92,13 @@ def new_token(lease_s: float = 0.0) -> Generator[None]:
 
 def outgoing() -> tuple[tuple[str, str], ...]:
     """Returns the gRPC metadata that sends the token and the lease with a call."""
-    token, lease = _own.get()
+    token, lease = _own.get() or (_token_of_process(os.getpid()), "0")
     return ((HEADER, token), (LEASE_HEADER, lease))
+
+
+@functools.cache
+def _token_of_process(pid: int) -> str:
+    return uuid.uuid4().hex  # by pid, because a fork is another process
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable
 
 from services.common.errors import InvalidInput
 from services.common.rpc.address import parse_address, require_loopback
-from services.common.rpc.server import INCARNATION
+from services.common.rpc.server import incarnation
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         about = Info("lockstep_service", "Name, version and incarnation of the service.", registry=self.registry)
-        about.info({"service": service, "version": version("lockstep-rl"), "incarnation": INCARNATION})
+        about.info({"service": service, "version": version("lockstep-rl"), "incarnation": incarnation()})
 
     def serve(self) -> int:
         """Serves http://HOST:PORT/metrics from a thread, if there is an address.

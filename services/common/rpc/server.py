@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import signal
 import time
 import traceback
@@ -75,8 +76,15 @@ class RpcMetrics:
                 self._failures.labels(method, reason).inc()
 
 
-# Identifies this process, so that clients notice that a service was restarted.
-INCARNATION = uuid.uuid4().hex
+def incarnation() -> str:
+    """Identifies this process, so that clients notice that a service was restarted."""
+    return _incarnation_of(os.getpid())
+
+
+@functools.cache
+def _incarnation_of(pid: int) -> str:
+    return uuid.uuid4().hex  # by pid, because a fork is another process
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -204,7 +212,7 @@ def service_info(service: str, state: str, *, run: OpenedRun, libraries: Sequenc
     return ServiceInfo(
         service=service,
         version=version("lockstep-rl"),
-        incarnation=INCARNATION,
+        incarnation=incarnation(),
         state=state,
         run_id=run.run_id,
         config_digest=run.config_digest,

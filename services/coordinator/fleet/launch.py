@@ -17,6 +17,7 @@ from pathlib import Path
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
+from services.common.forks import FORKABLE, Forked, Forks, service_environment
 from services.common.memory import killed_hint
 from services.common.process import require_extra
 from services.common.rpc.address import hold_free_port, parse_address
@@ -155,31 +156,39 @@ class Child:
     gpus: str | None = None
     checkpoints: Path | None = None
     """Directory of the run's checkpoints, if the same command would resume from the newest of them."""
-    process: asyncio.subprocess.Process | None = field(default=None)
+    process: asyncio.subprocess.Process | Forked | None = field(default=None)
+    starting: asyncio.Task[None] = field(init=False)
 
-    async def start(self) -> None:
-        """Starts the process and appends its output to its log."""
+    @property
+    def is_forked(self) -> bool:
+        return self.command[2] in FORKABLE
+
+    async def start(self, forks: Forks) -> None:
+        """Starts the process and appends its output to its log. A fork waits until its packages are imported."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        env = os.environ | ({} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus})
-        # Some containers set this. Every start would compile all modules of torch and vLLM again, for 10 s.
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        with self.log_path.open("ab") as output:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its services in order
-                env=env,
-            )
+        env = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
+        _, _, module, *args = self.command
+        if self.is_forked:
+            self.process = await forks.start(module, args, self.log_path, env)
+        else:
+            with self.log_path.open("ab") as output:
+                self.process = await asyncio.create_subprocess_exec(
+                    *self.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends its services in order
+                    env=service_environment() | env,
+                )
         log.info("started %s as process %d", self.name, self.process.pid)
 
-    async def watch(self) -> None:
+    async def watch(self, forks: Forks) -> None:
         """Waits until the process exits, and starts it again while `restarts` allows.
 
         Raises:
             Unavailable: SERVICE_DIED, with the last lines of its log; the metadata has its name as `service`.
         """
+        await self.starting
         while True:
             assert self.process is not None
             code = await self.process.wait()
@@ -195,10 +204,11 @@ class Child:
                 )
             log.warning("%s exited with code %d%s; restarting it", self.name, code, self._hint(code))
             self._signal(signal.SIGKILL)  # processes that it left in its session
-            await self.start()
+            await self.start(forks)
 
     async def end(self) -> None:
         """Sends SIGTERM and, after it exits or a grace period passes, SIGKILL to its whole session."""
+        self.starting.cancel()
         if self.process is None:
             return
         if self.process.returncode is None:
@@ -223,8 +233,8 @@ class Child:
 class Fleet:
     """The services that were started here."""
 
-    def __init__(self, addresses: Addresses, children: Sequence[Child]):
-        self.addresses, self._children = addresses, children
+    def __init__(self, addresses: Addresses, children: Sequence[Child], forks: Forks):
+        self.addresses, self._children, self._forks = addresses, children, forks
 
     @property
     def has_started(self) -> bool:
@@ -232,7 +242,7 @@ class Fleet:
 
     async def watch(self) -> None:
         """Raises when a service has exited and has no restarts left; never returns."""
-        await gather([*(child.watch() for child in self._children), asyncio.Event().wait()])
+        await gather([*(child.watch(self._forks) for child in self._children), asyncio.Event().wait()])
 
 
 @contextlib.asynccontextmanager
@@ -288,13 +298,15 @@ async def launch(
         rollout = addresses.rollout or replicas
         addresses = replace(addresses, **trainers, reward=reward, rollout=rollout, started=frozenset(started))
         flags.write_targets()
-    try:
+    with contextlib.nullcontext(restarts.forks) if restarts.forks else Forks() as forks:
         for child in children:
-            await child.start()
-        yield Fleet(addresses, children)
-    finally:
-        await asyncio.gather(*(child.end() for child in children))
-        flags.remove_targets()
+            child.starting = asyncio.create_task(child.start(forks), name=f"start {child.name}")
+        try:
+            await asyncio.gather(*(child.starting for child in children if not child.is_forked))
+            yield Fleet(addresses, children, forks)
+        finally:
+            await asyncio.gather(*(child.end() for child in children))
+            flags.remove_targets()
 
 
 def starts_replicas(config: AnyConfig, addresses: Addresses) -> bool:

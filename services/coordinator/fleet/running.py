@@ -4,13 +4,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from typing import Generic
+from typing import Generic, Self
 
 from rich.console import Console
 
 from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason, Unavailable
+from services.common.forks import Forks
 from services.common.rpc.fence import new_token
 from services.common.rpc.history import keeping
 from services.common.tasks import task_group
@@ -98,7 +99,8 @@ class Sessions(Generic[ConfigT]):
 
     It also does so if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
 
-    A repeated session resumes from the record, as the same command would in a new process.
+    A repeated session resumes from the record, as the same command would in a new process. It is a context manager, in
+    whose block all sessions fork their services from the same process.
     """
 
     def __init__(self, config: ConfigT, addresses: Addresses):
@@ -107,6 +109,15 @@ class Sessions(Generic[ConfigT]):
         """Config of the next session."""
         self.restarts = Restarts(config.restart)
         self._addresses = addresses
+
+    def __enter__(self) -> Self:
+        self._forks = self.restarts.forks = Forks().__enter__()
+        if not self._addresses.trainer:
+            self._forks.preload("services.trainer")  # while the coordinator reads its data
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._forks.__exit__(*exception)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from services.common.config.load import AnyConfig
 from services.common.files.storage import writing
 from services.common.rpc.metrics_server import Metrics, Page
-from services.common.rpc.server import INCARNATION, SECONDS
+from services.common.rpc.server import SECONDS, incarnation
 from services.common.telemetry.trace import Otel, Trace, join
 from services.coordinator.compat.tensorboardx import import_event_writer
 from services.coordinator.observe.trackers import open_tracker
@@ -204,7 +204,7 @@ class RunTrace(Reporter):
         config, self._run_dir = run.config, run.config.run_dir if run.config.trace else None
         path = trace_path(self._run_dir, "coordinator") if self._run_dir else ""
         endpoint, field = config.observability.otel_endpoint, "observability.otel_endpoint"
-        otel = Otel(endpoint, "lockstep-coordinator", INCARNATION, field=field) if endpoint else None
+        otel = Otel(endpoint, "lockstep-coordinator", incarnation(), field=field) if endpoint else None
         self._trace = run.clock.trace = Trace(path, "coordinator", otel)
 
     def close(self) -> None:

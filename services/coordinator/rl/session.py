@@ -65,24 +65,25 @@ async def run_session(config: Config, external: Addresses, frontend: Frontend, d
     """
     require_importable(config.advantage)
     frontend.start()
-    loaded, sessions = data or load_data(config, external), Sessions(config, external)
-    while True:
-        await await_ledger(sessions.config)
-        with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
-            if outcome := outcome_if_finished(run, frontend.say):
-                return outcome
-            if loaded and loaded.tools is not None:
-                run.record.require_same_data(loaded.train.digest, loaded.other_digests(config))
-            async with running_services(run, external, restarts=sessions.restarts) as addresses:
-                frontend.say(f"run {run.run_id} in {run.config.run_dir}")
-                reward, rollout = ", ".join(addresses.reward), ", ".join(addresses.rollout)
-                frontend.say(f"opening trainer {addresses.trainer}, reward {reward}, rollout {rollout}")
-                return await _run_once(run, addresses, sessions.restarts, frontend, loaded)
+    with Sessions(config, external) as sessions:
+        loaded = data or load_data(config, external)
+        while True:
+            await await_ledger(sessions.config)
+            with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
+                if outcome := outcome_if_finished(run, frontend.say):
+                    return outcome
+                if loaded and loaded.tools is not None:
+                    run.record.require_same_data(loaded.train.digest, loaded.other_digests(config))
+                async with running_services(run, external, restarts=sessions.restarts) as addresses:
+                    return await _run_once(run, addresses, sessions.restarts, frontend, loaded)
 
 
 async def _run_once(
     run: Run, addresses: Addresses, restarts: Restarts, frontend: Frontend, data: Dataset | None
 ) -> Outcome:
+    frontend.say(f"run {run.run_id} in {run.config.run_dir}")
+    reward, rollout = ", ".join(addresses.reward), ", ".join(addresses.rollout)
+    frontend.say(f"opening trainer {addresses.trainer}, reward {reward}, rollout {rollout}")
     async with open_services(run, addresses) as services, following_replicas(run, services.rollout, restarts):
         await run.record.ledger.free()
         context = _begin(run, services, data, frontend)

@@ -16,6 +16,7 @@ from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
+from services.common.forks import Forks
 from services.common.telemetry.context import within
 from services.coordinator.runs import evaluations
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
@@ -212,6 +213,8 @@ class Restarts:
         self._config, self._clock = config, clock
         self.run: Run[AnyConfig] | None = None
         """The session in progress, or the last one."""
+        self.forks: Forks | None = None
+        """What the services are forked from; None if each session has its own."""
         self.added: list[str] = []
         """Replicas that joined a session after its start; the next session has them too."""
         self.removed: list[str] = []

@@ -36,10 +36,11 @@ async def run_session(config: SftConfig, external: Addresses, console: Console) 
         LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
-    loaded, sessions = load_data(config, external), Sessions(config, external)
-    while True:
-        with sessions.repeating():
-            return await _run_once(sessions.config, external, console, loaded, sessions.restarts)
+    with Sessions(config, external) as sessions:
+        loaded = load_data(config, external)
+        while True:
+            with sessions.repeating():
+                return await _run_once(sessions.config, external, console, loaded, sessions.restarts)
 
 
 async def _run_once(

@@ -22,6 +22,11 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 _ANSWER_S = 20.0
 
 
+def preload() -> None:
+    """Imports what ranks need, before they are forked."""
+    import_before_fork("torch", "services.trainer.ranks.rank")
+
+
 def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     """Calls `serve` in `num_ranks` processes with torchrun's variables. When one process ends, ends all others.
 
@@ -32,7 +37,7 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
         The exit code of the rank that ended first, or 1 if a signal ended it.
     """
     configure_logging("trainer")
-    import_before_fork("torch", "services.trainer.ranks.rank")
+    preload()
     method = "fork" if may_fork() else "spawn"
     if method == "spawn":
         resource_tracker.ensure_running()  # spawning would start it after signals are blocked, and it unblocks them

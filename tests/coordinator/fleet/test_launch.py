@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Reason, Unavailable
+from services.common.forks import Forks
 from services.coordinator.fleet import running
 from services.coordinator.fleet.launch import Addresses, Child, Fleet, launch
 from tests.coordinator.fake_services import make_config
@@ -60,14 +61,14 @@ async def test_without_a_started_service_nobody_waits_for_its_exit(monkeypatch: 
     monkeypatch.setattr(running, "_EXIT_ERROR_TIMEOUT_S", 10 * PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
         with raises(Unavailable):
-            async with running.unless_one_dies(Fleet(Addresses(), [])):
+            async with running.unless_one_dies(Fleet(Addresses(), [], Forks())):
                 raise Unavailable("gone")
 
 
 async def test_trainers_that_are_started_together_share_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def not_started(child: Child) -> None:
+    async def not_started(child: Child, forks: Forks) -> None:
         threads[child.name] = child.command[child.command.index("--threads-per-rank") + 1]
 
     threads: dict[str, str] = {}
@@ -76,8 +77,8 @@ async def test_trainers_that_are_started_together_share_the_cores(
     critic = {"deployment": "own", "num_ranks": 1}
     config = make_config(runs_dir=tmp_path, trainer={"num_ranks": 3}, advantage={"kind": "gae"}, critic=critic)
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), reward=("127.0.0.1:1",))):
-        assert threads == {"trainer": "2", "critic": "2"}
+        await until(lambda: threads == {"trainer": "2", "critic": "2"})
     threads.clear()
     alone = config.model_copy(update={"critic": None, "advantage": make_config().advantage})  # like a replay's config
     async with launch(alone, Addresses(), services=["trainer"], sharing=config):
-        assert threads == {"trainer": "2"}
+        await until(lambda: threads == {"trainer": "2"})

@@ -13,6 +13,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.errors import DeadlineExceeded, LockstepError, Reason, Unavailable
+from services.common.forks import Forks
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.fleet.launch import Child
 from services.coordinator.runs.record import batch_path
@@ -33,12 +34,12 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
     def dying_in(method: str) -> list[str]:
         start, started = Child.start, list[str]()
 
-        async def start_toy(child: Child) -> None:
+        async def start_toy(child: Child, forks: Forks) -> None:
             python, _, _, *flags = child.command
             toy = ["-m", "tests.coordinator.fleet.toy_replica", "--die-in", method, "--version", "1"]
             child.command = [python, *toy, "--marker", str(tmp_path / "died"), *flags]
             started.append(child.name)
-            await start(child)
+            await start(child, forks)
 
         monkeypatch.setattr(Child, "start", start_toy)
         return started

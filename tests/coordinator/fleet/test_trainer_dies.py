@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from services.common.config.run import Config
+from services.common.forks import Forks
 from services.coordinator.fleet.launch import Child
 from services.coordinator.observe.frontend import TerminalFrontend
 from services.coordinator.rl.session import run_session
@@ -23,12 +24,12 @@ def started_trainers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[st
     """Starts toy trainers in place of real ones, of which the first dies in its second update. Returns their names."""
     start, started = Child.start, list[str]()
 
-    async def start_toy(child: Child) -> None:
+    async def start_toy(child: Child, forks: Forks) -> None:
         python, _, _, *flags = child.command
         toy = ["-m", "tests.coordinator.fleet.toy_trainer", "--die-in", "1", "--marker", str(tmp_path / "died")]
         child.command = [python, *toy, *flags]
         started.append(child.name)
-        await start(child)
+        await start(child, forks)
 
     monkeypatch.setattr(Child, "start", start_toy)
     return started

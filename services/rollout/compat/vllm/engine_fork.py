@@ -2,22 +2,20 @@
 
 import os
 import socket
-from collections.abc import Sequence
 from multiprocessing import forkserver, util
 
 import vllm.envs
 
+# Modules of the workers of an engine.
 CPU_WORKER = "vllm.v1.worker.cpu_worker"
-"""The fork server may import it."""
 GPU_WORKER = "vllm.v1.worker.gpu_worker"
-"""Must be imported before the fork: if that initializes CUDA, engines cannot be forked."""
 
 
-def fork_engines(preload: Sequence[str]) -> None:
+def fork_engines() -> None:
     """Makes vLLM start its processes from multiprocessing's fork server, which becomes a fork of this process.
 
-    The server imports the modules `preload`, which only engines need. This process must not have used gRPC yet, because
-    a fork does not inherit gRPC's threads, and must not have initialized CUDA.
+    This process must not have used gRPC yet, because a fork does not inherit gRPC's threads, and must not have
+    initialized CUDA.
 
     Reason: multiprocessing would start a new interpreter as its server, which would import everything again, so the
     server is replaced. vLLM has no setting for the fork server; on CPU it sets the start method to spawn. Seen with
@@ -31,7 +29,7 @@ def fork_engines(preload: Sequence[str]) -> None:
         pid = os.fork()
         if pid == 0:
             os.close(alive)
-            _serve(listener.fileno(), server_alive, list(preload))
+            _serve(listener.fileno(), server_alive)
     os.close(server_alive)
     taken_over = {"_forkserver_address": address, "_forkserver_alive_fd": alive, "_forkserver_pid": pid}
     vars(forkserver._forkserver).update(taken_over)
@@ -47,8 +45,8 @@ def spawn_engines() -> None:
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "spawn"
 
 
-def _serve(listener: int, alive: int, preload: list[str]) -> None:
+def _serve(listener: int, alive: int) -> None:
     try:
-        forkserver.main(listener, alive, preload)
+        forkserver.main(listener, alive, [])
     finally:
         os._exit(0)

@@ -1,0 +1,37 @@
+"""A service that can be forked. It says what it is, and ends as its argument says."""
+
+import json
+import os
+import sys
+import threading
+
+from services.common.rpc.fence import outgoing
+from services.common.rpc.server import incarnation
+
+imported_in = 0
+
+
+def preload() -> None:
+    """Leaves traces that a fork must and must not have."""
+    global imported_in
+    if not imported_in:
+        imported_in = os.getpid()
+    os.environ["TOY_PRELOADED"] = "1"
+
+
+def main() -> None:
+    """Waits to be killed, or exits with a code."""
+    seen = {
+        "argv": sys.argv,
+        "imported_in": imported_in,
+        "session": os.getsid(0),
+        "given": os.environ.get("TOY_GIVEN"),
+        "preloaded": os.environ.get("TOY_PRELOADED"),
+        "incarnation": incarnation(),
+        "token": outgoing()[0][1],
+    }
+    sys.stdout.write(json.dumps(seen) + "\n")
+    sys.stdout.flush()
+    if sys.argv[1] == "wait":
+        threading.Event().wait()
+    sys.exit(int(sys.argv[1]))
