@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -47,7 +48,9 @@ async def first_update_s(overrides: list[str], samples: dict[str, list[float]]) 
                 raise RuntimeError(f"the run ended before its first step:\n{said.decode()[-3000:]}")
     finally:
         if run.returncode is None:
-            run.terminate()
+            # Two signals end it at once, without a checkpoint.
+            run.send_signal(signal.SIGTERM)
+            run.send_signal(signal.SIGINT)
         await run.communicate()
 
 

@@ -139,9 +139,9 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = sum_VD if is_direct else None
         for part in _chunks(hidden_MD, weight_VD, is_whole):
             logits = kept_MV if is_whole else _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
-            grad = _gradient(
-                logits, local_M[part], log_norm_M[part], entropy_M[part], grad_2M[:, part], ctx.temperature
-            )
+            # Copies, because the compiler would make code for the places of views in what they are views of.
+            numbers = [x[..., part].clone() for x in (local_M, log_norm_M, entropy_M, grad_2M)]
+            grad = _gradient(logits, *numbers, ctx.temperature)
             if ctx.softcap:  # the derivative of the cap; a removed token has no gradient, and its logit is no cap's
                 grad *= (1 - (logits / ctx.softcap).square()).clamp_(min=0)
             del logits

@@ -1,0 +1,152 @@
+"""Measures TRL's GRPO on one GPU with the workload of `benchmarks.colocated`, to compare seconds per step.
+
+Run `python -m benchmarks.peers NAME SHAPE [--setting SETTING ...] [--steps N]` on the host and in the hour of the
+colocated benchmark, with trl, datasets, liger-kernel and what they need installed. SHAPE is one of
+benchmarks.megatron_layouts.MODELS. Each of SETTINGS runs in a process of its own: vLLM in TRL's process, the same
+prompts, 512 samples a step in groups of 8, the same lengths, one optimizer step for each batch, AdamW, bfloat16
+computation and float32 weights. Rewards are random.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import psutil
+
+from benchmarks.lengths import BLOCK, NUM_BLOCKS, read_lengths
+from benchmarks.random_model import add_options, make_random_model
+from benchmarks.report import keep
+from benchmarks.step import TOKENIZER
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "defaults, 16 samples a micro-batch": {"per_device_train_batch_size": 16},
+    "Liger, 16 samples a micro-batch": {"per_device_train_batch_size": 16, "use_liger_kernel": True},
+    "Liger, 32 samples a micro-batch": {"per_device_train_batch_size": 32, "use_liger_kernel": True},
+    "Liger, 64 samples a micro-batch": {"per_device_train_batch_size": 64, "use_liger_kernel": True},
+}
+_SAMPLES, _GROUP, _MAX_TOKENS = 512, 8, 1024
+_MEAN, _SHORTER_BY = 819, 4
+_TIMEOUT_S = 300.0
+_WARM_UP = 1
+
+
+def scheduler(vllm_config: Any, **arguments: Any) -> Any:
+    """Returns vLLM's scheduler, which ends requests at the fixture's lengths, in the order in which they come."""
+    from services.rollout.compat.vllm.scheduler import kind_of
+
+    made = kind_of(vllm_config)(vllm_config=vllm_config, **arguments)
+    lengths = [max(1, length // _SHORTER_BY) for length in read_lengths(_MEAN, BLOCK * NUM_BLOCKS)]
+    add_request, num_requests = made.add_request, 0
+
+    def add_shortened(request: Any) -> None:
+        nonlocal num_requests
+        request.max_tokens = min(lengths[num_requests % len(lengths)], request.max_tokens)
+        num_requests += 1
+        add_request(request)
+
+    made.add_request = add_shortened
+    return made
+
+
+def train(model: str, out: Path, num_steps: int, settings: Mapping[str, Any]) -> None:
+    """Trains with TRL in this process, and writes the seconds of each step to `out`."""
+    import functools
+
+    import pyarrow.parquet as pq
+    import trl.generation.vllm_generation as generation
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    started = psutil.Process().create_time()
+    generation.LLM = functools.partial(generation.LLM, scheduler_cls="benchmarks.peers.scheduler")
+    rows = pq.read_table("data/arithmetic/train.parquet").to_pylist()
+    samples: dict[str, list[float]] = defaultdict(list)
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.begin = time.time()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            samples["step [s]"].append(time.time() - self.begin)
+            if len(samples["step [s]"]) == 1:
+                samples["first update [s]"].append(time.time() - started)
+            out.write_text(json.dumps(samples))
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        samples["sampled [tokens]"].append(sum(map(len, completion_ids)))
+        return [random.random() for _ in completion_ids]
+
+    size = settings["per_device_train_batch_size"]
+    config = GRPOConfig(
+        output_dir=str(out.with_suffix("")),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.4,
+        vllm_max_model_length=_MAX_TOKENS + 256,
+        gradient_accumulation_steps=_SAMPLES // size,
+        num_generations=_GROUP,
+        max_completion_length=_MAX_TOKENS,
+        max_steps=num_steps,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        temperature=1.0,
+        beta=0.0,
+        bf16=True,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        generation_kwargs={"ignore_eos": True},
+        **settings,
+    )
+    data = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
+    GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[Clock()]).train()
+
+
+def main() -> None:
+    """Makes the model, runs every setting, and saves the result. With `--train` it is the process of one setting."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+    parser.add_argument("name")
+    parser.add_argument("shape")
+    parser.add_argument("--setting", action="append", choices=SETTINGS)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    add_options(parser)
+    options = parser.parse_args()
+    if options.train:
+        train(options.shape, options.train, options.steps, SETTINGS[options.setting[0]])
+        return
+    samples: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        model = make_random_model(Path(name), options.shape, options)
+        for file in TOKENIZER:
+            shutil.copy(Path("deploy/quickstart/model") / file, model)
+        for number, setting in enumerate(options.setting or SETTINGS):
+            out = Path(name) / f"{number}.json"
+            command = [sys.executable, "-m", "benchmarks.peers", options.name, str(model)]
+            command += ["--setting", setting, "--steps", str(options.steps), "--train", str(out)]
+            # What does not fit has no samples. Lockstep's own changes of vLLM are not for TRL.
+            run(command, timeout=_TIMEOUT_S, check=False, env={**os.environ, "VLLM_PLUGINS": ""})
+            found = json.loads(out.read_text()) if out.exists() else {}
+            for quantity, values in found.items():
+                after = values if quantity == "first update [s]" else values[_WARM_UP:]
+                if after:
+                    samples[f"TRL, {setting}: {quantity}"] = after
+    libraries = ("trl", "liger-kernel", "torch", "vllm", "transformers", "datasets")
+    keep(options.name, samples, libraries=libraries, shape=options.shape, settings=dict(SETTINGS))
+
+
+if __name__ == "__main__":
+    main()
