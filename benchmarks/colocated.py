@@ -3,7 +3,8 @@
 Run `python -m benchmarks.colocated NAME SHAPE [key=value ...]`, where SHAPE is one of
 benchmarks.megatron_layouts.MODELS. Weights are random, and the config is that of the step benchmark with one trainer
 rank and one engine, changed by the overrides, such as trainer.strategy=megatron or trainer.lora.rank=32. The first
-publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples. The
+publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples. A later
+step above twice the median is an error. The
 timeline of all services is saved as results/NAME.trace.json.gz. MFU counts six operations per sampled token and
 parameter of a matrix that the token meets, in the time that the trainer trains; prompts, attention, recomputation and
 the forward before the update do not count. Give it at least ten minutes: before the first step,
@@ -15,6 +16,7 @@ import asyncio
 import json
 import logging
 import shutil
+import statistics
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -97,6 +99,9 @@ def measure(config: Config) -> dict[str, list[float]]:
     asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line][_WARM_UP:]
+    seconds = [step["time/step_s"] for step in steps]
+    if max(seconds) > 2 * statistics.median(seconds):
+        raise RuntimeError(f"a step takes over twice the median, as if something was compiled again: {seconds}")
     samples = {name: values[_WARM_UP:] for name, values in phases.samples.items()}
     trained = speed(steps, active_parameters(Path(config.model)))
     return {name: values for name, values in samples.items() if any(values)} | kept(steps) | trained

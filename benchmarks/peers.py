@@ -29,10 +29,19 @@ from benchmarks.report import keep
 from benchmarks.step import TOKENIZER
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "defaults, 16 samples a micro-batch": {"per_device_train_batch_size": 16},
-    "Liger, 16 samples a micro-batch": {"per_device_train_batch_size": 16, "use_liger_kernel": True},
-    "Liger, 32 samples a micro-batch": {"per_device_train_batch_size": 32, "use_liger_kernel": True},
-    "Liger, 64 samples a micro-batch": {"per_device_train_batch_size": 64, "use_liger_kernel": True},
+    "defaults, 16 samples": {"per_device_train_batch_size": 16},
+    "Liger, 16 samples": {"per_device_train_batch_size": 16, "use_liger_kernel": True},
+    "Liger, 32 samples, vLLM sleeps": {
+        "per_device_train_batch_size": 32,
+        "use_liger_kernel": True,
+        "vllm_enable_sleep_mode": True,
+    },
+    "Liger, 64 samples, vLLM sleeps, checkpointing": {
+        "per_device_train_batch_size": 64,
+        "use_liger_kernel": True,
+        "vllm_enable_sleep_mode": True,
+        "gradient_checkpointing": True,
+    },
 }
 _SAMPLES, _GROUP, _MAX_TOKENS = 512, 8, 1024
 _MEAN, _SHORTER_BY = 819, 4
@@ -106,10 +115,9 @@ def train(model: str, out: Path, num_steps: int, settings: Mapping[str, Any]) ->
         temperature=1.0,
         beta=0.0,
         bf16=True,
-        gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
         generation_kwargs={"ignore_eos": True},
-        **settings,
+        **{"gradient_checkpointing": False, **settings},
     )
     data = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
     GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[Clock()]).train()
