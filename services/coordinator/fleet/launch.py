@@ -240,6 +240,12 @@ class Fleet:
     def has_started(self) -> bool:
         return bool(self._children)
 
+    async def start(self) -> None:
+        """Starts all services. It does not wait for the imports of those that are forked."""
+        for child in self._children:
+            child.starting = asyncio.create_task(child.start(self._forks), name=f"start {child.name}")
+        await asyncio.gather(*(child.starting for child in self._children if not child.is_forked))
+
     async def watch(self) -> None:
         """Raises when a service has exited and has no restarts left; never returns."""
         await gather([*(child.watch(self._forks) for child in self._children), asyncio.Event().wait()])
@@ -299,11 +305,10 @@ async def launch(
         addresses = replace(addresses, **trainers, reward=reward, rollout=rollout, started=frozenset(started))
         flags.write_targets()
     with contextlib.nullcontext(restarts.forks) if restarts.forks else Forks() as forks:
-        for child in children:
-            child.starting = asyncio.create_task(child.start(forks), name=f"start {child.name}")
+        fleet = Fleet(addresses, children, forks)
         try:
-            await asyncio.gather(*(child.starting for child in children if not child.is_forked))
-            yield Fleet(addresses, children, forks)
+            await fleet.start()
+            yield fleet
         finally:
             await asyncio.gather(*(child.end() for child in children))
             flags.remove_targets()
