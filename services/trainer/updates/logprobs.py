@@ -140,8 +140,10 @@ class _LinearLogprobs(torch.autograd.Function):
         for part in _chunks(hidden_MD, weight_VD, is_whole):
             logits = kept_MV if is_whole else _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
             # Copies, because the compiler would make code for the places of views in what they are views of.
-            numbers = [x[..., part].clone() for x in (local_M, log_norm_M, entropy_M, grad_2M)]
-            grad = _gradient(logits, *numbers, ctx.temperature)
+            local_C, log_norm_C, entropy_C, grad_2C = (
+                x[..., part].clone() for x in (local_M, log_norm_M, entropy_M, grad_2M)
+            )
+            grad = _gradient(logits, local_C, log_norm_C, entropy_C, grad_2C, ctx.temperature)
             if ctx.softcap:  # the derivative of the cap; a removed token has no gradient, and its logit is no cap's
                 grad *= (1 - (logits / ctx.softcap).square()).clamp_(min=0)
             del logits
