@@ -14,7 +14,7 @@ GPUS ?= $(if $(CUDA_VISIBLE_DEVICES),$(words $(subst $(COMMA), ,$(CUDA_VISIBLE_D
 unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-light test-parts test-long docs lint protos bench clean
+.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-light test-parts test-long test-compose test-kubernetes test-slurm docs lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -71,6 +71,10 @@ test-parts: $(VENV)/.suffix
 # Whole runs that are disturbed for minutes, and measurements. CI leaves them out.
 test-long: setup
 	@$(BIN)/python -m pytest tests -m long
+
+# The deployments of docs/deployment.md, as root on Debian: minutes and gigabytes each. KEEP=1 keeps what they made.
+test-compose test-kubernetes test-slurm: test-%: setup
+	deploy/test_$*.sh
 
 # What the manual is made with. `make docs` writes it to $(VENV)/site.
 $(VENV)/.docs: requirements/docs.txt | setup

@@ -1,15 +1,16 @@
 # Image of the reward service: rules, mathematics, code in a sandbox and judges over HTTP, without torch.
 #   docker build -f deploy/reward.Dockerfile --target cpu -t lockstep-reward .
+# A layer for the locked packages and one for the wheel: after a change of the code only the second is made again.
 FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS source
 WORKDIR /src
+COPY requirements/build.txt requirements/
+RUN python -m venv /opt/build
+RUN /opt/build/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
 COPY pyproject.toml README.md ./
 COPY protos/lockstep protos/lockstep
 COPY services/__init__.py services/
 COPY services/common services/common
 COPY services/reward services/reward
-COPY requirements/build.txt requirements/
-RUN python -m venv /opt/build
-RUN /opt/build/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
 RUN /opt/build/bin/python -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 
 FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS cpu-packages
@@ -17,13 +18,12 @@ WORKDIR /src
 COPY requirements/reward-cpu.txt requirements/
 RUN python -m venv /opt/lockstep
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/reward-cpu.txt
-COPY --from=source /wheel /wheel
-RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 
 FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 COPY --from=cpu-packages /opt/lockstep /opt/lockstep
 RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs
+RUN --mount=type=bind,from=source,source=/wheel,target=/wheel /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 USER 10001
 WORKDIR /home/lockstep
 ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1

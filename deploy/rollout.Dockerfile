@@ -1,15 +1,16 @@
 # Image of a rollout replica, which runs vLLM.
 #   docker build -f deploy/rollout.Dockerfile --target cpu -t lockstep-rollout .
+# A layer for the locked packages and one for the wheel: after a change of the code only the second is made again.
 FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS source
 WORKDIR /src
+COPY requirements/build.txt requirements/
+RUN python -m venv /opt/build
+RUN /opt/build/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
 COPY pyproject.toml README.md ./
 COPY protos/lockstep protos/lockstep
 COPY services/__init__.py services/
 COPY services/common services/common
 COPY services/rollout services/rollout
-COPY requirements/build.txt requirements/
-RUN python -m venv /opt/build
-RUN /opt/build/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
 RUN /opt/build/bin/python -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 
 FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS cpu-packages
@@ -18,13 +19,12 @@ COPY requirements/cpu-torch.txt requirements/rollout-cpu.txt requirements/
 RUN python -m venv /opt/lockstep
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --index-url https://download.pytorch.org/whl/cpu -r requirements/cpu-torch.txt
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/rollout-cpu.txt
-COPY --from=source /wheel /wheel
-RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 
 FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=cpu-packages /opt/lockstep /opt/lockstep
 RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs
+RUN --mount=type=bind,from=source,source=/wheel,target=/wheel /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 USER 10001
 WORKDIR /home/lockstep
 ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1
@@ -39,14 +39,13 @@ WORKDIR /src
 COPY requirements/rollout-cuda.txt requirements/
 RUN python3 -m venv /opt/lockstep
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/rollout-cuda.txt
-COPY --from=source /wheel /wheel
-RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 
 FROM ubuntu:24.04@sha256:69cecf4bbf72d2d44a9eef1b71fb98c7fb973d78af11399deccef19beb008ad9 AS cuda
 # Triton and torch.compile need a compiler to build kernels at their first use.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ python3-dev python3-venv libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-packages /opt/lockstep /opt/lockstep
 RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs
+RUN --mount=type=bind,from=source,source=/wheel,target=/wheel /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 USER 10001
 WORKDIR /home/lockstep
 ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -103,12 +103,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Scores the samples of one prompt group concurrently. Canceling the call kills the workers that work on it.
 
         Raises:
-            PreconditionFailed: RUN_NOT_OPEN if no run is open, RUN_REPLACED if another coordinator has opened one
-                since, SCORER_CHANGED if another run than the caller's is open.
+            PreconditionFailed: See `require_run`.
             InvalidInput: There is no candidate, or a field cannot be parsed.
         """
-        self._fence.require()
-        require_run(request.run_id, self._opened.run_id)
+        require_run(self._fence, request.run_id, self._opened.run_id)
         assert self._run, "a run is open"
         scorer = self._run.scorer
         items = _items(request)

@@ -36,7 +36,7 @@ def test_one_interrupt_ends_the_run_after_its_step(workspace: Path, lent: Sequen
         run.until(lambda: len(run.ledger("published")) >= before + 2, "the first step")
         below = run.below()
         run.process.send_signal(signal.SIGINT)
-        assert run.wait() == 0, run.output
+        assert run.wait() == 3, run.output
         assert "stopping after this step" in run.output
         assert "Traceback" not in run.output
         assert_gone(below)

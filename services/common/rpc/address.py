@@ -7,8 +7,6 @@ import random
 import socket
 from dataclasses import dataclass
 
-import psutil
-
 from services.common.errors import InvalidInput
 from services.common.rpc.tls import Transport
 
@@ -71,6 +69,8 @@ def route_to(host: str) -> Route:
     Raises:
         OSError: The name is unknown, or there is no route.
     """
+    import psutil  # only trainer and rollout have it
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # picks a route without sending a packet
         address = probe.getsockname()[0]

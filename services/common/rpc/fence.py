@@ -128,6 +128,11 @@ class Fence:
         """Whether the caller's token is accepted."""
         return self._token in ("", _of_caller.get()[0])
 
+    @property
+    def knows_caller(self) -> bool:
+        """Whether the caller has opened a run on this service, now or before."""
+        return _of_caller.get()[0] in self._runs
+
     def take_over(self, run_id: str) -> None:
         """Accepts only the caller's token from now on, and begins the caller's lease.
 

@@ -1,4 +1,4 @@
-"""Checks the health of a service: `lockstep-health HOST:PORT [--tls DIR]` exits with 0 if it is serving.
+"""Checks the health of a service: `lockstep-health HOST:PORT [--tls DIR | --insecure]` exits with 0 if it is serving.
 
 Containers use it as their health check.
 """
@@ -36,10 +36,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tls", type=Path, metavar="DIR", help="directory with ca.pem, cert.pem and key.pem of any identity"
     )
+    parser.add_argument("--insecure", action="store_true", help="allow plaintext to a service on another host")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
     options = parser.parse_args(args)
     try:
-        transport = Transport(options.tls and Credentials(options.tls))
+        transport = Transport(options.tls and Credentials(options.tls), options.insecure)
         asyncio.run(require_serving(options.address, transport, timeout_s=options.timeout))
     except LockstepError as error:
         sys.exit(f"lockstep-health: {error.message}")

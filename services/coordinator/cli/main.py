@@ -13,7 +13,7 @@ from services.common.errors import InvalidInput, LockstepError
 from services.coordinator.cli.data import app as data_app
 from services.coordinator.cli.groups import groups
 from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
-from services.coordinator.cli.output import fail, outliving_output
+from services.coordinator.cli.output import exit_if_stopped, fail, outliving_output
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
 from services.coordinator.observe.console import literal_console
@@ -86,6 +86,7 @@ def run(
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, TerminalFrontend(_console)))
     show_outcome(outcome, _console)
+    exit_if_stopped(outcome)
 
 
 @app.command()
@@ -104,6 +105,7 @@ def sft(config: _Configs, dry_run: _DryRun = False, **options: Unpack[ServiceOpt
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, _console))
     show_outcome(outcome, _console)
+    exit_if_stopped(outcome)
 
 
 @app.command("eval")

@@ -6,16 +6,29 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from services.common.errors import LockstepError, Reason
 from services.common.files.storage import storage_error
 from services.common.process import keep_files_private
 from services.coordinator.observe.console import literal_console
 
+if TYPE_CHECKING:
+    from services.coordinator.observe.frontend import Outcome
+
 # CPython's words where a thread cannot get memory or a place in a table of the kernel.
 _NO_THREAD = "can't start new thread"
 _OF_STREAMS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
+
+
+STOPPED = 3
+"""Exit code of a run that was stopped before its last step: a supervisor must not take it for a finished one."""
+
+
+def exit_if_stopped(outcome: "Outcome") -> None:
+    """Exits with code 3 if steps are left."""
+    if outcome.is_stopped:
+        sys.exit(STOPPED)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import typer
 from typing_extensions import Unpack
 
 from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
+from services.coordinator.cli.output import exit_if_stopped
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _watch(daemon: "Coordinator", run: str) -> None:
     from services.coordinator.daemon.following import follow
 
     try:
-        asyncio.run(follow(daemon, run, _console))
+        exit_if_stopped(asyncio.run(follow(daemon, run, _console)))
     except KeyboardInterrupt:
         at = f"{run} --coordinator {daemon.address}"
         lines = f"detached; the run continues\n  reattach: lockstep watch {at}\n  stop it:  lockstep stop {at}"

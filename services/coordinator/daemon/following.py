@@ -32,8 +32,8 @@ async def start(coordinator: Coordinator, config: Config, addresses: Addresses, 
     return run.name
 
 
-async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
-    """Shows the same table as for a local run until the run ends, then its outcome.
+async def follow(coordinator: Coordinator, name: str, console: Console) -> Outcome:
+    """Shows the same table as for a local run until the run ends, then its outcome, which it returns.
 
     Raises:
         LockstepError: The run failed, or the coordinator is unreachable.
@@ -55,7 +55,9 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
     if run.state == pb.RUN_STATE_STOPPED:
         console.print(f"run {name} was stopped; start it again to resume from its newest checkpoint", soft_wrap=True)
     export_path = Path(run.export_path) if run.export_path else None
-    show_outcome(Outcome(Path(run.run_dir), run.version, run.num_steps, evaluations, export_path), console)
+    outcome = Outcome(Path(run.run_dir), run.version, run.num_steps, evaluations, export_path)
+    show_outcome(outcome, console)
+    return outcome
 
 
 async def print_log(coordinator: Coordinator, name: str, service: str, *, follow: bool) -> None:

@@ -25,7 +25,7 @@ from services.coordinator.fleet.launch import Addresses, started_ranks, starts_r
 from services.coordinator.fleet.probes import SANDBOX, problem
 from services.coordinator.planning.memory import colocated_phases, rank_memory, utilization
 from services.coordinator.planning.plan import planned_model
-from services.coordinator.runs.database import is_shared
+from services.coordinator.runs.database import has_local_locks, is_shared
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from services.coordinator.runs.reader import LedgerReader
 
@@ -279,6 +279,9 @@ def check_ledger(runs_dir: Path) -> Finding:
     except (LockstepError, OSError) as error:
         message = error.message if isinstance(error, LockstepError) else str(error)
         return Finding("ledger", message, Verdict.FAIL, "set runs_dir to a local disk, or one with working file locks")
+    if has_local_locks(there):
+        fix = "mount it with NFS 4, or without nolock and local_lock: two hosts could write one run"
+        return Finding("ledger", f"{there} is on NFS whose locks other hosts do not see", Verdict.FAIL, fix)
     if is_shared(there):
         return Finding("ledger", f"{there} is on a network file system or FUSE: SQLite keeps a rollback journal there")
     return Finding("ledger", f"SQLite keeps a write-ahead log in {there}")

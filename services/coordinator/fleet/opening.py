@@ -23,6 +23,7 @@ from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import Outcome
+from services.coordinator.runs.checkpoints import require_visible
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.evaluations import best_if_stalled, comparable_evaluations
 from services.coordinator.runs.ledger import Kind
@@ -39,6 +40,7 @@ async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
         if not run.record.set_aside_export(run.version):
             with run.phase(Phase.CHECKPOINTING):
                 await trainer.export(str(export_path))
+            require_visible(export_path, "the exported model")
             await run.record.ledger.free()
             run.record.record_export(run.version)
     return Outcome.of(run, run.version, run.num_steps, export_path)

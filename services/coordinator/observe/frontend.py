@@ -95,6 +95,11 @@ class Outcome:
     other_scorers: str = ""
     """How the scorers or the environment of the last evaluation differ from those of the first."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether steps are left, which the same command would do."""
+        return self.version < self.num_steps
+
     @classmethod
     def of(cls, run: Run[AnyConfig], version: int, num_steps: int, export_path: Path | None) -> Self:
         evaluations, change = run.record.evaluations(), ""
@@ -120,7 +125,7 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     if outcome.best:
         shown_files[f"checkpoints/step-{outcome.best['version']:06d}"] = "the best checkpoint, by checkpoint.keep_best"
     done = f"{counted(outcome.version, 'step')} done."
-    if outcome.version < outcome.num_steps:
+    if outcome.is_stopped:
         so_far = f"{outcome.version} of {counted(outcome.num_steps, 'step')} done"
         done = f"Stopped: {so_far}. Run the same command again to resume."
     lines = (f"  {name:<28} {what}" for name, what in shown_files.items())

@@ -99,7 +99,7 @@ def load_data(config: Config, external: Addresses) -> Dataset | None:
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
     show(outcome, _FILES, console, number=".3f")
-    if outcome.version < outcome.num_steps:
+    if outcome.is_stopped:
         return
     what = "Next: plot the run with `tensorboard --logdir`, or train your own model on your own data (see README.md)"
     console.print(what, soft_wrap=True, highlight=False)

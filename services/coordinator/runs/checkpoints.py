@@ -3,12 +3,16 @@
 import asyncio
 import hashlib
 import json
+import os
 import shutil
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from services.common.config.run import CheckpointConfig
+from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.runs.evaluations import best_of, comparable_evaluations
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
@@ -22,6 +26,40 @@ class SavedModel(Protocol):
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version` to `path`; returns the SHA-256 of its manifest."""
         ...
+
+
+MANIFEST = "manifest.json"
+
+
+def require_visible(written: Path, what: str, digest: str = "") -> None:
+    """Checks that what the trainer has written on its host is at the same path here.
+
+    Args:
+        written: A file or directory.
+        what: Names it for the message.
+        digest: SHA-256 of the file; "" for any content.
+
+    Raises:
+        PreconditionFailed: STORAGE_FAILED, the two hosts have different file systems there.
+    """
+    here = written.resolve()
+    with suppress(OSError):  # NFS remembers that a name was absent; listing the directory asks the server again
+        os.listdir(written.parent)
+    try:
+        is_it = hashlib.sha256(written.read_bytes()).hexdigest() == digest if digest else written.exists()
+        why = "is another one" if digest else "is missing"
+    except OSError as error:
+        is_it, why = False, f"cannot be read: {error.strerror}"
+    if not is_it:
+        raise PreconditionFailed(
+            f"{what} is at {written} on the trainer's host, but on this host ({socket.gethostname()}) {here} {why}; "
+            "set runs_dir (of a coordinator daemon: --runs-dir) to a file system that both have at the same path, then "
+            "run the same command again",
+            reason=Reason.STORAGE_FAILED,
+            field="runs_dir",
+            written=str(written),
+            path=str(here),
+        )
 
 
 class Checkpoints:
@@ -59,7 +97,7 @@ class Checkpoints:
         The trainer must have trained from `version` since, so that it cannot be saved again. `batch_id` is that of the
         last batch before it.
         """
-        manifest = Path(self._path(Kind.SAVED, version)) / "manifest.json"
+        manifest = Path(self._path(Kind.SAVED, version)) / MANIFEST
         if self._ledger.is_newer(Kind.SAVED, Kind.FINISHED, version) or not manifest.is_file():
             return
         content = manifest.read_bytes()
@@ -95,6 +133,8 @@ class Checkpoints:
             return
         shutil.rmtree(path, ignore_errors=True)  # left by a coordinator that ended before recording it
         digest = await model.save(path, model_version)
+        what = f"the checkpoint of the {model.name} after step {step}"
+        await asyncio.to_thread(require_visible, Path(path, MANIFEST), what, digest)
         await self._ledger.free()
         self._ledger.record(kind, step, path=path, manifest_digest=digest)
 

@@ -40,6 +40,7 @@ _SLICE_S = 0.5
 _RETRY_S = 0.1
 _FIRST_WARNING_S, _WARN_EVERY_S = 1.0, 60.0
 # File systems whose locks or shared memory do not reach every host, which a write-ahead log needs.
+_LOCAL_LOCKS = ("local_lock=all", "local_lock=flock", "local_lock=posix")
 _SHARED = re.compile(r"nfs|cifs|smb|9p|afs|ceph|lustre|gpfs|beegfs|gluster|ocfs|gfs2|orangefs|pvfs|virtiofs|fuse")
 
 
@@ -135,17 +136,30 @@ class Database:
             raise damaged(self._path.absolute(), error) from error
 
 
-def is_shared(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Returns whether `path` is on a file system that other hosts may mount too, or that passes files on (FUSE)."""
+_MOUNTS = Path("/proc/self/mounts")
+
+
+def _mount(path: Path, mounts: Path) -> tuple[str, str]:
+    """Returns the kind and the options of the file system that `path` is on."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
-        return False
+        return "", ""
     # Of mounts at one place, the last counts.
-    places = {Path(place.encode().decode("unicode_escape")): kind for _, place, kind, *_ in lines}
+    places = {Path(place.encode().decode("unicode_escape")): (kind, options) for _, place, kind, options, *_ in lines}
     there = path.resolve()
-    kind = next((places[at] for at in (there, *there.parents) if at in places), "")
-    return _SHARED.search(kind) is not None
+    return next((places[at] for at in (there, *there.parents) if at in places), ("", ""))
+
+
+def is_shared(path: Path, mounts: Path = _MOUNTS) -> bool:
+    """Returns whether `path` is on a file system that other hosts may mount too, or that passes files on (FUSE)."""
+    return _SHARED.search(_mount(path, mounts)[0]) is not None
+
+
+def has_local_locks(path: Path, mounts: Path = _MOUNTS) -> bool:
+    """Returns whether `path` is on NFS mounted so that other hosts do not see its locks (man 5 nfs)."""
+    kind, options = _mount(path, mounts)
+    return kind.startswith("nfs") and bool({"nolock", *_LOCAL_LOCKS} & set(options.split(",")))
 
 
 class _Wait:

@@ -119,8 +119,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         """
         requests = aiter(request_iterator)
         begin = (await anext(requests, pb.PlayRequest())).begin
-        self._fence.require()
-        require_run(begin.run_id, self._run_id)
+        require_run(self._fence, begin.run_id, self._run_id)
         if self._runner is None or self._endpoint is None:
             raise PreconditionFailed(f"run {begin.run_id} was opened without an agent")
         if not begin.episode_id:

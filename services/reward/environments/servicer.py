@@ -100,8 +100,20 @@ _FINISH_REASONS = {
 }
 
 
-def require_run(run_id: str, opened_run_id: str) -> None:
-    """Raises PreconditionFailed: RUN_NOT_OPEN, or SCORER_CHANGED if another run than the caller's is open."""
+def require_run(fence: Fence, run_id: str, opened_run_id: str) -> None:
+    """Checks that the caller has run `run_id` open.
+
+    A coordinator whose calls move from one replica of the service to another has opened no run on the second, which may
+    still hold an earlier one. It is told to open its run, which takes the replica over.
+
+    Raises:
+        PreconditionFailed: RUN_NOT_OPEN; RUN_REPLACED, another coordinator has opened a run since; SCORER_CHANGED,
+            another run than the caller's is open.
+    """
+    if opened_run_id and not fence.knows_caller:
+        message = f"run {opened_run_id} is open, and the caller has opened none on this service: call OpenRun first"
+        raise PreconditionFailed(message, reason=Reason.RUN_NOT_OPEN)
+    fence.require()
     if not opened_run_id:
         raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
     if run_id != opened_run_id:
@@ -203,8 +215,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return pb.CloseResponse()
 
     def _table_for(self, run_id: str) -> EpisodeTable:
-        self._fence.require()
-        require_run(run_id, self._run_id)
+        require_run(self._fence, run_id, self._run_id)
         if self._table is None:
             raise PreconditionFailed(f"run {run_id} was opened without an environment")
         return self._table

@@ -27,6 +27,13 @@ async def test_a_service_that_wants_certificates_says_so(tmp_path: Path) -> None
     await server.grpc.stop(None)
 
 
+def test_plaintext_to_another_host_needs_the_flag_that_the_message_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"192\.0\.2\.1:1 is not on this host.* or --insecure"):
+        main(["192.0.2.1:1"])
+    with pytest.raises(SystemExit, match=r"lockstep-health: (?!.*--insecure)"):
+        main(["192.0.2.1:1", "--insecure", "--timeout", "0.1"])
+
+
 def test_the_command_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"lockstep-health: .*127\.0\.0\.1:1"):
         main(["127.0.0.1:1", "--timeout", f"{PATIENCE_S}"])

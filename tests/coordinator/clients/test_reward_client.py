@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common.errors import DataLoss, DeadlineExceeded, LockstepError, PreconditionFailed, Reason
@@ -19,7 +20,7 @@ from services.coordinator.data.groups import SampledGroup
 from services.reward.scorers.text import ExactScorer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt
-from tests.support import LIMITS_S, raises
+from tests.support import LIMITS_S, PATIENCE_S, raises
 
 EXACT = {"kind": "exact"}
 GROUP = SampledGroup(0, make_prompt(7), [Completion(tokens=[7], finish_reason=FINISH_REASON_STOP)], PolicyStamp())
@@ -93,6 +94,20 @@ async def test_a_run_that_was_replaced_does_not_open_its_scorers_again():
         with new_token():
             await theirs.open("theirs")  # the same run, by a coordinator that resumes it
             assert await rewards(theirs) == [1.0]
+
+
+async def test_a_replica_that_holds_an_earlier_run_is_opened_when_calls_move_to_it():
+    """A name with several replicas behind it connects to another one when the first is gone."""
+    async with serving() as here, serving() as there, running() as make:
+        ours, earlier = make(here, EXACT), make(there, {"kind": "length", "target_tokens": 0, "max_tokens": 2})
+        await ours.open("run")
+        with new_token():
+            await earlier.open("earlier")
+            await ours._client.close()
+            ours._client = earlier._client  # the connection is now to the other replica
+        assert await rewards(ours) == [1.0]
+        with new_token(), raises(PreconditionFailed, reason=Reason.RUN_NOT_OPEN):
+            await ours._client.call(RewardService.Score, ours._request(GROUP, TOKENIZER), timeout_s=PATIENCE_S)  # type: ignore[arg-type]
 
 
 async def test_a_service_may_come_back_with_the_same_scorers_only(monkeypatch: pytest.MonkeyPatch):

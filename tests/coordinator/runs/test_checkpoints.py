@@ -1,23 +1,25 @@
 """Tests that checkpoints are saved in the background, one at a time, and recorded once complete."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import CheckpointConfig
-from services.common.errors import InternalError, PreconditionFailed
+from services.common.errors import InternalError, PreconditionFailed, Reason
 from services.coordinator.rl.step import Batch, update
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
-from tests.support import until
+from tests.support import raises, until
 
 DIRECTORIES = ("critic_checkpoints", "checkpoints")
 
@@ -30,14 +32,17 @@ class FakeTrainer:
         self.saving: list[int] = []
         self.trained: list[int] = []
         self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
+        self.is_elsewhere, self.manifest = False, b"{}"
 
     async def save(self, path: str, version: int) -> str:
         self.saving.append(version)
         error = await self.ends.get()
         if error is not None:
             raise error
-        Path(path).mkdir(parents=True)
-        return "digest"
+        if not self.is_elsewhere:
+            Path(path).mkdir(parents=True)
+            Path(path, "manifest.json").write_bytes(self.manifest)
+        return hashlib.sha256(b"{}").hexdigest()
 
     async def train(
         self, batch: object, batch_id: str, stamp: PolicyStamp, *_: object, **drawn: object
@@ -180,6 +185,25 @@ async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], R
         await run.checkpoints.finish()
     with pytest.raises(InternalError, match="disk"):
         run.checkpoints.check()
+    assert recorded(run, Kind.SAVED) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [({"is_elsewhere": True}, "cannot be read: No such"), ({"manifest": b"[]"}, "is another one")]
+)
+async def test_a_checkpoint_that_is_not_seen_here_ends_the_run(
+    open_again: Callable[[], Run], change: dict[str, Any], why: str
+) -> None:
+    """The trainer's host has another file system at the run's path, so nothing could be resumed."""
+    run, trainer = open_again(), FakeTrainer()
+    vars(trainer).update(change)
+    trainer.ends.put_nowait(None)
+    await run.checkpoints.begin([trainer], 1)
+    with raises(PreconditionFailed, reason=Reason.STORAGE_FAILED, field="runs_dir") as caught:
+        await run.checkpoints.finish()
+    manifest = run.config.run_dir / "checkpoints" / "step-000001" / "manifest.json"
+    assert f"is at {manifest} on the trainer's host" in caught.value.message
+    assert f"{manifest} {why}" in caught.value.message
     assert recorded(run, Kind.SAVED) == []
 
 

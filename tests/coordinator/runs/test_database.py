@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import DataLoss, InternalError, LockstepError, Reason, Unavailable
 from services.coordinator.runs import database, ledger, reader
-from services.coordinator.runs.database import Database, is_shared
+from services.coordinator.runs.database import Database, has_local_locks, is_shared
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.resume import open_run
@@ -333,3 +333,20 @@ async def test_a_ledger_that_is_deleted_during_a_run_is_what_ends_it(tmp_path: P
         with pytest.raises(LockstepError, match=r"ledger\.sqlite cannot be written: it is gone") as caught:
             await services.run(config)
     assert caught.value.reason is Reason.STORAGE_FAILED
+
+
+@pytest.mark.parametrize(
+    ("mount", "expected"),
+    [
+        ("nfs rw,vers=3,nolock,hard", True),
+        ("nfs4 rw,vers=4.2,local_lock=flock", True),
+        ("nfs4 rw,vers=4.2,local_lock=none", False),
+        ("nfs rw,vers=3,lock", False),
+        ("ext4 rw,nolock", False),
+    ],
+)
+def test_locks_of_nfs_may_be_those_of_one_host(tmp_path: Path, mount: str, expected: bool):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/runs /claim {mount} 0 0\n")
+    assert has_local_locks(Path("/claim/runs"), mounts) is expected
+    assert not has_local_locks(Path("/other"), mounts)
