@@ -4,7 +4,8 @@ Engine: a toy in a process of its own, which always says the same tokens: after 
 episodes want the processor at once, or after times that differ by answer, as those of real answers do. Reward services,
 workers, HTTP, gRPC and tokenizing are real. Both kinds make the same rows, token by token, which is checked.
 
-`python -m benchmarks.agents [NAME] [--busy]` saves the result as NAME; `--busy` says that other work ran beside it.
+`python -m benchmarks.agents [NAME] [--rounds 5] [--busy]` saves the result as NAME; `--busy` says that other work ran
+beside it.
 Needs the tokenizer of `python -m deploy.quickstart.make_lookup`, and `openai`.
 """
 
@@ -45,7 +46,7 @@ from services.coordinator.text.threads import Threads
 from services.coordinator.text.tokenizer import Tokenizer
 
 _MODEL = "data/lookup/start"
-_NUM_EPISODES, _NUM_TURNS, _ROUNDS = 64, 6, 5
+_NUM_EPISODES, _NUM_TURNS = 64, 6
 _REPLY_CHARS, _TURN_TOKENS, _LATENCY_S = 400, 64, 1.5  # a character is a token
 _QUESTION = "q" * 32
 _EQUAL, _VARIED = "equal", "varied"
@@ -213,8 +214,8 @@ class _Samples:
         self._waits = _watch_waits()
         self.samples: dict[str, list[float]] = {}
 
-    async def measure(self) -> None:
-        for step in range(1 + _ROUNDS):  # one to warm up
+    async def measure(self, num_rounds: int) -> None:
+        for step in range(1 + num_rounds):  # one to warm up
             rows = {kind: await self._round(kind, step) for kind in self._stages}
             assert rows["agent"] == rows["python"], "both kinds sample and send the same tokens"
         for latency in (_EQUAL, _VARIED):
@@ -264,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name", nargs="?", default="agents-overhead")
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -277,7 +279,7 @@ def main() -> None:
             assert engine.stdin and engine.stdout
             port = int(engine.stdout.readline())
             measured = _Samples(f"127.0.0.1:{port}", rewards)
-            asyncio.run(measured.measure())
+            asyncio.run(measured.measure(arguments.rounds))
             engine.stdin.close()
     finally:
         for service in services:
