@@ -16,6 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from services.common.errors import InvalidInput
 from services.common.rpc.tls import CA_FILE, Role
 from services.coordinator.cli import certs, groups
 from services.coordinator.cli.main import app
@@ -142,4 +143,4 @@ def test_an_agent_elsewhere_is_tried_with_the_credentials_of_a_reward_service(mo
     assert done.exit_code == 0 and "[final text] four" in done.stdout, done.output
     assert [url.partition(":")[0] for url in asked] == ["https"]
     away = tried(model, "four", url="https://agent.lab/episode")
-    assert away.exit_code and "agent.lab" in away.output and "--tls" in away.output
+    assert isinstance(away.exception, InvalidInput) and "start it with --tls" in away.exception.message
