@@ -246,7 +246,7 @@ class _Samples:
 
 def _cpu_s() -> dict[str, float]:
     """Returns the processor time that this process, the reward services and their workers have had."""
-    this, spent = psutil.Process(), dict.fromkeys(("coordinator", "reward service", "workers"), 0.0)
+    this, spent = psutil.Process(), {"coordinator": 0.0, "reward service": 0.0, "workers": 0.0}
     for process in [this, *this.children(recursive=True)]:
         words = process.cmdline()
         name = "coordinator" if process == this else "reward service" if "services.reward" in words else "workers"

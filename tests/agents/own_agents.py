@@ -98,7 +98,8 @@ def team(url: str, key: str) -> None:
 def leaves(url: str, key: str) -> None:
     """Breaks a stream off, and ends while a call is in progress."""
     client = _shared(url).with_options(api_key=key, max_retries=0)
-    stream = client.chat.completions.create(model="any", messages=[user("stream")], stream=True)
+    messages: Any = [user("stream")]
+    stream = client.chat.completions.create(model="any", messages=messages, stream=True)
     next(iter(stream))
     stream.close()
 
