@@ -6,6 +6,7 @@ deploy/runs: tries.yaml (the default), lookup.yaml or search.yaml; its first lin
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ def main() -> None:
         if "eval/held-out/reward" in line:
             samples[f"held-out reward after {line['step']} steps"] = [line["eval/held-out/reward"]]
     samples["whole run, with starting the services [s]"] = [seconds]
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    samples["processor time of the whole run [s]"] = [spent.ru_utime + spent.ru_stime]
     libraries = ("torch", "vllm", "transformers")
     keep(
         name,

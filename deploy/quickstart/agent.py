@@ -9,6 +9,7 @@ lookup.py. deploy/runs/agent.yaml trains the model inside of it. Run it against 
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from openai import OpenAI
@@ -22,8 +23,17 @@ CALL = re.compile(r"<lookup>(.*?)(</lookup>|$)", re.DOTALL)
 
 def run(row: Mapping[str, Any], seed: int, url: str, key: str) -> str:
     """Returns the agent's answer to a row; what `environment.path` names."""
-    with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
-        return solve(client, [{"role": "user", "content": row["prompt"]}], use_tool)
+    return solve(client_of(url, key), [{"role": "user", "content": row["prompt"]}], use_tool)
+
+
+def client_of(url: str, key: str) -> OpenAI:
+    """Returns a client for one episode. All episodes of a process share the connections of one."""
+    return _shared(url).with_options(api_key=key)
+
+
+@cache
+def _shared(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none")  # which takes longer than a call: it reads all authorities
 
 
 def solve(client: OpenAI, begin: list[Any], tool: Callable[[str, str], str]) -> str:

@@ -5,6 +5,7 @@ results as blocks of a tool. A server that wants the calls as blocks, as Anthrop
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from anthropic import Anthropic
@@ -17,8 +18,13 @@ MAX_TOKENS = 24
 
 def run(row: Mapping[str, Any], seed: int, url: str, key: str) -> str:
     """Returns the agent's answer to a row; what `environment.path` names."""
-    with Anthropic(base_url=url, api_key=key) as client:
-        return solve(client, row["prompt"])
+    return solve(_shared(url).with_options(api_key=key), row["prompt"])
+
+
+@cache
+def _shared(url: str) -> Anthropic:
+    """Returns the client whose connections all episodes of a process share."""
+    return Anthropic(base_url=url, api_key="none")
 
 
 def solve(client: Anthropic, question: str) -> str:

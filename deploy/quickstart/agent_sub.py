@@ -9,7 +9,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from deploy.quickstart.agent import solve, use_tool
+from deploy.quickstart.agent import client_of, solve, use_tool
 
 SYSTEM = "#"
 """What tells the sub-agent's conversations apart. The model reads characters, and knows no words."""
@@ -17,8 +17,8 @@ SYSTEM = "#"
 
 def run(row: Mapping[str, Any], seed: int, url: str, key: str) -> str:
     """Returns the agent's answer to a row; what `environment.path` names."""
-    with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
-        return solve(client, [{"role": "user", "content": row["prompt"]}], partial(ask_other, client))
+    client = client_of(url, key)
+    return solve(client, [{"role": "user", "content": row["prompt"]}], partial(ask_other, client))
 
 
 def ask_other(client: OpenAI, key: str, end: str) -> str:

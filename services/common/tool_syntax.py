@@ -14,7 +14,7 @@ from typing import Any
 
 MAX_CALLS = 8  # in one turn. Each further one is answered with an error, up to as many again
 THINK = ("<think>", "</think>")
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"\s*")
 _CLOSES = re.compile(r"\s*</tool_call>")
@@ -210,7 +210,7 @@ def read_json(text: str) -> object:
     return _DECODER.decode(text)
 
 
-def is_deep(value: object, depth: int = _MAX_DEPTH) -> bool:
+def is_deep(value: object, depth: int = MAX_DEPTH) -> bool:
     """Returns whether a value is nested more than `depth` deep."""
     if not isinstance(value, dict | list):
         return False
@@ -226,7 +226,7 @@ def _to_call(value: object) -> Call:
     if not isinstance(arguments, dict):
         return BadCall(name, "the arguments must be a JSON object")
     if is_deep(arguments):
-        return BadCall(name, f"the arguments are nested more than {_MAX_DEPTH} deep")
+        return BadCall(name, f"the arguments are nested more than {MAX_DEPTH} deep")
     return ToolCall(name, arguments)
 
 

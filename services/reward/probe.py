@@ -9,7 +9,8 @@
     -> {"step": "..."}                                        the policy's text
     <- {"messages": [...], "reward": 1.0, "done": true, "tool_calls": [...]}     what is zero or empty is left out
 
-`agent` opens one in the same way and plays one episode of it. The messages are those of AgentService.Play:
+`agent` opens one in the same way, at a "place" if it is elsewhere (its "host", and "tls", a directory), and plays one
+episode of it. The messages are those of AgentService.Play:
 
     -> {"begin": {"row_json": "...", "seed": 7, ...}}
     <- {"call": {...}}                                        or the last: {"end": {...}} or {"failure": {...}}
@@ -18,6 +19,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 from lockstep.reward.v1 import environment_pb2 as pb
@@ -30,6 +32,8 @@ from services.common.config.reward import RewardConfig
 from services.common.errors import PreconditionFailed
 from services.common.probe import Answers, Requests, answer_with
 from services.common.rpc.fence import Fence
+from services.common.rpc.tls import Credentials
+from services.reward.agents.remote import Place
 from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.base import EpisodeError, Turn
 from services.reward.environments.episode import EpisodeContext
@@ -104,9 +108,12 @@ async def environment(requests: Requests) -> Answers:
 
 async def agent(requests: Requests) -> Answers:
     """Opens an agent, and plays an episode of it."""
-    config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
+    opening = await anext(requests)
+    config = EnvironmentSection.model_validate(opening["environment"]).root
     assert config.kind == "agent", "others take turns"
-    servicer = AgentServicer(RewardMetrics(CollectorRegistry()), Fence())
+    at = opening.get("place") or {"host": "127.0.0.1", "tls": ""}
+    place = Place(at["host"], Credentials(Path(at["tls"])) if at["tls"] else None)
+    servicer = AgentServicer(RewardMetrics(CollectorRegistry()), Fence(), place)
 
     async def answers() -> AsyncIterator[PlayRequest]:
         async for said in requests:

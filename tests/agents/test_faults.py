@@ -1,6 +1,8 @@
 """Tests what is left, played again and trained when something is killed in the middle of a call."""
 
 import asyncio
+import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -12,10 +14,11 @@ import pytest
 from lockstep.reward.v1.agent_pb2 import AgentEnd, PlayResponse
 
 from services.coordinator.clients.environment import EnvironmentFailure
+from services.coordinator.rl.sampling import agents
 from services.reward.agents.servicer import AgentServicer
 from tests.agents.harness import Stage, is_running, staged, table_of, trained
 from tests.agents.in_process import caught
-from tests.support import ROOT, free_port, running, service_command, until
+from tests.support import PATIENCE_S, ROOT, free_port, running, service_command, until
 
 Program = Callable[..., dict[str, Any]]
 # Asks twice; the second call hangs in its first episode. A child would outlive it.
@@ -30,6 +33,14 @@ ANSWER = "4"
 
 def _pids(mark: str) -> list[int]:
     return sorted(int(Path(path).parent.name) for path in is_running(mark) if Path(path).parent.name.isdecimal())
+
+
+async def _ends(mark: str, limit_s: float) -> None:
+    """Checks that no process with `mark` is left after some time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await until(lambda: not is_running(mark))
+    assert not is_running(mark)
 
 
 def _hang_once(stage: Stage) -> tuple[asyncio.Event, asyncio.Event]:
@@ -83,7 +94,11 @@ async def test_an_agent_that_is_killed_is_played_again(program: Program, mutant:
         assert not stage.servicer.agents._endpoint._servers  # type: ignore[union-attr]
 
 
-async def test_a_call_goes_on_elsewhere_when_its_replica_is_killed():
+@pytest.mark.parametrize("mutant", ["", "seeds depend on what was played before"])
+async def test_a_call_goes_on_elsewhere_when_its_replica_is_killed(mutant: str, monkeypatch: pytest.MonkeyPatch):
+    if mutant:
+        numbers = itertools.count()
+        monkeypatch.setattr(agents, "seed_of", lambda *_: next(numbers))
     settings = {"path": "tests.agents.user_agents:twice", "num_workers": 1}
     async with staged(lambda text, seed: f"{seed % 1000}", num_replicas=2, **settings) as stage:
         alone = await stage.rows()
@@ -92,7 +107,9 @@ async def test_a_call_goes_on_elsewhere_when_its_replica_is_killed():
         await begun.wait()
         (busy,) = [engine for engine in stage.engines if engine.in_flight]
         await busy.die()
-        assert await playing == alone, "the same seeds, and so the same tokens, trained once"
+        again = await playing
+        with caught(mutant):
+            assert again == alone, "the same seeds, and so the same tokens, trained once"
 
 
 @pytest.mark.long
@@ -134,12 +151,30 @@ asyncio.run(main())
 """
 
 
+# A service that goes on with an episode whose caller is gone.
+_DEAF = """
+import runpy
+from services.reward.agents.servicer import AgentServicer
+
+async def goes_on(self, *_):
+    pass
+
+AgentServicer._end_episode = goes_on
+runpy.run_module("services.reward", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.long
-async def test_nothing_is_left_of_the_episodes_of_a_coordinator_that_is_killed(program: Program, tmp_path: Path):
+@pytest.mark.parametrize("mutant", ["", "an episode outlives its caller"])
+async def test_nothing_is_left_of_the_episodes_of_a_coordinator_that_is_killed(
+    program: Program, tmp_path: Path, mutant: str
+):
     mark = f"mark-{os.getpid()}-coordinator"
     settings = program(_SOURCE, mark)
     address = f"127.0.0.1:{free_port()}"
-    with running(service_command("reward", address), tmp_path / "log") as service:
+    python, *module, listen, address_of = service_command("reward", address)
+    command = [python, *(["-c", _DEAF] if mutant else module), listen, address_of]
+    with running(command, tmp_path / "log") as service:
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-c", _COORDINATOR, address, mark, settings["files"]["agent.py"]],
             stdout=asyncio.subprocess.PIPE,
@@ -150,7 +185,8 @@ async def test_nothing_is_left_of_the_episodes_of_a_coordinator_that_is_killed(p
         inside = [pid for pid in _pids(mark) if pid != process.pid]
         process.kill()
         await process.wait()
-        await until(lambda: not is_running(mark))
         assert len(inside) >= 2 and service.poll() is None
+        with caught(mutant):
+            await _ends(mark, 5.0 if mutant else PATIENCE_S)
         listening = Path(f"/proc/{service.pid}/net/unix").read_text()
         assert "lockstep-agents" not in listening

@@ -2,6 +2,11 @@
 
 import json
 import shutil
+import ssl
+import threading
+import urllib.request
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from services.coordinator.cli import groups
+from services.common.errors import InvalidInput
+from services.common.rpc.tls import CA_FILE, Role
+from services.coordinator.cli import certs, groups
 from services.coordinator.cli.main import app
 from services.coordinator.doctor.finding import Verdict
 from services.coordinator.doctor.inputs import examine_environment
@@ -33,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tried(model: Path, *texts: str, **environment: Any) -> Result:
+def tried(model: Path, *texts: str, options: Sequence[str] = (), **environment: Any) -> Result:
     pq.write_table(pa.table({"prompt": ["one", "two"], "answer": ["1", "2"]}), model / "train.parquet")
     data = {"train": str(model / "train.parquet"), "prompts_per_step": 2}
     content = {
@@ -45,8 +52,8 @@ def tried(model: Path, *texts: str, **environment: Any) -> Result:
         "environment": {"kind": "agent", **environment},
     }
     (model / "run.yaml").write_text(yaml.safe_dump(content))
-    options = [word for text in texts for word in ("--policy-text", text)]
-    return CliRunner().invoke(app, ["env", "try", str(model / "run.yaml"), "--row", "1", *options])
+    said = [word for text in texts for word in ("--policy-text", text)]
+    return CliRunner().invoke(app, ["env", "try", str(model / "run.yaml"), "--row", "1", *said, *options])
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +113,34 @@ def test_doctor_says_what_an_agent_needs(environment: dict[str, Any], verdict: V
     (finding,) = examine_environment(config, Addresses())
     assert (finding.verdict, words in finding.result) == (verdict, True), finding
     assert verdict is OK or finding.fix
+
+
+def test_an_agent_elsewhere_is_tried_with_the_credentials_of_a_reward_service(model: Path, tmp_path: Path) -> None:
+    certs.init(tmp_path / "ca")
+    certs.issue(tmp_path / "ca", Role.REWARD, ["127.0.0.1"], tmp_path / "own")
+    trust, asked = ssl.create_default_context(cafile=str(tmp_path / "own" / CA_FILE)), list[str]()
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            episode = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(episode["url"])
+            body = json.dumps({"messages": [{"role": "user", "content": episode["row"]["prompt"]}]}).encode()
+            headers = {"Authorization": f"Bearer {episode['key']}"}
+            request = urllib.request.Request(f"{episode['url']}/v1/chat/completions", body, headers)
+            with urllib.request.urlopen(request, context=trust, timeout=60) as answer:
+                text = json.load(answer)["choices"][0]["message"]["content"]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"text": text}).encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Agent) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        options = ["--tls", str(tmp_path / "own"), "--listen", "127.0.0.1"]
+        done = tried(model, "four", options=options, url=f"http://127.0.0.1:{server.server_port}/episode")
+        server.shutdown()
+        serving.join()
+    assert done.exit_code == 0 and "[final text] four" in done.stdout, done.output
+    assert [url.partition(":")[0] for url in asked] == ["https"]
+    away = tried(model, "four", url="https://agent.lab/episode")
+    assert isinstance(away.exception, InvalidInput) and "start it with --tls" in away.exception.message

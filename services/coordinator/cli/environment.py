@@ -44,8 +44,17 @@ def read_lines(path: Path) -> Iterator[str]:
         yield text if isinstance(text, str) else line
 
 
-def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -> bool:
+def play_row(
+    config: Config, row: int, turns: Iterator[str], console: Console, place: Mapping[str, str] | None = None
+) -> bool:
     """Plays the row with that number of the training data, and prints what happens. Returns whether nothing failed.
+
+    Args:
+        config: The run's config.
+        row: Number of the row.
+        turns: What the policy says.
+        console: Where it is printed.
+        place: Where this host listens for an agent elsewhere: `host`, and `tls`, a directory with credentials.
 
     Raises:
         InvalidInput: There is no environment, or it does not open.
@@ -56,7 +65,7 @@ def play_row(config: Config, row: int, turns: Iterator[str], console: Console) -
     prompt, tokenizer = _prompt(config, row)
     if isinstance(config.environment, AgentEnvironmentConfig):
         model = TypedModel(config, tokenizer, turns, console)
-        with AgentProbe(config.environment, shows_errors=True) as agent:
+        with AgentProbe(config.environment, place, shows_errors=True) as agent:
             console.print(f"{_answer(agent.open)['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
             return play_agent(agent, model, prompt, console)
     return _take_turns(config, config.environment, prompt, turns, console)

@@ -103,6 +103,12 @@ def try_environment(
     replies: Annotated[
         Path | None, typer.Option(help="File with a turn in each line; a line may be JSON text, for line breaks.")
     ] = None,
+    tls: Annotated[
+        Path | None, typer.Option(help="For an agent on another host: directory with a reward service's certificate.")
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(help="For an agent on another host: address of this host that it can reach, without a port.")
+    ] = "127.0.0.1",
 ) -> None:
     """Play one row: show the messages, take the policy's turns from you, and show replies, rewards and the end.
 
@@ -115,7 +121,8 @@ def try_environment(
     settings = load(Config, config)
     texts = [*(policy_text or []), *(read_lines(replies) if replies else [])]
     turns = iter(texts) if policy_text or replies else typed_lines(_console)
-    raise typer.Exit(0 if play_row(settings, row, turns, _console) else 1)
+    place = {"host": listen, "tls": str(tls) if tls else ""}
+    raise typer.Exit(0 if play_row(settings, row, turns, _console, place) else 1)
 
 
 def list_replicas(run: _Run, coordinator: _At = "", **options: Unpack[ServiceOptions]) -> None:

@@ -121,15 +121,21 @@ class EnvironmentProbe(Probe):
 
 
 class AgentProbe(Probe):
-    """An agent, opened to play one episode of it without a reward service. The caller is its model."""
+    """An agent, opened to play one episode of it without a reward service. The caller is its model.
 
-    def __init__(self, environment: AgentEnvironmentConfig, *, shows_errors: bool = False):
+    `place` has the `host` at which an agent elsewhere finds it, and `tls`, a directory with credentials, if any.
+    """
+
+    def __init__(
+        self, environment: AgentEnvironmentConfig, place: Mapping[str, str] | None = None, *, shows_errors: bool = False
+    ):
         super().__init__(AGENT, shows_errors=shows_errors)
-        self._environment = environment
+        self._environment, self._place = environment, place
 
     def open(self) -> Answer:
         """Returns the version of the agent."""
-        return self.ask({"environment": self._environment.model_dump(mode="json")}, OPEN_TIMEOUT_S)
+        opening = {"environment": self._environment.model_dump(mode="json"), "place": self._place}
+        return self.ask(opening, OPEN_TIMEOUT_S)
 
     def play(self, request: PlayRequest) -> PlayResponse:
         """Begins the episode, or answers a call. Returns the next call, the end or the failure."""

@@ -7,7 +7,7 @@ the same as within the tokenized whole, and the policy's own tokens stay as they
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle, islice, product
 from typing import Any, NoReturn
 
@@ -222,17 +222,8 @@ class Bridge:
             if joined and not message["role"] and not joined[-1]["role"]:
                 message = {**message, "content": joined.pop()["content"] + message["content"]}
             joined.append(message)
-        return [{key: value if key == "role" else self._marked(value) for key, value in one.items()} for one in joined]
-
-    def _marked(self, value: Any) -> Any:
-        """Returns a value of a message in which special tokens are marked as text, in lists and objects too."""
-        if isinstance(value, str):
-            return self._tokenizer.as_text(value)
-        if isinstance(value, list):
-            return [self._marked(entry) for entry in value]
-        if isinstance(value, dict):
-            return {self._marked(key): self._marked(entry) for key, entry in value.items()}
-        return value
+        mark = partial(as_texts, self._tokenizer)
+        return [{key: value if key == "role" else mark(value) for key, value in one.items()} for one in joined]
 
     def _raw(self, text: str) -> list[int]:
         # Some tokenizers put a space before a text. After other text they do not.
@@ -243,6 +234,17 @@ class Bridge:
             return encode(text)
         is_apart = tokens[: len(anchor)] == anchor
         return tokens[len(anchor) :] if is_apart else encode(text)
+
+
+def as_texts(tokenizer: Tokenizer, value: Any) -> Any:
+    """Returns a value in which special tokens are marked as text, in lists and objects too; see Tokenizer.as_text."""
+    if isinstance(value, str):
+        return tokenizer.as_text(value)
+    if isinstance(value, list):
+        return [as_texts(tokenizer, entry) for entry in value]
+    if isinstance(value, dict):
+        return {as_texts(tokenizer, key): as_texts(tokenizer, entry) for key, entry in value.items()}
+    return value
 
 
 def _answer(text: str) -> Message:

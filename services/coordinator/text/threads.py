@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from services.common.errors import InvalidInput
-from services.coordinator.text.bridge import Bridge
+from services.common.tool_syntax import is_deep
+from services.coordinator.text.bridge import Bridge, as_texts
 from services.coordinator.text.tokenizer import Tokenizer
 
 Json = Mapping[str, Any]
@@ -93,7 +94,7 @@ class Renderer:
         return shown
 
     def _make_bridge(self, tools: str) -> Bridge:
-        return Bridge(self._tokenizer, json.loads(tools), self._variables)
+        return Bridge(self._tokenizer, as_texts(self._tokenizer, json.loads(tools)), self._variables)
 
     def _check_keeps(self, tools: str, role: str) -> bool:
         try:
@@ -236,7 +237,9 @@ def _to_template(message: Json) -> Json:
 
 
 def _arguments(call: Json) -> object:
+    """Returns the arguments of a call as a value; as text, if they are no JSON or too deep for what walks over them."""
     try:
-        return json.loads(call["arguments"])
+        value = json.loads(call["arguments"])
     except (ValueError, RecursionError):
         return call["arguments"]
+    return call["arguments"] if is_deep(value) else value

@@ -35,7 +35,7 @@ class Chat(Dialect):
     def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
         said = read_object(body, _KNOWN)
         messages = read_list(said.get("messages"), "messages", 1)
-        tools = [tool for tool in read_list(said.get("tools", []), "tools") if tool.get("type") not in drop_tools]
+        tools = [tool for tool in read_list(said.get("tools", []), "tools") if str(tool.get("type")) not in drop_tools]
         neutral = {
             "messages": [_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
             "tools": [read_tool(_function(tool), tool.get("type")) for tool in tools],
@@ -70,13 +70,14 @@ def write_models(max_model_len: int) -> Json:
 
 
 def _message(message: Json, where: str) -> Json:
-    if message.get("role") not in _ROLES:
+    if str(message.get("role")) not in _ROLES:
         raise Refusal(f"{where}: must have a role: {', '.join(_ROLES)}", param=where)
     said = {key: value for key, value in message.items() if value not in (None, [], {})}
     read: Json = {"role": _ROLES[said.pop("role")], "content": read_text(said.pop("content", ""), f"{where}.content")}
     if read["role"] == "assistant":
         if calls := said.pop("tool_calls", []):
-            read["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
+            at = f"{where}.tool_calls"
+            read["tool_calls"] = [_tool_call(call, at) for call in read_list(calls, at)]
         if reasoning := said.pop("reasoning_content", said.pop("reasoning", "")):
             read["reasoning"] = read_text(reasoning, f"{where}.reasoning")
     for key in {"tool": ("tool_call_id", "name")}.get(read["role"], ("name",)):
@@ -88,9 +89,9 @@ def _message(message: Json, where: str) -> Json:
     return read
 
 
-def _tool_call(call: object, where: str) -> Json:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
+def _tool_call(call: Json, where: str) -> Json:
+    function = call.get("function")
+    if not isinstance(function, dict):
         raise Refusal(f"{where}: a call must be of a function", param=where)
     fields = {"id": call.get("id"), "name": function.get("name"), "arguments": function.get("arguments", "{}")}
     return {name: read_text(value, f"{where}.{name}") for name, value in fields.items()}

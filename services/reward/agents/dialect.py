@@ -11,6 +11,8 @@ from typing import Any
 
 from lockstep.reward.v1.agent_pb2 import CallAnswer
 
+from services.common.tool_syntax import MAX_DEPTH, is_deep
+
 Json = dict[str, Any]
 
 MODEL = "policy"
@@ -90,7 +92,8 @@ def read_object(body: bytes, known: Collection[str]) -> Json:
     """Returns the keys of a body that are not null.
 
     Raises:
-        Refusal: It is no JSON object, or has a key that is not `known` with a value that changes something.
+        Refusal: It is no JSON object, is nested too deep, or has a key that is not `known` with a value that changes
+            something.
     """
     try:
         said = json.loads(body)
@@ -98,6 +101,8 @@ def read_object(body: bytes, known: Collection[str]) -> Json:
         raise Refusal(f"the body is not JSON: {error}") from error
     if not isinstance(said, dict):
         raise Refusal("the body must be a JSON object")
+    if is_deep(said):  # what reads or writes it again would overflow the stack
+        raise Refusal(f"the body is nested more than {MAX_DEPTH} deep")
     said = {key: value for key, value in said.items() if value is not None}
     for key, value in said.items():
         if key not in known and value not in NO_SPECIAL_WISH.get(key, ()) and value not in ([], {}):

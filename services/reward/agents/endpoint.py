@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
@@ -35,6 +36,8 @@ _NO_LIMIT = 1 << 30
 _KEEP_ALIVE_S = 10.0
 _CLOSE_S = 0.1  # that a request that was begun has to end; aiohttp takes 0 for no limit
 _NAME_LENGTH = 32  # of an episode, in its key
+_BEARER = re.compile("^bearer +", re.IGNORECASE)
+_MAX_SMALL_BYTES = 1 << 20  # of a body that is read on the event loop, where all episodes wait for it
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": Chat(),
     "/v1/messages": Messages(),
@@ -43,8 +46,9 @@ _DIALECTS: Mapping[str, Dialect] = {
 }
 
 _log = logging.getLogger(__name__)
-# What is no HTTP is answered with 400, and an agent may send as much of it as it likes.
-_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+# An agent may send as much as it likes of what is no HTTP, and leave as often as it likes before it has its answer.
+_OF_AGENTS = (HttpProcessingError, web.RequestPayloadError, ConnectionResetError)
+_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _OF_AGENTS)))
 
 Ask = Callable[[AgentCall], Awaitable[CallAnswer]]
 Key = tuple[str, str]
@@ -81,6 +85,9 @@ class Line:
                 if self._num_bytes > _MAX_BYTES:
                     raise Refusal(f"{_MAX_BYTES} bytes of requests of this episode are in progress", status=429)
                 parts.append(part)
+        except web.RequestPayloadError as error:
+            raise Refusal(f"the body cannot be read: {error}") from error
+        else:
             yield b"".join(parts)
         finally:
             self._num_bytes -= size
@@ -227,7 +234,7 @@ class Endpoint:
 
     def _line_of(self, request: web.BaseRequest, own: Line | None) -> Line:
         said = request.headers
-        given = said.get("Authorization", "").removeprefix("Bearer ") or said.get("x-api-key", "")
+        given = _BEARER.sub("", said.get("Authorization", "")) or said.get("x-api-key", "")
         name, signed = given[:_NAME_LENGTH], given[_NAME_LENGTH:].encode(errors="replace")
         line = self._lines.get(given)
         if not hmac.compare_digest(self._sign(name).encode(), signed) or own not in (None, line):
@@ -242,7 +249,8 @@ class Endpoint:
 
     async def _call(self, request: web.BaseRequest, dialect: Dialect, line: Line) -> web.StreamResponse:
         async with line.body(request) as body:
-            asked_for = dialect.read(body, self._drop_tools)
+            read = partial(dialect.read, body, self._drop_tools)
+            asked_for = read() if len(body) <= _MAX_SMALL_BYTES else await asyncio.to_thread(read)
             key = request.path, hashlib.sha256(body).hexdigest()
             answering = asyncio.create_task(line.answer(asked_for, key))
             if asked_for.streams:

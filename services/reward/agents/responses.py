@@ -38,7 +38,7 @@ class Responses(Dialect):
         text = said.get("text", {})
         if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
             raise unsupported("text", text)
-        tools = [tool for tool in read_list(said.get("tools", []), "tools") if tool.get("type") not in drop_tools]
+        tools = [tool for tool in read_list(said.get("tools", []), "tools") if str(tool.get("type")) not in drop_tools]
         neutral = {
             "messages": _read_input(said),
             "tools": [read_tool(tool if tool.get("type") == "function" else {}, tool.get("type")) for tool in tools],
@@ -96,7 +96,7 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
         parts = item.get("content") or item.get("summary") or []
         if text := read_text(parts, where, ("reasoning_text", "summary_text")):
             _open_answer(messages, ("reasoning", "content", "tool_calls"))["reasoning"] = text
-    elif kind != "message" or item.get("role") not in _ROLES:
+    elif kind != "message" or str(item.get("role")) not in _ROLES:
         known = "message with a role, function_call, function_call_output, reasoning"
         raise Refusal(f"{where}: must be one of {known}, not {kind!r:.50}", param=where)
     else:

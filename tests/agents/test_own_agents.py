@@ -1,0 +1,52 @@
+"""Tests agents as users write them, and worse, in workers of a real reward service: own_agents.py says what they do."""
+
+import asyncio
+import json
+
+import pytest
+
+from services.reward.agents import endpoint
+from tests.agents import own_agents
+from tests.agents.harness import Stage, staged, table_of
+from tests.agents.test_episodes import everything_sampled_is_trained_once, says
+
+_ACCEPTED = ("in drops", "whole URL", "gzip", "half a pair")
+_RAW = {"pipelined": [200, 200, 200], "bomb": [413], **{name: [200] for name in _ACCEPTED}}
+_RAW |= {name: [400] for name in ("no gzip", "deep", "no role")}
+
+
+async def played(stage: Stage, name: str) -> tuple[list[list[int]], str]:
+    """Returns the calls of each row, as numbers, and the final text. What was sampled is trained once."""
+    stage.engine.log.clear()
+    group = await stage.play(name)
+    assert group is not None and group.left[0]
+    rows = table_of(group).to_pylist()
+    everything_sampled_is_trained_once(stage, rows)
+    return [[call["number"] for call in row["calls"]] for row in rows], group.left[0].text
+
+
+async def test_agents_of_users_train_what_they_sample_and_hurt_nothing(caplog: pytest.LogCaptureFixture):
+    async with staged(says, path=f"{own_agents.__name__}:run", num_workers=1) as stage:
+
+        async def slow(text: str) -> None:
+            await asyncio.sleep(1.2 if "slow" in text else 0)
+
+        stage.engine.delay = slow
+        rows, _ = await played(stage, "edits")
+        assert rows == [[0, 1, 2], [0, 6], [3], [4], [5], [7], [8]]
+        rows, _ = await played(stage, "special")
+        assert rows == [[0, 1], [2]]
+        tokens = [stage.engine.tokenizer.encode(text)[0] for text in ("<|im_start|>", "<|endoftext|>")]
+        counts = [[prompt.count(token) for token in tokens] for prompt, _ in stage.engine.log]
+        assert counts == [[3, 0], [5, 0], [5, 0]], "one begin for each message and the answer"
+        stage.collector.take_metrics()
+        rows, _ = await played(stage, "impatient")
+        assert rows == [[0, 1]] and stage.collector.take_metrics()["environment/retries"] >= 2
+        rows, _ = await played(stage, "team")
+        assert sorted(map(len, rows)) == [2] * 7
+        rows, _ = await played(stage, "leaves")
+        assert rows == [[0], [1]], "whether a call is trained does not depend on its fate"
+        _, text = await played(stage, "raw")
+        assert json.loads(text) == _RAW
+    errors = [record for record in caplog.records if record.name == endpoint.__name__]
+    assert not errors, "an agent that leaves or sends nonsense is no error of the service"
