@@ -396,5 +396,5 @@ def test_a_row_without_an_environment_has_no_episode():
     row = {"turn_begins": [0, 3], "turn_ends": [1, 5], "turn_rewards": [0.0, 1.0], "environment": "e"}
     episode = Episode.of({**row, "reward": 3.0})
     assert episode is not None
-    assert episode.loss_mask(5) == [True, False, False, True, True]
+    assert episode.loss_mask(5).tolist() == [True, False, False, True, True]
     assert episode.turns([1, 2, 3, 4, 5]) == [[1], [4, 5]]
