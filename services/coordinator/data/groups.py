@@ -16,7 +16,6 @@ from services.common.rewards import total
 from services.coordinator.data.calls import EPISODE_SCHEMA, Left
 from services.coordinator.data.prompts import Prompt, value_name
 from services.coordinator.data.reading.record import Record
-from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,10 @@ class Stream:
         return completion, Episode(self.begins, self.ends, self.rewards, environment)
 
 
-def final_text(completion: Completion, episode: Episode | None, tokenizer: Tokenizer) -> str:
-    """Returns the text that scorers judge: that of the last turn."""
+def final_tokens(completion: Completion, episode: Episode | None) -> Sequence[int]:
+    """Returns the tokens of the text that scorers judge: those of the last turn."""
     turns = episode.turns(completion.tokens) if episode else [completion.tokens]
-    return tokenizer.decode(turns[-1]) if turns else ""
+    return turns[-1] if turns else ()
 
 
 def num_sampled(completion: Completion, episode: Episode | None) -> int:

@@ -62,6 +62,9 @@ class DigitTokenizer:
     def decode(self, tokens: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(str(token % 10) for token in tokens)
 
+    def decode_batch(self, texts: Any) -> list[str]:
+        return list(map(self.decode, texts))
+
 
 def ends_after(turns: int, *, reply: str = "777", reward: float = 0.5) -> Script:
     """Returns an environment that answers with `reply` and ends the episode after `turns` turns."""
