@@ -61,3 +61,13 @@ def test_truncated_samples_are_masked_and_the_others_are_not() -> None:
 def test_no_groups_are_an_empty_batch() -> None:
     assert to_table([]).schema == SAMPLE_SCHEMA
     assert len(to_table([])) == 0
+
+
+def test_a_row_without_an_environment_has_no_episode() -> None:
+    names = ("turn_begins", "turn_ends", "turn_rewards", "environment")
+    assert Episode.of(dict.fromkeys(names)) is None
+    row = {"turn_begins": [0, 3], "turn_ends": [1, 5], "turn_rewards": [0.0, 1.0], "environment": "e"}
+    episode = Episode.of({**row, "reward": 3.0})
+    assert episode is not None
+    assert episode.loss_mask(5).tolist() == [True, False, False, True, True]
+    assert episode.turns([1, 2, 3, 4, 5]) == [[1], [4, 5]]
