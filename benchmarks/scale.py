@@ -145,6 +145,7 @@ async def _step(case: Case, addresses: list[str], directory: Path) -> _Times:
     num_replicas, num_prompts, num_tokens = case[0], case[1] // _GROUP, case[2]
     config = make_config(
         data={"train": "unused", "prompts_per_step": num_prompts},
+        timeouts={},
         rollout={
             "num_replicas": num_replicas,
             "completions_per_prompt": _GROUP,
@@ -222,15 +223,15 @@ def _run(case: Case) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures the cases and saves the result."""
+    """Measures the cases, and saves the result after each."""
     cases = [tuple(map(int, argument.split(","))) for argument in sys.argv[1:]] or _CASES
     samples: dict[str, list[float]] = {}
+    libraries = ("grpcio", "protobuf", "pyarrow", "numpy", "tokenizers")
     for replicas, num_samples, num_tokens in cases:
         name = f"{replicas} replicas, {num_samples} samples, {num_samples * num_tokens / 1e6:g} M tokens"
         times = _run((replicas, num_samples, num_tokens))
         samples |= {f"{name}: {quantity}": values for quantity, values in times.items()}
-    libraries = ("grpcio", "protobuf", "pyarrow", "numpy", "tokenizers")
-    keep("scale", samples, libraries=libraries, group=_GROUP, prompt_tokens=_PROMPT_TOKENS)
+        keep("scale", samples, libraries=libraries, group=_GROUP, prompt_tokens=_PROMPT_TOKENS)
 
 
 if __name__ == "__main__":
