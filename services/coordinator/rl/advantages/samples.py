@@ -97,6 +97,8 @@ class Samples:
     @property
     def net_rewards_S(self) -> np.ndarray:
         """Returns each sample's reward minus the KL penalties of its tokens."""
+        if not self.penalty_M.any():
+            return self.rewards_S
         return self.rewards_S - np.bincount(self.sample_M, self.penalty_M, minlength=len(self.rewards_S))
 
     @property
@@ -125,7 +127,8 @@ class Samples:
     def to_lists(self, numbers_M: np.ndarray) -> pa.Array:
         """Returns list<float> [R]: `numbers_M` at the trained tokens, 0 at the others."""
         flat_N = np.zeros(self.offsets_R[-1], np.float32)
-        flat_N[self.position_M] = numbers_M
+        # Without masked tokens, a copy is four times as fast.
+        flat_N[self.position_M if len(numbers_M) < len(flat_N) else ...] = numbers_M
         return pa.ListArray.from_arrays(pa.array(self.offsets_R), pa.array(flat_N))
 
 
