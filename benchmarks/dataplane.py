@@ -29,7 +29,7 @@ _SAMPLES, _PROMPT_TOKENS, _MEAN_TOKENS = 2560, 175, 1158
 _REPEATS = 12
 
 
-class _OnlyReceives(trainer_pb2_grpc.TrainerServiceServicer):
+class OnlyReceives(trainer_pb2_grpc.TrainerServiceServicer):
     """Receives a batch as the trainer does, and answers with its size."""
 
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: object) -> pb.TrainResponse:
@@ -73,7 +73,7 @@ def make_batch(seed: int = 0) -> pa.Table:
 def _serve(port_to: Connection) -> None:
     async def run() -> None:
         server = Server()
-        servicer = _OnlyReceives()  # pyright: ignore[reportAbstractUsage] the generated class is not abstract
+        servicer = OnlyReceives()  # pyright: ignore[reportAbstractUsage] the generated class is not abstract
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
         port_to.send(await server.start("127.0.0.1:0", ["lockstep.trainer.v1.TrainerService"]))
         await server.serve()

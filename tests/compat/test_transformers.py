@@ -65,10 +65,13 @@ def test_the_tokenizer_of_the_coordinator_needs_no_torch() -> None:
         "from services.coordinator.compat.transformers import compile_template, import_transformers\n"
         "import_transformers()\n"
         "print(compile_template('{{ 1 + 1 }}').render(), sorted({'torch'} & sys.modules.keys()))\n"
+        "from importlib.metadata import packages_distributions\n"
+        "from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING\n"
+        "print(PACKAGE_DISTRIBUTION_MAPPING, bool(packages_distributions()))\n"
         "import torch\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "2 []\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "2 []\n{} True\n"), done.stderr
 
 
 def test_no_public_function_compiles_a_template() -> None:

@@ -24,7 +24,10 @@ from services.coordinator.rl.sampling.collect import Collector
 from tests.support import PATIENCE_S, free_port
 
 TOKENIZER = SimpleNamespace(
-    eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)), encode=lambda text: [*text.encode()]
+    eos_token_ids=(1,),
+    decode=lambda tokens: " ".join(map(str, tokens)),
+    decode_batch=lambda texts: [" ".join(map(str, tokens)) for tokens in texts],
+    encode=lambda text: [*text.encode()],
 )
 
 

@@ -1,6 +1,7 @@
 """Starts harnesses: processes beside the tests, forked from one that has imported both backends, which takes 10 s."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -20,6 +21,14 @@ forks.set_forkserver_preload(
 def marked(names: Iterable[str], long: Collection[str]) -> list[Any]:
     """Returns parameters of a test; only make test-long runs those in `long`."""
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
+
+
+def few_of(few: Collection[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+    """Returns all combinations of `axes` as parameters of a test; only make test-long runs those that are not in
+    `few`."""
+    cases = list(itertools.product(*axes))
+    assert set(few) <= set(cases)
+    return [pytest.param(*case, marks=[] if case in few else [pytest.mark.long]) for case in cases]
 
 
 def to_run(request: pytest.FixtureRequest, file: str, names: Iterable[str], long: Collection[str]) -> list[str]:

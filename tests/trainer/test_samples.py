@@ -32,7 +32,7 @@ def good_rows() -> Rows:
         num_tokens = len(row["tokens"])
         row |= {name: [-1.0] * num_tokens for name in ("logprobs", "ref_logprobs", "values", "advantages", "returns")}
         episode = Episode([0, 4], [2, num_tokens], [0.5, 0.0], "test 1")
-        row |= dataclasses.asdict(episode) | {"loss_mask": episode.loss_mask(num_tokens)}
+        row |= dataclasses.asdict(episode) | {"loss_mask": episode.loss_mask(num_tokens).tolist()}
         row |= {"components": [("a", 1.0)], "baseline": 0.5}
     return rows
 

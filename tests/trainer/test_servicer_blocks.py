@@ -24,6 +24,7 @@ from services.common.errors import (
 from services.trainer.contract import MAX_SKIPPED
 from tests.support import make_batch, raises
 from tests.trainer.deployment import Deployment, as_stream, block_messages
+from tests.trainer.harness_processes import few_of
 from tests.trainer.test_servicer import changed, of_other_content, with_row
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -86,14 +87,15 @@ def without_times(metrics: Any) -> dict[str, float]:
 
 
 # These numbers of tokens make blocks of one group, blocks of two groups, and a block of three and one of one.
-@pytest.mark.parametrize(
-    ("tokens", "aggregation"), [(1, "token_mean"), (60, "seq_mean_token_mean"), (100, "seq_mean_token_mean")]
-)
-@pytest.mark.parametrize("backend", BACKENDS)
+# tests/trainer/megatron/test_blocks.py compares blocks in every layout of Megatron.
+FEW = {("FSDP", 1), ("FSDP", 60), ("FSDP", 100), ("Megatron", 60), ("Megatron, pipeline", 1)}
+
+
+@pytest.mark.parametrize(("backend", "tokens"), few_of(FEW, BACKENDS, (1, 60, 100)))
 async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
-    trainer: Deployment, tokens: int, aggregation: str, backend: str
+    trainer: Deployment, backend: str, tokens: int
 ) -> None:
-    loss = {"aggregation": aggregation, "entropy_coef": 0.01}
+    loss = {"aggregation": "token_mean" if tokens == 1 else "seq_mean_token_mean", "entropy_coef": 0.01}
     changes = {"loss": loss, "max_tokens_per_microbatch": 64, **BACKENDS[backend]}
     whole, metrics = await digest_after_whole(trainer, tokens, **changes)
     await trainer.open(**changes)
@@ -105,8 +107,10 @@ async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
     await assert_close_without_blocks(trainer, metrics, **changes)
 
 
-@pytest.mark.parametrize("old", ["recompute", "engine"])
-@pytest.mark.parametrize("backend", BACKENDS)
+FEW_OLD = {("FSDP", "recompute"), ("FSDP", "engine"), ("Megatron", "engine"), ("Megatron, pipeline", "recompute")}
+
+
+@pytest.mark.parametrize(("backend", "old"), few_of(FEW_OLD, BACKENDS, ("recompute", "engine")))
 async def test_several_minibatches_may_be_streamed(trainer: Deployment, backend: str, old: str) -> None:
     changes = {"num_minibatches": 2, "loss": {"old_logprobs": old, "entropy_coef": 0.01}, **BACKENDS[backend]}
     changes |= {"max_tokens_per_microbatch": 64}
@@ -304,8 +308,10 @@ def spoil(batch: pa.Table, *rows: int) -> pa.Table:
     return changed(batch, "advantages", [[2000.0] * len(x) if row in rows else x for row, x in enumerate(lists)])
 
 
-@pytest.mark.parametrize("tokens", [0, 60])
-@pytest.mark.parametrize("backend", BACKENDS)
+FEW_SPOILED = {("FSDP", 0), ("FSDP", 60), ("Megatron", 60), ("Megatron, pipeline", 0)}
+
+
+@pytest.mark.parametrize(("backend", "tokens"), few_of(FEW_SPOILED, BACKENDS, (0, 60)))
 async def test_a_gradient_that_is_not_finite_is_skipped(trainer: Deployment, backend: str, tokens: int) -> None:
     changes: dict[str, Any] = {"loss": {"kind": "python", "import_path": "tests.user_functions:spoiled"}}
     changes |= BACKENDS[backend]

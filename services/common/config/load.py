@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from services.common.config.base import Table
+from services.common.config.base import Table, help_of
 from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_yaml, suggest
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
@@ -130,7 +130,7 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
             path=prefix + name,
             type=_type_name(field.annotation) + again,
             default="required" if default is PydanticUndefined else repr(default),
-            help=" ".join((field.description or "").split()),
+            help=" ".join(help_of(model).get(name, "").split()),
         )
         shared = _shared(nested) if get_origin(field.annotation) not in (tuple, dict) else frozenset[str]()
         common = [(nested[0], True)] if shared else []
@@ -147,7 +147,10 @@ def _shared(options: Sequence[type[BaseModel]]) -> frozenset[str]:
     if len(options) < 2:
         return frozenset()
     described = [
-        {name: (field.annotation, str(field.default), field.description) for name, field in option.model_fields.items()}
+        {
+            name: (field.annotation, str(field.default), help_of(option).get(name))
+            for name, field in option.model_fields.items()
+        }
         for option in options
     ]
     return frozenset(name for name, one in described[0].items() if all(other.get(name) == one for other in described))

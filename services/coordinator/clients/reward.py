@@ -19,7 +19,7 @@ from services.common.files.transfer import require_sealed
 from services.common.rpc.client import Client, Renewal
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
-from services.coordinator.data.groups import SampledGroup, ScoredGroup, final_text, num_sampled
+from services.coordinator.data.groups import SampledGroup, ScoredGroup, final_tokens, num_sampled
 from services.coordinator.runs.clock import Busy
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -136,7 +136,8 @@ class Reward:
             DataLoss: The samples or their scores changed on the way.
             PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
-        request, answer = self._request(group, tokenizer), None
+        # In a thread, because decoding takes most of a group's time here and leaves the interpreter to others.
+        request, answer = await asyncio.to_thread(self._request, group, tokenizer), None
         while answer is None:
             num_opens, num_answers = self.num_opens, self._num_answers
             try:
@@ -175,15 +176,17 @@ class Reward:
             answer=prompt.answer,
             extra_json=json.dumps(prompt.extra),
         )
-        for sample, completion in enumerate(group.completions):
-            episode, left = group.episode(sample), group.left[sample] if group.left else None
+        episodes = [group.episode(sample) for sample in range(len(group.completions))]
+        texts = tokenizer.decode_batch(list(map(final_tokens, group.completions, episodes)))
+        for sample, (completion, episode, text) in enumerate(zip(group.completions, episodes, texts, strict=True)):
+            left = group.left[sample] if group.left else None
             if left:
                 result = pb.AgentResult(exit_code=left.exit_code, files=left.files)
                 of_agent = {"text": left.text, "num_tokens": left.num_tokens, "agent": result}
                 request.candidates.add(finish_reason=completion.finish_reason, **of_agent)
                 continue
             request.candidates.add(
-                text=final_text(completion, episode, tokenizer),
+                text=text,
                 num_tokens=num_sampled(completion, episode),
                 finish_reason=completion.finish_reason,
             )

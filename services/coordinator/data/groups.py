@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from services.common.rewards import total
 from services.coordinator.data.calls import EPISODE_SCHEMA, Left
 from services.coordinator.data.prompts import Prompt, value_name
 from services.coordinator.data.reading.record import Record
-from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,11 @@ class Episode:
     def reward(self) -> float:
         return total(self.turn_rewards)
 
-    def loss_mask(self, num_tokens: int) -> list[bool]:
-        """Returns whether the policy sampled each of `num_tokens` tokens."""
-        mask = [False] * num_tokens
+    def loss_mask(self, num_tokens: int) -> np.ndarray:
+        """Returns whether the policy sampled each of `num_tokens` tokens, bool [num_tokens]."""
+        mask = np.zeros(num_tokens, bool)
         for begin, end in zip(self.turn_begins, self.turn_ends, strict=True):
-            mask[begin:end] = [True] * (end - begin)
+            mask[begin:end] = True
         return mask
 
     def turns(self, tokens: Sequence[int]) -> list[Sequence[int]]:
@@ -115,10 +114,10 @@ class Stream:
         return completion, Episode(self.begins, self.ends, self.rewards, environment)
 
 
-def final_text(completion: Completion, episode: Episode | None, tokenizer: Tokenizer) -> str:
-    """Returns the text that scorers judge: that of the last turn."""
+def final_tokens(completion: Completion, episode: Episode | None) -> Sequence[int]:
+    """Returns the tokens of the text that scorers judge: those of the last turn."""
     turns = episode.turns(completion.tokens) if episode else [completion.tokens]
-    return tokenizer.decode(turns[-1]) if turns else ""
+    return turns[-1] if turns else ()
 
 
 def num_sampled(completion: Completion, episode: Episode | None) -> int:
@@ -155,17 +154,17 @@ class Row:
         """Tokens with the prompt, as micro-batches count them (common.batches.blocks)."""
         return len(self.prompt_tokens) + len(self.completion.tokens) - 1
 
-    def loss_mask(self, *, mask_truncated: bool) -> list[bool] | None:
-        """Returns which tokens are trained; None if all are. With `mask_truncated`, none of a truncated sample is."""
+    def loss_mask(self, *, mask_truncated: bool) -> np.ndarray | None:
+        """Returns which tokens are trained, bool [N]; None if all are. With `mask_truncated`, none of a truncated
+        sample is."""
         num_tokens = len(self.completion.tokens)
         if mask_truncated and self.completion.finish_reason == FinishReason.FINISH_REASON_LENGTH:
-            return [False] * num_tokens
+            return np.zeros(num_tokens, bool)
         if self.episode is None:
-            return [True] * num_tokens if mask_truncated else None
+            return np.ones(num_tokens, bool) if mask_truncated else None
         mask = self.episode.loss_mask(num_tokens)
         if self.num_repeated:
-            end = self.episode.turn_ends[self.num_repeated - 1]
-            mask[:end] = [False] * end
+            mask[: self.episode.turn_ends[self.num_repeated - 1]] = False
         return mask
 
 
@@ -230,8 +229,8 @@ class ScoredGroup(SampledGroup):
     scorer: str
     baseline: float | None = None
     """Reward of the prompt's greedy completion, if there is one."""
-    columns: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    """Outputs of other models for the rows: column of the batch -> one list per row."""
+    columns: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    """Outputs of other models for the rows: column of the batch -> one float32 [N] per row."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -260,34 +259,51 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
 
     With `mask_truncated`, loss_mask excludes all tokens of samples that reached max_tokens.
     """
-    rows = [
-        {
-            "prompt_id": group.prompt.prompt_id,
-            "group": group.index,
-            "sample": row.sample,
-            "segment": row.segment,
-            "prompt_tokens": row.prompt_tokens,
-            "tokens": row.completion.tokens,
-            "logprobs": row.completion.logprobs,
-            "reward": group.scores[row.sample].reward,
-            "components": list(group.scores[row.sample].components.items()),
-            "baseline": group.baseline,
-            "loss_mask": row.loss_mask(mask_truncated=mask_truncated),
-            "finish_reason": FINISH_REASONS[row.completion.finish_reason],
-            "policy_version": group.stamp.version,
-            "policy_digest": group.stamp.digest,
-            "scorer": group.scorer,
-            "seed": row.completion.seed,
-            **(vars(row.episode) if row.episode else {}),
-            "calls": row.calls,
-            "routed_experts": row.routed_experts,
-            "sampling_mask": row.sampling_mask,
-            **{name: columns[place] for name, columns in group.columns.items()},
-        }
-        for group in groups
-        for place, row in enumerate(group.rows)
+    rows = [(group, place, row) for group in groups for place, row in enumerate(group.rows)]
+    completions = [row.completion for _, _, row in rows]
+    scores = [group.scores[row.sample] for group, _, row in rows]
+    values = {
+        "prompt_id": [group.prompt.prompt_id for group, _, _ in rows],
+        "group": [group.index for group, _, _ in rows],
+        "sample": [row.sample for _, _, row in rows],
+        "segment": [row.segment for _, _, row in rows],
+        "prompt_tokens": [row.prompt_tokens for _, _, row in rows],
+        "tokens": [completion.tokens for completion in completions],
+        "logprobs": [completion.logprobs for completion in completions],
+        "reward": [score.reward for score in scores],
+        "components": [list(score.components.items()) for score in scores],
+        "baseline": [group.baseline for group, _, _ in rows],
+        "loss_mask": [row.loss_mask(mask_truncated=mask_truncated) for _, _, row in rows],
+        "finish_reason": [FINISH_REASONS[completion.finish_reason] for completion in completions],
+        "policy_version": [group.stamp.version for group, _, _ in rows],
+        "policy_digest": [group.stamp.digest for group, _, _ in rows],
+        "scorer": [group.scorer for group, _, _ in rows],
+        "seed": [completion.seed for completion in completions],
+        "calls": [row.calls for _, _, row in rows],
+        "routed_experts": [row.routed_experts for _, _, row in rows],
+        "sampling_mask": [row.sampling_mask for _, _, row in rows],
+    }
+    for name in Episode.__dataclass_fields__:
+        values[name] = [getattr(row.episode, name, None) for _, _, row in rows]
+    for name in groups[0].columns if groups else ():
+        values[name] = [group.columns[name][place] for group, place, _ in rows]
+    columns = [
+        _column(values[field.name], field.type) if field.name in values else pa.nulls(len(rows), field.type)
+        for field in SAMPLE_SCHEMA
     ]
-    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+    return pa.Table.from_arrays(columns, schema=SAMPLE_SCHEMA)
+
+
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Returns `values` as Arrow. Lists of numbers are copied as a whole: Arrow would read them element by element."""
+    if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type):
+        return pa.array(values, kind)
+    dtype, distinct = kind.value_type.to_pandas_dtype(), {id(value): value for value in values}
+    arrays = {key: np.asarray(() if value is None else value, dtype) for key, value in distinct.items()}
+    parts = [arrays[id(value)] for value in values]  # samples of a prompt share its tokens
+    offsets = pa.array(np.cumsum([0, *map(len, parts)]), pa.int32())
+    flat = pa.array(np.concatenate([np.empty(0, dtype), *parts]), kind.value_type)
+    return pa.ListArray.from_arrays(offsets, flat, kind, mask=pa.array([value is None for value in values], pa.bool_()))
 
 
 def to_episodes(groups: Sequence[SampledGroup]) -> pa.Table | None:

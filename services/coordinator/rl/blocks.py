@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
 
+import numpy as np
 import pyarrow as pa
 
 from services.common.batches.blocks import BlockCutter
@@ -122,15 +123,17 @@ class BlockMaker:
         """Returns `groups`, which are in the order of prompts, in the order of the batch."""
         return in_order_of_length(groups) if self._orders_by_length else groups
 
-    async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
+    async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[np.ndarray]]]:
         """Returns, for each group, every model's results for its samples, by column of the batch."""
         if not self._models:
             return [{} for _ in groups]
-        samples = pa.concat_tables(to_table([group]) for group in groups)
+        samples = to_table(groups)
         names = [model.column for model in self._models]
         answers = await gather(self._forward(model, samples) for model in self._models)
         begins = accumulate((len(group.rows) for group in groups), initial=0)
-        slices = ([rows[begin:end].to_pylist() for rows in answers] for begin, end in pairwise(begins))
+        slices = (
+            [[row.values.to_numpy() for row in rows[begin:end]] for rows in answers] for begin, end in pairwise(begins)
+        )
         return [dict(zip(names, columns, strict=True)) for columns in slices]
 
     async def _forward(self, model: Model, samples: pa.Table) -> pa.ChunkedArray:

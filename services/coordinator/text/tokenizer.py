@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
 from pydantic import JsonValue
 
@@ -158,6 +159,10 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def decode_batch(self, texts: Sequence[Sequence[int]]) -> list[str]:
+        """Decodes the tokens of each text like `decode`, on all cores; other threads go on meanwhile."""
+        return self._backend.decode_batch([np.asarray(tokens, np.uint32).tolist() for tokens in texts])
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Renders `messages` with the chat template, followed by the header of the assistant's turn.

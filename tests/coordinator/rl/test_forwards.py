@@ -88,7 +88,8 @@ def test_what_shares_a_block_does_not_depend_on_the_order_of_arrival(data: st.Da
     assert [one.index for one in groups] == sorted(useful)[:wanted]
     for one in groups:
         lengths = [len(completion.tokens) for completion in one.completions]
-        assert one.columns["ref_logprobs"] == [[-(one.index + 1.0)] * length for length in lengths]
+        logprobs = [of_row.tolist() for of_row in one.columns["ref_logprobs"]]
+        assert logprobs == [[-(one.index + 1.0)] * length for length in lengths]
 
 
 async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -227,10 +228,10 @@ def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: p
     """Tests the update also of biases and routers, and which weights decay and which do not."""
     after, answers = read(families / "results", f"{name}-after")
     monkeypatch.setattr(harness, "_models", families / "models")
-    metrics, want = update_of_fsdp(harness, FAMILY_LAYOUTS[name].kind, is_routed=name == ROUTED)
-    assert answers["updates"][0] == pytest.approx(metrics, rel=5e-6, abs=5e-6)
-    assert after.keys() == want.keys()
-    for tensor_name, tensor in want.items():
+    fsdp = on_fsdp(harness, FAMILY_LAYOUTS[name].kind, is_routed=name == ROUTED)
+    assert answers["updates"][0] == pytest.approx(fsdp.metrics, rel=5e-6, abs=5e-6)
+    assert after.keys() == fsdp.after.keys()
+    for tensor_name, tensor in fsdp.after.items():
         gap = (after[tensor_name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
         assert gap < 3e-6, f"{tensor_name}: {gap:.3g}"
 
@@ -246,12 +247,27 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         require_loadable(model, str(tmp_path), is_critic=False)
 
 
+@dataclass(frozen=True)
+class OnFsdp:
+    """What FSDP computes with a family: before one update, in it and after it."""
+
+    before: dict[str, torch.Tensor]
+    logprobs: np.ndarray
+    metrics: dict[str, float]
+    after: dict[str, torch.Tensor]
+
+
 @functools.cache
-def update_of_fsdp(harness: Harness, kind: str, *, is_routed: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Returns the metrics of one update on FSDP, of samples that may have routed experts, and the weights after it."""
+def on_fsdp(harness: Harness, kind: str, *, is_routed: bool) -> OnFsdp:
+    """Opens the family once for all tests; the samples of the update may have routed experts."""
     harness.open(kind, {"loss": LOSS})
+    before, logprobs = weights_of(harness), np.concatenate(harness.logprobs(samples()))
     metrics = harness.train(with_routed_experts(samples()) if is_routed else samples())
-    return metrics, {name: tensor.clone() for name, tensor in harness.backend.weights()}
+    return OnFsdp(before, logprobs, metrics, weights_of(harness))
+
+
+def weights_of(harness: Harness) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in harness.backend.weights()}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -259,13 +275,11 @@ def test_fsdp_computes_and_exports_the_same_model(
     families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(harness, "_models", families / "models")
-    harness.open(kind, {})
-    want = logprobs_of_transformers(families / "models" / kind)
-    np.testing.assert_allclose(np.concatenate(harness.logprobs(samples())), want, rtol=0, atol=1e-5)
+    fsdp = on_fsdp(harness, kind, is_routed=False)
+    np.testing.assert_allclose(fsdp.logprobs, logprobs_of_transformers(families / "models" / kind), rtol=0, atol=1e-5)
     stored = load_file(families / "models" / kind / "model.safetensors")
-    exported = dict(harness.backend.weights())
-    assert exported.keys() == stored.keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+    assert fsdp.before.keys() == stored.keys()
+    assert all(torch.equal(fsdp.before[name], tensor) for name, tensor in stored.items())
 
 
 @functools.cache

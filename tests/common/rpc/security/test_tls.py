@@ -207,7 +207,7 @@ _GROUP = SampledGroup(
     [Completion(tokens=[token], logprobs=[-1.0], finish_reason=FINISH_REASON_STOP) for token in (7, 8)],
     PolicyStamp(),
 )
-_TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(str, tokens)))
+_TOKENIZER = SimpleNamespace(decode_batch=lambda texts: ["".join(map(str, tokens)) for tokens in texts])
 
 
 async def rewards(address: str, config: Config, transport: Transport) -> list[float]:

@@ -16,7 +16,7 @@ from services.common.errors import InvalidInput, LockstepError, Reason
 from services.common.files.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.clients.environment import EpisodeFailed
-from services.coordinator.data.groups import Episode, ScoredGroup, to_table
+from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from tests.coordinator.fake_environment import FakeEnvironment, Script, episodes
@@ -61,6 +61,9 @@ class DigitTokenizer:
 
     def decode(self, tokens: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(str(token % 10) for token in tokens)
+
+    def decode_batch(self, texts: Any) -> list[str]:
+        return list(map(self.decode, texts))
 
 
 def ends_after(turns: int, *, reply: str = "777", reward: float = 0.5) -> Script:
@@ -388,13 +391,3 @@ async def test_an_environment_must_begin_alike_for_all_samples():
     environment.Reset = reset  # type: ignore[method-assign]
     with raises(InvalidInput, field="environment"):
         await played(environment)
-
-
-def test_a_row_without_an_environment_has_no_episode():
-    names = ("turn_begins", "turn_ends", "turn_rewards", "environment")
-    assert Episode.of(dict.fromkeys(names)) is None
-    row = {"turn_begins": [0, 3], "turn_ends": [1, 5], "turn_rewards": [0.0, 1.0], "environment": "e"}
-    episode = Episode.of({**row, "reward": 3.0})
-    assert episode is not None
-    assert episode.loss_mask(5) == [True, False, False, True, True]
-    assert episode.turns([1, 2, 3, 4, 5]) == [[1], [4, 5]]
