@@ -190,6 +190,9 @@ OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_HEADER_BYTES),
     *keepalive(SILENCE_MS, ANSWER_MS),
+    # A service that starts is found within a second. gRPC would wait up to two minutes between its attempts.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.so_reuseport", 0),  # a second server must not share the port and get half of the connections
 ]
 
