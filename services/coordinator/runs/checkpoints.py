@@ -18,6 +18,9 @@ from services.coordinator.runs.ledger import Decision, Kind, Ledger
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
 
+MANIFEST = "manifest.json"
+
+
 class SavedModel(Protocol):
     """A model that can write its checkpoint."""
 
@@ -26,9 +29,6 @@ class SavedModel(Protocol):
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version` to `path`; returns the SHA-256 of its manifest."""
         ...
-
-
-MANIFEST = "manifest.json"
 
 
 def require_visible(written: Path, what: str, digest: str = "") -> None:
