@@ -17,7 +17,6 @@ from services.coordinator.runs.evaluations import best_of, comparable_evaluation
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
-
 MANIFEST = "manifest.json"
 
 
