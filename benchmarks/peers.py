@@ -72,10 +72,10 @@ def train(model: str, out: Path, num_steps: int, settings: Mapping[str, Any]) ->
     import functools
 
     import pyarrow.parquet as pq
-    import trl.generation.vllm_generation as generation
-    from datasets import Dataset
+    import trl.generation.vllm_generation as generation  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     started = psutil.Process().create_time()
     generation.LLM = functools.partial(generation.LLM, scheduler_cls="benchmarks.peers.scheduler")

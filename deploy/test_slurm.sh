@@ -120,5 +120,5 @@ job=$(submit broken)
 mv certs/reward certs/reward.away
 row broken "$(ended "$job")"
 mv certs/reward.away certs/reward
-bash deploy/slurm/lockstep.sbatch 2>&1 | grep -q '^usage: sbatch'
+{ bash deploy/slurm/lockstep.sbatch 2>&1 || true; } | grep -q '^usage: sbatch'
 echo "slurm: ok"
