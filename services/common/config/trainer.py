@@ -114,7 +114,8 @@ class FsdpConfig(Strict):
     then keeps unsharded gradients on each rank."""
     torch_compile: bool = True
     """Compile the layers with torch.compile, on GPU only. This launches fewer kernels and uses less memory; the first
-    update takes about a minute longer."""
+    update takes up to a minute longer. Micro-batches of fewer than 5,120 tokens, or of half of
+    max_tokens_per_microbatch if that is less, run as they are."""
 
 
 MAX_PUBLISHED_RANK = 512
