@@ -15,6 +15,7 @@ from services.common.config.run import CheckpointConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.runs.evaluations import best_of, comparable_evaluations
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
+from services.coordinator.runs.record import sha256_of
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
 MANIFEST = "manifest.json"
@@ -45,7 +46,7 @@ def require_visible(written: Path, what: str, digest: str = "") -> None:
     with suppress(OSError):  # NFS remembers that a name was absent; listing the directory asks the server again
         os.listdir(written.parent)
     try:
-        is_it = hashlib.sha256(written.read_bytes()).hexdigest() == digest if digest else written.exists()
+        is_it = sha256_of(written) == digest if digest else written.exists()
         why = "is another one" if digest else "is missing"
     except OSError as error:
         is_it, why = False, f"cannot be read: {error.strerror}"

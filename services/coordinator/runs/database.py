@@ -39,8 +39,9 @@ _SLICE_S = 0.5
 # A locked file can only be tried again: SQLite tells nobody when it becomes free.
 _RETRY_S = 0.1
 _FIRST_WARNING_S, _WARN_EVERY_S = 1.0, 60.0
+# Options of NFS with which its locks do not reach other hosts (man 5 nfs).
+_LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "local_lock=posix"}
 # File systems whose locks or shared memory do not reach every host, which a write-ahead log needs.
-_LOCAL_LOCKS = ("local_lock=all", "local_lock=flock", "local_lock=posix")
 _SHARED = re.compile(r"nfs|cifs|smb|9p|afs|ceph|lustre|gpfs|beegfs|gluster|ocfs|gfs2|orangefs|pvfs|virtiofs|fuse")
 
 
@@ -159,7 +160,7 @@ def is_shared(path: Path, mounts: Path = _MOUNTS) -> bool:
 def has_local_locks(path: Path, mounts: Path = _MOUNTS) -> bool:
     """Returns whether `path` is on NFS mounted so that other hosts do not see its locks (man 5 nfs)."""
     kind, options = _mount(path, mounts)
-    return kind.startswith("nfs") and bool({"nolock", *_LOCAL_LOCKS} & set(options.split(",")))
+    return kind.startswith("nfs") and not _LOCAL_LOCKS.isdisjoint(options.split(","))
 
 
 class _Wait:
