@@ -241,6 +241,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     @shielded
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Context) -> rollout_pb2.SleepResponse:
         async with self._changing:
+            if request.run_id:
+                if request.run_id != self._run.run_id:
+                    return rollout_pb2.SleepResponse()
+                self._fence.take_over(request.run_id)
             engine = self._open_engine()
             if not self._needs.can_sleep:
                 raise PreconditionFailed("the run was opened without can_sleep, so its engine cannot free its memory")

@@ -58,11 +58,12 @@ def test_a_run_resumes_by_itself_after_the_trainer_died_with_the_gpus(with_lost_
         run.until(lambda: run.has("saved", 2), "a checkpoint")
         address = next(iter(run.services("rollout")))
         hold_asleep(run, address, version=2)
-        below = list(run.below())
-        for pid in trainers(run):
+        killed, engines = trainers(run), run.services("rollout")
+        for pid in killed:
             os.kill(pid, signal.SIGKILL)
         run.until(lambda: len(run.ledger("opened")) == 2, "the run to be opened again")
-        assert_gone(below)
+        assert_gone(killed)
+        assert run.services("rollout") == engines
         assert run.wait() == 0, run.output
         assert "SERVICE_DIED" in run.log and "starting again and resuming" in run.log
     assert weights(workspace) == weights(with_lost_engine.workspace) != {}

@@ -1,8 +1,10 @@
 """Calls one rollout replica."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
+from itertools import count
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
@@ -10,14 +12,24 @@ from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as Rollo
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.config.run import Config, TimeoutsConfig
-from services.common.errors import InvalidInput, LockstepError, PermissionDenied, Reason, Unauthenticated
+from services.common.errors import (
+    InvalidInput,
+    LockstepError,
+    PermissionDenied,
+    PreconditionFailed,
+    Reason,
+    Unauthenticated,
+)
 from services.common.rpc.client import MAX_RETRY_S, Answer, Client, Method, Renewal, Request
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.tasks import backoff_s
 
 log = logging.getLogger(__name__)
 
 # Long enough for a connection that was reset. Other replicas wait while a replica that is gone is retried.
 _MAX_RETRY_S = 2.0
+# Number of attempts to put an engine to sleep while its last samples are ending: about half a minute.
+_MAX_SLEEP_RETRIES = 8
 # Errors that a retry cannot fix.
 PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
 
@@ -124,10 +136,29 @@ class Replica:
         answer = await self._publish(RolloutService.ReceiveWeights, request)
         return PolicyStamp(version=version, digest=answer.digest)
 
-    async def sleep(self) -> Sequence[DeviceMemory]:
-        """Frees the engine's memory and returns the memory of each worker. The replica is STALE, without weights."""
-        self.state = ReplicaState.STALE
-        return (await self._switch(RolloutService.Sleep, pb.SleepRequest())).workers
+    async def sleep(self, run_id: str = "") -> Sequence[DeviceMemory]:
+        """Frees the engine's memory and returns the memory of each worker. The replica is STALE, without weights.
+
+        Tries again while samples that were just canceled are still ending.
+
+        Args:
+            run_id: The run, if this is called before `open`: an engine that has the run open, because an earlier
+                session opened it there, sleeps, and any other goes on.
+
+        Raises:
+            Unavailable: Nothing answers. It is not waited for before `open`.
+        """
+        if not run_id:
+            self.state = ReplicaState.STALE
+        request, max_retry_s = pb.SleepRequest(run_id=run_id), 0.0 if run_id else MAX_RETRY_S
+        for num_retries in count():
+            try:
+                return (await self._switch(RolloutService.Sleep, request, max_retry_s)).workers
+            except PreconditionFailed as error:
+                if error.reason is not Reason.WRONG_STATE or num_retries == _MAX_SLEEP_RETRIES:
+                    raise
+            await asyncio.sleep(backoff_s(num_retries))
+        raise AssertionError("unreachable")
 
     async def wake(self, part: pb.EnginePart) -> Sequence[DeviceMemory]:
         """Takes memory for one part of the engine and returns the memory of each worker.
@@ -146,8 +177,10 @@ class Replica:
         # Not repeated if it is lost: a publication that fails begins again with a new epoch.
         return await self._client.call(method, request, timeout_s=self._timeouts.publish_s)
 
-    async def _switch(self, method: Method[Request, Answer], request: Request) -> Answer:
-        return await self._client.call(method, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S)
+    async def _switch(
+        self, method: Method[Request, Answer], request: Request, max_retry_s: float = MAX_RETRY_S
+    ) -> Answer:
+        return await self._client.call(method, request, timeout_s=self._timeouts.memory_s, max_retry_s=max_retry_s)
 
     async def close(self) -> None:
         await self._renewal.end()

@@ -89,6 +89,17 @@ class ReplicaSet:
         living = [one for one in self.replicas if one.state is not ReplicaState.DEAD and one not in same]
         return [replica for replica in living if not replica.is_leaving] or living
 
+    async def sleep_if_open(self, run_id: str) -> None:
+        """Puts engines that an earlier session of the run left open to sleep, so that a trainer can take the GPUs."""
+
+        async def sleep(replica: Replica) -> None:
+            try:
+                await replica.sleep(run_id)
+            except Unavailable as error:  # it is started, and has no engine yet
+                log.debug("replica %s is not asked to sleep: %s", replica.address, error.message)
+
+        await gather(map(sleep, self.replicas))
+
     async def open(self, run_id: str, card: ModelCard) -> None:
         """Starts the engines of all replicas. Uses only one of several addresses of a service.
 

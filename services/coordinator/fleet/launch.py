@@ -163,6 +163,10 @@ class Child:
     def is_forked(self) -> bool:
         return self.command[2] in FORKABLE
 
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
     async def start(self, forks: Forks) -> None:
         """Starts the process and appends its output to its log. A fork waits until its packages are imported."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,9 +246,20 @@ class Fleet:
 
     async def start(self) -> None:
         """Starts all services. It does not wait for the imports of those that are forked."""
-        for child in self._children:
+        await self._start(self._children)
+
+    async def start_again(self, rollout: tuple[str, ...]) -> None:
+        """Starts new trainers, and what has ended. The replicas that are not started here are those at `rollout`."""
+        if rollout:
+            self.addresses = replace(self.addresses, rollout=rollout)
+        again = [child for child in self._children if child.restarts is None or not child.is_running]
+        await gather(child.end() for child in again)
+        await self._start(again)
+
+    async def _start(self, children: Sequence[Child]) -> None:
+        for child in children:
             child.starting = asyncio.create_task(child.start(self._forks), name=f"start {child.name}")
-        await asyncio.gather(*(child.starting for child in self._children if not child.is_forked))
+        await asyncio.gather(*(child.starting for child in children if not child.is_forked))
 
     async def watch(self) -> None:
         """Raises when a service has exited and has no restarts left; never returns."""

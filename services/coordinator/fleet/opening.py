@@ -139,6 +139,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
     run.reporters.tell(lambda reporter: reporter.watch(rollout))
     try:
+        if config.placement == "colocated":
+            await rollout.sleep_if_open(run.run_id)
         opened_version = await trainer.open(run.run_id, run.resume_from)
         # A trainer that outlived its coordinator may be newer than the record, and the batches in flight are lost.
         if config.trainer.lag.versions and opened_version != run.first_version:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from typing import Generic, Self
 
 from rich.console import Console
@@ -70,27 +70,26 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
 
 @asynccontextmanager
 async def running_services(
-    run: Run[AnyConfig],
-    addresses: Addresses,
-    *,
-    services: Collection[str] = SERVICES,
-    sharing: Config | None = None,
-    restarts: Restarts | None = None,
+    run: Run[AnyConfig], addresses: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
 ) -> AsyncIterator[Addresses]:
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
-    The block is canceled as soon as a started service dies for good. See `launch` for `sharing` and `restarts`.
+    The block is canceled as soon as a started service dies for good. See `launch` for `sharing`.
 
     Raises:
         Unavailable: SERVICE_DIED, with the last lines of the service's log.
         LockstepError: Raised by the block.
     """
-    if restarts:
-        restarts.run = run
     if "rollout" in services:
         addresses = await discovered(run.config, addresses)
-    launched = launch(run.config, addresses, services=services, sharing=sharing, restarts=restarts)
-    async with launched as fleet, unless_one_dies(fleet), following_stages(fleet.addresses, run.reporters):
+    launched = launch(run.config, addresses, services=services, sharing=sharing)
+    async with launched as fleet, _using(fleet, run) as addresses:
+        yield addresses
+
+
+@asynccontextmanager
+async def _using(fleet: Fleet, run: Run[AnyConfig]) -> AsyncIterator[Addresses]:
+    async with unless_one_dies(fleet), following_stages(fleet.addresses, run.reporters):
         yield fleet.addresses
 
 
@@ -99,8 +98,8 @@ class Sessions(Generic[ConfigT]):
 
     It also does so if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
 
-    A repeated session resumes from the record, as the same command would in a new process. It is a context manager, in
-    whose block all sessions fork their services from the same process.
+    A repeated session resumes from the record, as the same command would in a new process. It has new trainers, and
+    goes on with the other services that were started here. They stop at the end of the block of this context manager.
     """
 
     def __init__(self, config: ConfigT, addresses: Addresses):
@@ -109,15 +108,37 @@ class Sessions(Generic[ConfigT]):
         """Config of the next session."""
         self.restarts = Restarts(config.restart)
         self._addresses = addresses
+        self._stack = AsyncExitStack()
+        self._fleet: Fleet | None = None
 
-    def __enter__(self) -> Self:
-        self._forks = self.restarts.forks = Forks().__enter__()
+    async def __aenter__(self) -> Self:
+        forks = self.restarts.forks = self._stack.enter_context(Forks())
         if not self._addresses.trainer:
-            self._forks.preload("services.trainer")  # while the coordinator reads its data
+            forks.preload("services.trainer")  # while the coordinator reads its data
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._forks.__exit__(*exception)
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def running_services(
+        self, run: Run[ConfigT], services: Collection[str] = SERVICES
+    ) -> AsyncIterator[Addresses]:
+        """Yields the addresses of `services` to a session. The first starts those without an address.
+
+        Raises:
+            Unavailable: SERVICE_DIED, with the last lines of the service's log.
+            LockstepError: Raised by the block.
+        """
+        self.restarts.run = run
+        found = await discovered(run.config, self._addresses) if "rollout" in services else self._addresses
+        if self._fleet is None:
+            launched = launch(run.config, found, services=services, restarts=self.restarts)
+            self._fleet = await self._stack.enter_async_context(launched)
+        else:
+            await self._fleet.start_again(found.rollout)
+        async with _using(self._fleet, run) as addresses:
+            yield addresses
 
     @contextmanager
     def repeating(self) -> Iterator[None]:

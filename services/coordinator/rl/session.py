@@ -13,7 +13,7 @@ from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import following_replicas
 from services.coordinator.fleet.opening import Services, finish, open_services, outcome_if_finished
 from services.coordinator.fleet.probes import Tools, known_tools
-from services.coordinator.fleet.running import Sessions, recorded_run, running_services
+from services.coordinator.fleet.running import Sessions, recorded_run
 from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.observe.terminal import LastSample
@@ -65,7 +65,7 @@ async def run_session(config: Config, external: Addresses, frontend: Frontend, d
     """
     require_importable(config.advantage)
     frontend.start()
-    with Sessions(config, external) as sessions:
+    async with Sessions(config, external) as sessions:
         loaded = data or load_data(config, external)
         while True:
             await await_ledger(sessions.config)
@@ -74,7 +74,7 @@ async def run_session(config: Config, external: Addresses, frontend: Frontend, d
                     return outcome
                 if loaded and loaded.tools is not None:
                     run.record.require_same_data(loaded.train.digest, loaded.other_digests(config))
-                async with running_services(run, external, restarts=sessions.restarts) as addresses:
+                async with sessions.running_services(run) as addresses:
                     return await _run_once(run, addresses, sessions.restarts, frontend, loaded)
 
 

@@ -10,12 +10,12 @@ from services.common.config.sft import SftConfig
 from services.coordinator.data.prompts import load_from_card, load_if_local
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run, finish, outcome_if_finished
-from services.coordinator.fleet.running import Sessions, recorded_run, running_services
+from services.coordinator.fleet.running import Sessions, recorded_run
 from services.coordinator.observe.frontend import Outcome, cancel_on_sigterm, show, stop_on_signal
 from services.coordinator.observe.reporters import files
 from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.resume import await_ledger
-from services.coordinator.runs.run import Restarts, Run
+from services.coordinator.runs.run import Run
 from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
@@ -36,16 +36,15 @@ async def run_session(config: SftConfig, external: Addresses, console: Console) 
         LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
-    with Sessions(config, external) as sessions:
+    async with Sessions(config, external) as sessions:
         loaded = load_data(config, external)
         while True:
             with sessions.repeating():
-                return await _run_once(sessions.config, external, console, loaded, sessions.restarts)
+                return await _run_once(sessions, console, loaded)
 
 
-async def _run_once(
-    config: SftConfig, external: Addresses, console: Console, data: SftData | None, restarts: Restarts
-) -> Outcome:
+async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftData | None) -> Outcome:
+    config = sessions.config
     await await_ledger(config)
     with recorded_run(config, console) as run:
         if data is not None:
@@ -53,7 +52,7 @@ async def _run_once(
         if outcome := outcome_if_finished(run, partial(console.print, soft_wrap=True)):
             return outcome
         async with (
-            running_services(run, external, services=["trainer"], restarts=restarts) as addresses,
+            sessions.running_services(run, ["trainer"]) as addresses,
             _open_trainer(run, addresses, console) as trainer,
         ):
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)

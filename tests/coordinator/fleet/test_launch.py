@@ -11,6 +11,7 @@ from services.common.errors import Reason, Unavailable
 from services.common.forks import Forks
 from services.coordinator.fleet import running
 from services.coordinator.fleet.launch import Addresses, Child, Fleet, launch
+from services.coordinator.runs.run import Restarts
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, raises, until
 
@@ -55,6 +56,25 @@ async def test_a_reward_service_that_dies_is_started_again_at_its_address(tmp_pa
         with raises(Unavailable, reason=Reason.SERVICE_DIED) as caught:
             await watching
     assert caught.value.metadata["service"] == "reward"
+
+
+async def test_what_begins_again_has_new_trainers_and_keeps_what_runs(tmp_path: Path) -> None:
+    config = make_config(runs_dir=tmp_path)
+    async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
+        (reward,) = fleet._children
+        first = reward.process.pid
+        await fleet.start_again(("127.0.0.1:2",))
+        assert (reward.process.pid, fleet.addresses.rollout) == (first, ("127.0.0.1:2",))
+        reward.restarts = None  # as a trainer's
+        await fleet.start_again(())
+        second = reward.process.pid
+        assert second != first
+        reward.restarts = Restarts(config.restart)
+        os.kill(second, signal.SIGKILL)
+        await reward.process.wait()
+        await fleet.start_again(())
+        assert (reward.is_running, fleet.addresses.rollout) == (True, ("127.0.0.1:2",))
+        assert reward.process.pid != second
 
 
 async def test_without_a_started_service_nobody_waits_for_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:

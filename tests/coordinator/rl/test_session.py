@@ -56,7 +56,7 @@ async def test_changed_data_is_refused_before_anything_starts(
         started.append(args)
         raise RuntimeError("services start here")
 
-    monkeypatch.setattr(session, "running_services", start)
+    monkeypatch.setattr(session.Sessions, "running_services", start)
     before = load(config, Tokenizer.load(make_model()))
     with pytest.raises(RuntimeError, match="services start here"):
         await run_session(config, Addresses(), Viewer(), before)

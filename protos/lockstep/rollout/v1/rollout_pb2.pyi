@@ -199,8 +199,10 @@ class CommitWeightsResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SleepRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
     __slots__ = ("workers",)

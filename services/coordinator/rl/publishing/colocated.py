@@ -7,19 +7,18 @@ stays on the GPU: moving it to the host and back would take most of a switch. If
 meanwhile, for example because it only saved a checkpoint, the same weights are published again.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain, count
+from itertools import chain
 
 from lockstep.rollout.v1.rollout_pb2 import ENGINE_PART_KV_CACHE, ENGINE_PART_WEIGHTS
 from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
 from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp
 
-from services.common.errors import DeadlineExceeded, PreconditionFailed, Reason, Unavailable
-from services.common.tasks import backoff_s, gather
+from services.common.errors import DeadlineExceeded, Unavailable
+from services.common.tasks import gather
 from services.coordinator.clients.gpus import SharedGpus, Side
 from services.coordinator.clients.replica import Replica, ReplicaState
 from services.coordinator.fleet.opening import Services
@@ -28,8 +27,6 @@ from services.coordinator.runs.run import Run
 
 log = logging.getLogger(__name__)
 
-# Number of attempts to put an engine to sleep while its last samples are ending: about half a minute.
-_MAX_RETRIES = 8
 # Share of a GPU that is left free where the trainer's memory stays: for the engine's activations, the buffers of a
 # publication, and what the processes allocate outside torch.
 _SPARE_SHARE = 0.05
@@ -75,11 +72,11 @@ class ColocatedPublisher(Publisher):
         """Puts the engines to sleep. A replica that is lost has no memory, and is dropped."""
         begin = time.perf_counter()
         try:
-            memory = await gather(_asleep(replica) for replica in self._living())
+            memory = await gather(replica.sleep() for replica in self._living())
         except (Unavailable, DeadlineExceeded):
             if not await self._rollout.drop_unreachable():
                 raise
-            memory = await gather(_asleep(replica) for replica in self._living())
+            memory = await gather(replica.sleep() for replica in self._living())
         _log("the engines sleep", begin, *memory)
         needed = (
             worker.freed_bytes + int(_SPARE_SHARE * worker.device_total_bytes)
@@ -118,18 +115,6 @@ class ColocatedPublisher(Publisher):
 
     def _living(self) -> list[Replica]:
         return [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
-
-
-async def _asleep(replica: Replica) -> Sequence[DeviceMemory]:
-    """Puts an engine to sleep. Tries again while samples that were just canceled are still ending."""
-    for num_retries in count():
-        try:
-            return await replica.sleep()
-        except PreconditionFailed as error:
-            if error.reason is not Reason.WRONG_STATE or num_retries == _MAX_RETRIES:
-                raise
-        await asyncio.sleep(backoff_s(num_retries))
-    raise AssertionError("unreachable")
 
 
 def _log(what: str, begin: float, *answers: Iterable[DeviceMemory]) -> None:
