@@ -99,4 +99,24 @@ stop_engine() {
   [ -n "$KEEP" ] || rm -rf "$ROOT"
 }
 
+# Makes what is needed, then starts the engine and builds the images. At the script's end, whatever
+# happened, its function `clean_up` is called and the engine stops.
+begin() {
+  mkdir -p "$ROOT"
+  make_engine
+  make_base
+  trap finish EXIT
+  start_engine
+  minutes "engine and base image"
+  build_images
+  minutes "images"
+}
+finish() {
+  local status=$?
+  set +e
+  clean_up >/dev/null 2>&1
+  stop_engine >/dev/null 2>&1
+  exit "$status"
+}
+
 minutes() { printf '%s %d:%02d\n' "$1" $((SECONDS / 60)) $((SECONDS % 60)); }

@@ -2,22 +2,10 @@
 # Runs compose.yaml on a Debian host without engine or registry, and disturbs runs: `sudo deploy/test_compose.sh`.
 # deploy/engine.sh explains the variables ROOT, KEEP, WHEELS and MIRROR. No file of the repository is changed.
 source "$(dirname "$0")/engine.sh"
-mkdir -p "$ROOT"
-finish() {
-  status=$?
-  set +e
-  compose down --volumes >/dev/null 2>&1
-  docker rm --force prober >/dev/null 2>&1
-  stop_engine >/dev/null 2>&1
-  exit "$status"
+clean_up() {
+  compose down --volumes
 }
-make_engine
-make_base
-trap finish EXIT
-start_engine
-minutes "engine and base image"
-build_images
-minutes "images"
+begin
 
 train() { # NAME: the documented command with other settings
   compose run --rm -T --name "run-$1" coordinator rollout:50051 reward:50051 trainer:50051 \

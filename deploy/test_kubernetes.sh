@@ -4,24 +4,15 @@
 # Needs the environment of `make setup`. deploy/engine.sh explains the variables ROOT, KEEP, WHEELS and MIRROR. CPU images
 # stand in for those with CUDA; the trainer has two pods with a rank each.
 source "$(dirname "$0")/engine.sh"
-mkdir -p "$ROOT"
 kubelets=()
-finish() {
-  status=$?
-  set +e
-  kill "${kubelets[@]}" 2>/dev/null
-  docker rm --force $(docker ps --all --quiet) >/dev/null 2>&1
-  docker network rm kubelet >/dev/null 2>&1
-  stop_engine >/dev/null 2>&1
-  exit "$status"
+clean_up() {
+  kill "${kubelets[@]}"
+  # shellcheck disable=SC2046 # one argument for each container
+  docker rm --force $(docker ps --all --quiet)
+  docker network rm kubelet
 }
-make_engine
-make_base
-trap finish EXIT
-start_engine
-build_images
+begin
 docker network create kubelet >/dev/null
-minutes "engine and images"
 
 share=$engine/share
 rm -rf "$share" && mkdir -p "$share"/{claims/lockstep-work/{models,data,runs},secrets,configs/run}
