@@ -57,7 +57,7 @@ class Rank:
     def __init__(self, directory: Path, case: dict[str, Any], store: dist.Store, rank: int, world: int):
         self._worker = Worker(store, rank, world, torch.device("cpu"))
         self._store, self._rank, self._model = store, rank, directory / "model"
-        self._config, self._case = TrainerConfig(**case["trainer"]), case
+        self._config, self._case = TrainerConfig(**case["trainer"]).for_steps(None), case
         self._peaks: dict[str, list[int]] = {}
 
     def run(self) -> dict[str, list[int]]:

@@ -63,7 +63,7 @@ class Case:
             "collective_timeout_s": 180,
             "loss": {"kl_coef": 0.001},
         }
-        return TrainerConfig.model_validate(settings | self.trainer)
+        return TrainerConfig.model_validate(settings | self.trainer).for_steps(None)
 
 
 _RECOMPUTE: dict[str, Any] = {"gradient_checkpointing": True}

@@ -168,7 +168,7 @@ class Config(AnyRun):
             models["reference"] = self.reference.settings(self.trainer)
         if self.critic:
             models["critic"] = self.critic.settings(self.trainer)
-        return models
+        return {name: model.for_steps(self.num_steps) for name, model in models.items()}
 
     @property
     def max_response_tokens(self) -> int:

@@ -72,7 +72,7 @@ class SftConfig(AnyRun):
 
     @property
     def models(self) -> dict[str, TrainerConfig]:
-        return {"trainer": self.trainer}
+        return {"trainer": self.trainer.for_steps(self.num_steps)}
 
     @property
     def critic(self) -> None:

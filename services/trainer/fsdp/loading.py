@@ -209,7 +209,7 @@ def _shard(model: LogprobModel | ValueModel, config: TrainerConfig, mesh: Device
     if config.fsdp.cpu_offload and mesh.device_type != "cpu":
         settings["offload_policy"] = CPUOffloadPolicy()
     for layer in model.layers:
-        if config.fsdp.torch_compile and mesh.device_type == "cuda":
+        if config.fsdp.torch_compile is True and mesh.device_type == "cuda":
             fewest = min(_COMPILED_TOKENS, config.max_tokens_per_microbatch // 2)
             layer.forward = _compiled(layer.forward, fewest)
         fully_shard(layer, **settings)

@@ -376,3 +376,17 @@ def test_on_and_off_may_be_written_without_quotes(tmp_path: Path, word: str) -> 
 
 def test_a_renamed_key_names_the_new_one(file: str):
     assert "it is called trainer.moe.router_replay now" in refused(file, "trainer.moe.replay_routes=on")
+
+
+@pytest.mark.parametrize(
+    ("value", "num_steps", "compiles"),
+    [("auto", 49, False), ("auto", 50, True), (True, 1, True), (False, 50, False)],
+)
+def test_layers_are_compiled_in_runs_in_which_it_pays(value: object, num_steps: int, compiles: bool) -> None:
+    sections = {"trainer": {"fsdp": {"torch_compile": value}}, "num_steps": num_steps}
+    critic = {"advantage": {"kind": "gae"}, "critic": {}}
+    config = Config.model_validate(SMALLEST | sections | critic)
+    assert {name: model.fsdp.torch_compile for name, model in config.models.items()} == dict.fromkeys(
+        ("trainer", "critic"), compiles
+    )
+    assert config.trainer.fsdp.torch_compile == value
