@@ -42,6 +42,7 @@ _SHARED = (
     "rollout.num_replicas=1",
     "num_steps=8",
     "trainer.fsdp.torch_compile=true",  # as in a run of many steps
+    "rollout.torch_compile=true",
 )
 _WARM_UP = 2
 _UNITS = ("[s]", "[GB freed]", "[GB taken]", "[GB free on the GPU]")

@@ -30,6 +30,7 @@ def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
         f"model={model}",
         "num_steps=6",
         "trainer.fsdp.torch_compile=true",  # as in a run of many steps
+        "rollout.torch_compile=true",
         "trace=true",
         "evaluation.eval_freq=0",
         "evaluation.eval_before_train=false",

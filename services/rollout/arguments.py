@@ -55,6 +55,8 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
     if torch.cuda.is_available():
         # vLLM's default for LLM, with which whole batches of prompts start in few steps. AsyncLLM's is for low latency.
         arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
+        if config.torch_compile is False:
+            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if needs.can_sleep:
             # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
             arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": SHARED_UTILIZATION}

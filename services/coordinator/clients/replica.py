@@ -64,7 +64,7 @@ class Replica:
         """Waits for the service, starts its engine and sets the state to STALE."""
         request = pb.OpenRunRequest(
             run_id=run_id,
-            config_json=config.rollout.model_dump_json(),
+            config_json=config.rollout.for_steps(config.num_steps).model_dump_json(),
             model_card=card,
             seed=config.seed,
             adapter_rank=config.trainer.lora.published_rank,

@@ -383,10 +383,10 @@ def test_a_renamed_key_names_the_new_one(file: str):
     [("auto", 49, False), ("auto", 50, True), (True, 1, True), (False, 50, False)],
 )
 def test_layers_are_compiled_in_runs_in_which_it_pays(value: object, num_steps: int, compiles: bool) -> None:
-    sections = {"trainer": {"fsdp": {"torch_compile": value}}, "num_steps": num_steps}
+    sections = {"trainer": {"fsdp": {"torch_compile": value}}, "rollout": {"torch_compile": value}}
     critic = {"advantage": {"kind": "gae"}, "critic": {}}
-    config = Config.model_validate(SMALLEST | sections | critic)
+    config = Config.model_validate(SMALLEST | sections | critic | {"num_steps": num_steps})
     assert {name: model.fsdp.torch_compile for name, model in config.models.items()} == dict.fromkeys(
         ("trainer", "critic"), compiles
     )
-    assert config.trainer.fsdp.torch_compile == value
+    assert config.rollout.for_steps(num_steps).torch_compile is compiles
