@@ -83,13 +83,19 @@ async def test_export_is_what_was_published(trainer: Deployment, tmp_path: Path)
     assert (await trainer.publish()).digest == stamp.digest
 
 
-@pytest_asyncio.fixture(params=[None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
+_MEGATRON: dict[str, Any] = {"strategy": "megatron", "num_ranks": 2}
+_SAVERS = {
+    "FSDP": {},
+    "FSDP, async": {"fsdp": {"async_save": True}},
+    "Megatron": _MEGATRON,
+    "Megatron, async": _MEGATRON | {"megatron": {"async_save": True}},
+}
+
+
+@pytest_asyncio.fixture(params=_SAVERS)
 async def saver(deployment: Deployment, request: pytest.FixtureRequest) -> Deployment:
     """Provides a trainer of each way to save, whose weights are published."""
-    megatron: dict[str, Any] | None = request.param
-    await deployment.open(
-        **({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron})
-    )
+    await deployment.open(**_SAVERS[request.param])
     await deployment.publish()
     return deployment
 

@@ -21,8 +21,8 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 COMPILED_STEPS = 50
 """Number of steps from which a run compiles its model by default. Of a step of 7.3 s with Qwen3-0.6B's shape on an
-H100, torch.compile saves the trainer 1.3 s and the engine 0.5 s. It takes them 7 and 4 s, or the first time on a host 40
-and 26 s, which smaller models make up for later."""
+H100, torch.compile saves the trainer 1.3 s and the engine 0.5 s. It takes them 7 and 4 s, or the first time on a host
+40 and 26 s, which smaller models make up for later."""
 
 Table = dict[str, Any]
 """A table whose keys and values are not fixed, such as arguments for a function or a library."""

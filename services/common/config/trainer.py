@@ -112,6 +112,8 @@ class FsdpConfig(Strict):
     reduce_each_microbatch: bool = False
     """Reduce-scatter gradients after every micro-batch. false reduces them once, after the last micro-batch, and until
     then keeps unsharded gradients on each rank."""
+    async_save: bool = False
+    """Copy a checkpoint to host memory and continue training while it is written to disk."""
     torch_compile: bool | Literal["auto"] = "auto"
     """Compile the layers with torch.compile, on GPU only. This launches fewer kernels and uses less memory; the first
     update takes up to a minute longer. auto: in runs of at least 50 steps, in which that pays. Micro-batches of fewer

@@ -248,11 +248,14 @@ class Fleet:
         """Starts all services. It does not wait for the imports of those that are forked."""
         await self._start(self._children)
 
-    async def start_again(self, rollout: tuple[str, ...]) -> None:
-        """Starts new trainers, and what has ended. The replicas that are not started here are those at `rollout`."""
+    async def start_again(self, rollout: tuple[str, ...], *, keeps_trainers: bool) -> None:
+        """Starts what has ended, and new trainers unless it `keeps_trainers`.
+
+        The replicas that are not started here are those at `rollout`.
+        """
         if rollout:
             self.addresses = replace(self.addresses, rollout=rollout)
-        again = [child for child in self._children if child.restarts is None or not child.is_running]
+        again = [one for one in self._children if not one.is_running or (one.restarts is None and not keeps_trainers)]
         await gather(child.end() for child in again)
         await self._start(again)
 

@@ -98,8 +98,9 @@ class Sessions(Generic[ConfigT]):
 
     It also does so if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
 
-    A repeated session resumes from the record, as the same command would in a new process. It has new trainers, and
-    goes on with the other services that were started here. They stop at the end of the block of this context manager.
+    A repeated session resumes from the record, as the same command would in a new process. It has new trainers,
+    unless only replicas were lost, and goes on with the other services that were started here. They stop at the end of
+    the block of this context manager.
     """
 
     def __init__(self, config: ConfigT, addresses: Addresses):
@@ -110,6 +111,7 @@ class Sessions(Generic[ConfigT]):
         self._addresses = addresses
         self._stack = AsyncExitStack()
         self._fleet: Fleet | None = None
+        self._keeps_trainers = False
 
     async def __aenter__(self) -> Self:
         forks = self.restarts.forks = self._stack.enter_context(Forks())
@@ -136,7 +138,7 @@ class Sessions(Generic[ConfigT]):
             launched = launch(run.config, found, services=services, restarts=self.restarts)
             self._fleet = await self._stack.enter_async_context(launched)
         else:
-            await self._fleet.start_again(found.rollout)
+            await self._fleet.start_again(found.rollout, keeps_trainers=self._keeps_trainers)
         async with _using(self._fleet, run) as addresses:
             yield addresses
 
@@ -156,6 +158,8 @@ class Sessions(Generic[ConfigT]):
             if not service or not self.restarts.may_resume or not self.restarts.take(service):
                 raise
             log.warning("%s: %s\nstarting again and resuming from the record", error.reason, error.message)
+            # A critic may be a step apart from the policy, which only a checkpoint mends.
+            self._keeps_trainers = error.reason is Reason.NO_REPLICA and self.config.critic is None
             if self.config.resume == "never":  # the run has begun now
                 self.config = self.config.model_copy(update={"resume": "auto"})
 

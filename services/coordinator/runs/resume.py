@@ -43,7 +43,8 @@ CHECKPOINT_DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHE
 # do not change results beyond rounding. This lets a run resume with settings that use less memory, or on fewer hosts.
 _MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
 _MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "observability", "placement", "restart"}
-_MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "discovery", "tensor_parallel_size", "max_samples")}
+_MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "discovery", "tensor_parallel_size")}
+_MAY_CHANGE |= {"rollout.max_samples", "rollout.torch_compile"}
 _ENGINE = ("gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
 _MAY_CHANGE |= {f"rollout.engine.{key}" for key in _ENGINE}
 _MEMORY = ("num_ranks", "max_tokens_per_microbatch", "gradient_checkpointing", "collective_timeout_s", "fsdp")

@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.common.files.storage import is_of_disk, storage_error
 
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20
+_NUM_READERS = 8
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def staged(path: Path) -> Iterator[None]:
 def finish(path: Path, state: TrainState) -> tuple[int, str]:
     """Writes the manifest and moves the staged files to `path`; returns their bytes and the manifest's SHA-256."""
     partial = staging(path)
-    files = {str(file.relative_to(partial)): _describe(file) for file in _files(partial)}
+    files = _described(partial, [str(file.relative_to(partial)) for file in _files(partial)])
     content = json.dumps({"state": asdict(state), "files": files}, indent=1).encode()
     (partial / _MANIFEST).write_bytes(content)
     _move(partial, path)
@@ -89,8 +91,8 @@ def finish(path: Path, state: TrainState) -> tuple[int, str]:
 def finish_export(path: Path) -> None:
     """Writes SHA256SUMS, for `sha256sum --check`, and moves the staged files of an export to `path`."""
     partial = staging(path)
-    sums = [f"{_describe(file)['sha256']}  {file.relative_to(partial)}\n" for file in _files(partial)]
-    (partial / "SHA256SUMS").write_text("".join(sums))
+    files = _described(partial, [str(file.relative_to(partial)) for file in _files(partial)])
+    (partial / "SHA256SUMS").write_text("".join(f"{file['sha256']}  {name}\n" for name, file in files.items()))
     _move(partial, path)
 
 
@@ -109,11 +111,11 @@ def verify(path: Path) -> TrainState:
         state, files = TrainState(**content["state"]), content["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
+    for name in files:
+        if not (path / name).is_file():
             raise DataLoss(f"checkpoint {path}: {name} is missing")
-        if _describe(file) != expected:
+    for name, described in _described(path, files).items():
+        if described != files[name]:
             raise DataLoss(f"checkpoint {path}: {name} is not the file that was written")
     return state
 
@@ -128,6 +130,12 @@ def _move(partial: Path, path: Path) -> None:
 
 def _files(directory: Path) -> Iterator[Path]:
     return (file for file in sorted(directory.rglob("*")) if file.is_file())
+
+
+def _described(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
+    """Returns size and SHA-256 of each file. hashlib lets other threads run, so several are read at once."""
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        return dict(zip(names, pool.map(_describe, (directory / name for name in names)), strict=True))
 
 
 def _describe(file: Path) -> dict[str, int | str]:

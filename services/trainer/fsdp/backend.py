@@ -4,6 +4,8 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
@@ -34,6 +37,9 @@ from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Microbatch
 
 _log = logging.getLogger(__name__)
+
+# Files of each rank in a checkpoint: they are written, and later compared with the manifest, at the same time.
+_NUM_WRITERS = 4
 
 
 class Replay:
@@ -75,6 +81,10 @@ class FsdpBackend(Backend):
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
         self._role, self._config, dtype = role, config, compute_dtype(config, device)
+        self.saves_in_background = config.fsdp.async_save
+        # A background thread writes with its own group, so that its collectives do not mix with those of training.
+        timeout = timedelta(seconds=config.collective_timeout_s)
+        self._writers = dist.new_group(backend="gloo", timeout=timeout) if self.saves_in_background else None
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         kind = ValueModel if role is Role.CRITIC else LogprobModel
         kept = dtype if role is Role.REFERENCE or config.lora.rank else torch.float32  # what is trained is float32
@@ -177,9 +187,21 @@ class FsdpBackend(Backend):
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()
+        self._write({"model": model, "optimizer": optimizer}, directory)
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        model, optimizer = self._state()
+        copies = tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensor.detach().to("cpu", copy=True),
+            {"model": model, "optimizer": optimizer},
+        )
+        return partial(self._write, copies, directory)
+
+    def _write(self, state: dict[str, Any], directory: Path) -> None:
         with typed_errors(directory, done="written"):
-            writer = ThreadedWriter(directory, num_threads=1)
-            dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer)
+            writer = ThreadedWriter(directory, num_threads=_NUM_WRITERS)
+            dcp.save(state, storage_writer=writer, process_group=self._writers)
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()

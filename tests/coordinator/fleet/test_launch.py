@@ -63,16 +63,18 @@ async def test_what_begins_again_has_new_trainers_and_keeps_what_runs(tmp_path: 
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
         (reward,) = fleet._children
         first = reward.process.pid
-        await fleet.start_again(("127.0.0.1:2",))
+        await fleet.start_again(("127.0.0.1:2",), keeps_trainers=False)
         assert (reward.process.pid, fleet.addresses.rollout) == (first, ("127.0.0.1:2",))
         reward.restarts = None  # as a trainer's
-        await fleet.start_again(())
+        await fleet.start_again((), keeps_trainers=True)
+        assert reward.process.pid == first
+        await fleet.start_again((), keeps_trainers=False)
         second = reward.process.pid
         assert second != first
         reward.restarts = Restarts(config.restart)
         os.kill(second, signal.SIGKILL)
         await reward.process.wait()
-        await fleet.start_again(())
+        await fleet.start_again((), keeps_trainers=True)
         assert (reward.is_running, fleet.addresses.rollout) == (True, ("127.0.0.1:2",))
         assert reward.process.pid != second
 
