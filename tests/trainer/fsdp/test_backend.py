@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import PreconditionFailed, Reason
-from services.trainer.checkpoint.manifest import begin
+from services.trainer.checkpoint.manifest import TrainState, begin, finish, staging
 from services.trainer.updates.optim import make_adamw
 from tests.support import raises
 from tests.trainer import plain_grpo
@@ -198,6 +198,20 @@ def test_saving_does_not_disturb_training(harness: Harness, tmp_path: Path) -> N
     assert all(torch.equal(tensor, want[name]) for name, tensor in harness.parameters().items())
     harness.open("untied", {}, checkpoint=str(tmp_path / "first"))
     harness.train(samples())
+    assert all(torch.equal(tensor, want[name]) for name, tensor in harness.parameters().items())
+
+
+def test_what_is_written_in_the_background_is_what_was_copied(harness: Harness, tmp_path: Path) -> None:
+    harness.open("untied", {"fsdp": {"async_save": True}})
+    harness.train(samples())
+    begin(tmp_path / "first")
+    write = harness.backend.begin_save(staging(tmp_path / "first") / "state")
+    harness.train(samples(seed=1), version=1)
+    want = harness.parameters()
+    write()
+    finish(tmp_path / "first", TrainState(1, "b", {}))
+    harness.open("untied", {}, checkpoint=str(tmp_path / "first"))
+    harness.train(samples(seed=1), version=1)
     assert all(torch.equal(tensor, want[name]) for name, tensor in harness.parameters().items())
 
 
