@@ -20,7 +20,7 @@ from services.coordinator.fleet.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.fleet.membership import discovered
 from services.coordinator.fleet.stages import following_stages
 from services.coordinator.observe.frontend import log_to
-from services.coordinator.observe.reporters import watchers
+from services.coordinator.observe.reporters import OpeningTimes, watchers
 from services.coordinator.observe.terminal import StageLines
 from services.coordinator.runs.reporter import Ending
 from services.coordinator.runs.resume import HISTORY, Start, open_run
@@ -57,7 +57,7 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
         if console is not None:
             log_to(config, console)
             run.reporters.add([StageLines(console)])
-        run.reporters.add(watchers(run))
+        run.reporters.add([OpeningTimes(run.clock), *watchers(run)])
         try:
             yield run
         except Exception as error:

@@ -22,6 +22,7 @@ from services.common.rpc.server import SECONDS, incarnation
 from services.common.telemetry.trace import Otel, Trace, join
 from services.coordinator.compat.tensorboardx import import_event_writer
 from services.coordinator.observe.trackers import open_tracker
+from services.coordinator.runs.clock import StepClock
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reader import METRICS, metrics_lines
 from services.coordinator.runs.reporter import ReplicaCounts, Reporter
@@ -96,6 +97,20 @@ def _repaired(path: Path, ledger: Ledger) -> dict[tuple[int, bool], str]:
             else:
                 lines[place] = json.dumps({"step": place[0], **metrics})
     return lines
+
+
+class OpeningTimes(Reporter):
+    """Gives the clock the seconds of each stage of a service, such as loading the model, until the first phase."""
+
+    def __init__(self, clock: StepClock):
+        self._clock, self._is_open = clock, True
+
+    def stage(self, service: str, name: str, began_s: float, seconds: float | None = None) -> None:
+        if self._is_open and seconds:
+            self._clock.opening[f"{service}_{name}".replace(" ", "_")] = seconds
+
+    def begin_phase(self, name: str, version: int) -> None:
+        self._is_open = False
 
 
 class TensorBoard(Reporter):

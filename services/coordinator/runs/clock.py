@@ -84,6 +84,8 @@ class StepClock:
         """Has a span for each step, and in it one for each phase."""
         self.lanes = {"publish": Busy()}
         """Lanes of the run by name; clients add theirs."""
+        self.opening: dict[str, float] = {}
+        """Seconds that each stage of a service took until the first step of this session ended."""
         self._in_phases = Busy()
         self._step = ExitStack()  # in the span of the step, from its first phase on
         self._is_in_step = False
@@ -126,13 +128,16 @@ class StepClock:
     def metrics(self) -> dict[str, float]:
         """Returns `time/<phase>_s` of the phases that took time, the lanes, `time/step_s` and `time/outside_share`.
 
-        `time/outside_share` is the fraction of the step that was spent outside of all phases.
+        `time/outside_share` is the fraction of the step that was spent outside of all phases. The first step also has
+        `time/open_<stage>_s` of what the services did before it.
         """
         began_s, now_s = self._step_began_s, time.perf_counter()
         step_s = now_s - began_s
         times = {f"time/{phase.value}_s": seconds for phase, seconds in self._seconds.items() if seconds}
         in_phases_s = sum(end - begin for begin, end in self._in_phases.take(began_s, now_s))
         times |= lane_metrics(self.lanes, began_s, now_s)
+        times |= {f"time/open_{stage}_s": seconds for stage, seconds in self.opening.items()}
+        self.opening = {}
         return times | {"time/step_s": step_s, "time/outside_share": 1 - in_phases_s / step_s}
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from services.coordinator.observe.reporters import OpeningTimes
 from services.coordinator.runs.clock import Busy, Phase, StepClock, lane_metrics
 
 
@@ -88,3 +89,17 @@ def test_what_an_evaluation_does_is_in_no_lane(clock: Clock) -> None:
         "time/generate_busy_s": 4,
     }
     assert found["time/step_s"] == 6
+
+
+def test_the_first_step_says_how_long_the_services_took_to_open() -> None:
+    steps = StepClock()
+    opening = OpeningTimes(steps)
+    opening.stage("trainer", "load the policy model", 0.0)
+    opening.stage("trainer", "load the policy model", 0.0, 3.5)
+    opening.begin_phase("generating", 0)
+    opening.stage("trainer", "save a checkpoint", 0.0, 9.0)
+    first, second = steps.metrics(), steps.metrics()
+    assert {name: first[name] for name in first if "open_" in name} == {
+        "time/open_trainer_load_the_policy_model_s": 3.5
+    }
+    assert not any("open_" in name for name in second)
