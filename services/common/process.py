@@ -25,6 +25,9 @@ _CUDA_NOT_INITIALIZED = 3
 _MAX_DESCRIPTORS = 65_536
 
 
+_CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "torch"}
+
+
 def configure_logging(service: str, kind: LogFormat = "text") -> None:
     """Logs to stderr, one line per record, with time, level and service."""
     to_stderr = logging.StreamHandler()
@@ -42,6 +45,11 @@ def own_log() -> str:
 def keep_files_private() -> None:
     """Makes files of this process and its children accessible to their owner only: batches have prompts and answers."""
     os.umask(os.umask(0o077) | 0o077)
+
+
+def compiled_code() -> Path:
+    """Returns the directory in which vLLM, Triton and torch keep what they compile, for later starts on this host."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep")
 
 
 def import_before_fork(*modules: str) -> None:

@@ -17,7 +17,7 @@ from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError
-from services.common.process import socket_directory
+from services.common.process import compiled_code, socket_directory
 from services.common.rpc.address import PORTS, hold_free_port
 from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
@@ -40,6 +40,7 @@ def examine_gpus(config: AnyConfig | None, addresses: Addresses, driver: str, cu
         return
     yield check_driver(driver, cuda)
     yield check_compiler(Path(sysconfig.get_path("include")))
+    yield check_compiled_code(compiled_code())
     if not isinstance(config, Config) or addresses.trainer or addresses.rollout:
         return
     if not (Path(config.model) / "config.json").is_file():
@@ -75,6 +76,13 @@ def check_compiler(headers: Path) -> Finding:
         fix = "install Python's headers (python3.12-dev), which Triton needs at a kernel's first use"
         return Finding("compiler", f"{compiler}, but no {headers}/Python.h", Verdict.FAIL, fix)
     return Finding("compiler", compiler)
+
+
+def check_compiled_code(directory: Path) -> Finding:
+    """Says whether earlier starts on this host have left compiled code."""
+    if any(path.is_file() for path in directory.rglob("*")):
+        return Finding("compiled code", f"of earlier starts, in {directory}")
+    return Finding("compiled code", f"none in {directory}; the first start on this host takes up to a minute longer")
 
 
 def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:

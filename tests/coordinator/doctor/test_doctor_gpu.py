@@ -66,6 +66,13 @@ def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CC=icc not found" in failed(doctor.check_compiler(tmp_path))
 
 
+def test_compiled_code(tmp_path: Path) -> None:
+    assert doctor.check_compiled_code(tmp_path).result.startswith(f"none in {tmp_path}")
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "graph").touch()
+    assert doctor.check_compiled_code(tmp_path).result == f"of earlier starts, in {tmp_path}"
+
+
 def failed(finding: Finding) -> str:
     assert finding.verdict is Verdict.FAIL
     return finding.result
@@ -96,8 +103,8 @@ def test_a_host_without_gpus_and_a_driver_that_says_nothing(config: Config, monk
     assert list(doctor.examine_gpus(config, Addresses(), "", None)) == []
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
     monkeypatch.setenv("PATH", "")
-    driver, compiler, memory = doctor.examine_gpus(config, Addresses(), "580.1", "13.0")
+    driver, compiler, _, memory = doctor.examine_gpus(config, Addresses(), "580.1", "13.0")
     assert (driver.verdict, compiler.verdict) == (Verdict.OK, Verdict.FAIL)
     assert memory.verdict is Verdict.FAIL and "nvidia-smi not found" in memory.fix
     others = doctor.examine_gpus(None, Addresses(), "580.1", "13.0")
-    assert [finding.check for finding in others] == ["driver", "compiler"]
+    assert [finding.check for finding in others] == ["driver", "compiler", "compiled code"]
