@@ -55,6 +55,7 @@ class Case:
     align: int
     is_packed: bool
     is_fixed_size: bool
+    multiple: int
 
 
 @st.composite
@@ -66,12 +67,13 @@ def cases(draw: st.DrawFn) -> Case:
     cp, tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     align = tp * (2 * cp if cp > 1 else 1)
     is_packed, is_fixed = draw(st.booleans()), draw(st.booleans())
-    cuts = [Cut(cp, rank, align, is_packed) for rank in range(cp)]
+    multiple = draw(st.sampled_from([1, 5, 16 * tp * cp]))
+    cuts = [Cut(cp, rank, align, is_packed, multiple) for rank in range(cp)]
     sizes = least_sizes(microbatches, cuts[0])
     if is_fixed:
         sizes[:] = sizes.max(0)
     cut = [cut_microbatches(microbatches, one, sizes) for one in cuts]
-    return Case(microbatches, cut, align, is_packed, is_fixed)
+    return Case(microbatches, cut, align, is_packed, is_fixed, multiple)
 
 
 @quick
@@ -103,6 +105,7 @@ def test_padded_lengths_divide_and_follow_the_micro_batches(case: Case) -> None:
     for shards in case.cut:
         for microbatch, shard in zip(case.microbatches, shards, strict=True):
             assert shard.num_rows == shard.tokens.numel()
+            assert shard.num_rows * cp % case.multiple == 0
             if not case.is_packed:
                 assert shard.packed is None
                 assert shard.tokens.size(1) * cp % case.align == 0
