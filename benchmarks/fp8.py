@@ -1,6 +1,6 @@
 """Measures float8 beside bfloat16 on one GPU, with a real model shape and random weights.
 
-`python -m benchmarks.fp8 rollout NAME SHAPE [--models DIR] [--kv-cache] [--tokens 384]` starts an engine for each
+`python -m benchmarks.fp8 rollout NAME SHAPE [--models DIR] [--kv-cache] [--tokens 320]` starts an engine for each
 precision, one after the other: seconds to generate 512 samples at once, seconds to load, quantize and hash a
 publication (without a network: benchmarks.colocated measures a whole one), and the difference between the engine's
 log-probabilities and those of the trainer. It ends with an error if the bytes that were sent have another hash in
@@ -62,7 +62,7 @@ class Engine:
         from services.rollout.arguments import Needs, engine_arguments
 
         is_gpu = torch.cuda.is_available()
-        engine: dict[str, Any] = {"gpu_memory_utilization": 0.55} if is_gpu else {}
+        engine: dict[str, Any] = {"gpu_memory_utilization": 0.62} if is_gpu else {}
         if eager:
             engine["enforce_eager"] = True
         elif is_gpu:  # fewer than vLLM's own, which take minutes
@@ -85,7 +85,6 @@ class Engine:
 
     def publish(self, factor: float) -> dict[str, Any]:
         (published,) = self.llm.collective_rpc("lockstep_publish", args=(factor,))
-        self.llm.reset_prefix_cache()
         return published
 
     def publish_after_sleep(self, factor: float) -> dict[str, Any]:
@@ -109,6 +108,7 @@ class Engine:
             SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, seed=index)
             for index in range(num_samples)
         ]
+        self.llm.reset_prefix_cache()  # of other weights
         asked = [TokensPrompt(prompt_token_ids=prompts[index // _GROUP]) for index in range(num_samples)]
         begin = time.perf_counter()
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)
@@ -130,15 +130,13 @@ def measure_engine(model: Path, out: Path, precision: Mapping[str, str], options
         num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         found["generate 512 samples [s]"].append(seconds)
         found["generated [tokens/s]"].append(num_tokens / seconds)
-        if not repeat:
-            rows = [_row(index, output) for index, output in enumerate(outputs[:_COMPARED])]
-    table = pa.Table.from_pylist(rows, schema=batches.SAMPLE_SCHEMA)
-    out.with_suffix(".arrow").write_bytes(b"".join(batches.encode(table, frame_bytes=1 << 40)))
+        _write(outputs[:_COMPARED], out.with_suffix(".arrow"))
     checks = {"published": published, "bytes": engine.num_bytes}
     out.write_text(json.dumps({"samples": found, **checks}))  # so that a failure below keeps it
     if torch.cuda.is_available():
         checks["asleep"] = [engine.publish_after_sleep(factor) for factor in (_ASLEEP_FACTOR, 1.0)]
-        engine.generate(num_samples, 8, seed=101)
+        _, outputs = engine.generate(num_samples, options.tokens, seed=0)
+        _write(outputs[:_COMPARED], out.with_suffix(".asleep.arrow"))
     out.write_text(json.dumps({"samples": found, **checks}))
 
 
@@ -153,6 +151,12 @@ def _configure() -> None:
     from services.rollout.__main__ import _configure_vllm
 
     _configure_vllm()
+
+
+def _write(outputs: list[Any], path: Path) -> None:
+    rows = [_row(index, output) for index, output in enumerate(outputs)]
+    table = pa.Table.from_pylist(rows, schema=batches.SAMPLE_SCHEMA)
+    path.write_bytes(b"".join(batches.encode(table, frame_bytes=1 << 40)))
 
 
 def _row(index: int, output: Any) -> dict[str, Any]:
@@ -253,9 +257,14 @@ def rollout(options: argparse.Namespace) -> None:
             save()
         if "fp8" in found and _in_process(measure_new, model, directory / "new.json", PRECISIONS["fp8"], options):
             new = json.loads((directory / "new.json").read_text())
-        kept |= differences(model, arrows)
+        asleep = {f"{name}, after sleep": arrow.with_suffix(".asleep.arrow") for name, arrow in arrows.items()}
+        kept |= differences(model, {name: path for name, path in (arrows | asleep).items() if path.exists()})
         save()
     require_right(found, new)
+    for name in names[1:]:
+        mean = "engine-trainer difference, mean [nats]"
+        awake, slept = kept[f"{name}: {mean}"], kept[f"{name}, after sleep: {mean}"]
+        assert slept[0] < 2 * awake[0], f"{name}: after sleep the engine computes something else: {slept}, {awake}"
     if not all(each["is_whole"] for each in found.values()) or ("fp8" in found and new is None):
         sys.exit("an engine failed, see above")
 
@@ -286,7 +295,7 @@ def main() -> None:
     of_rollout.add_argument("shape")
     of_rollout.add_argument("--model", type=Path, help="directory of a real model to use instead")
     of_rollout.add_argument("--kv-cache", action="store_true", help="also measure with a KV cache in float8")
-    of_rollout.add_argument("--tokens", type=int, default=384)
+    of_rollout.add_argument("--tokens", type=int, default=320)
     of_rollout.add_argument("--repeats", type=int, default=2)
     add_options(of_rollout)
     of_training.add_argument("name")

@@ -61,8 +61,6 @@ class LocalReceiver(WeightReceiver):
         weights = [
             (name, tensor) for path in sorted(Path(directory).glob("*.safetensors")) for name, tensor in _in(path)
         ]
-        if any(tensor.dtype is not torch.bfloat16 for _, tensor in weights):
-            raise TypeError("the model's weights must be bfloat16")
         self._lockstep_set_plan(Plan.of(weights, bucket_bytes=_BUCKET_BYTES).message.SerializeToString())
         on_device = ((name, tensor.to(self.device)) for name, tensor in weights)
         self._lockstep_flats = [flat for _, flat in pack(self._lockstep_plan, on_device, self.device)]
@@ -90,4 +88,4 @@ class LocalReceiver(WeightReceiver):
 def _in(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 it is no mapping
-            yield name, file.get_tensor(name)
+            yield name, file.get_tensor(name).bfloat16()  # as they are, on a GPU
