@@ -75,9 +75,8 @@ class Engine:
             **precision,
         )
         extension = "benchmarks.fp8_receiver.LocalReceiver"
-        made = engine_arguments(config, str(model), _SEED, Needs(can_sleep=is_gpu)) | {
-            "worker_extension_cls": extension
-        }
+        made: dict[str, Any] = {**engine_arguments(config, str(model), _SEED, Needs(can_sleep=is_gpu))}
+        made["worker_extension_cls"] = extension
         begin = time.perf_counter()
         self.llm = LLM(**made)
         self.start_s = time.perf_counter() - begin

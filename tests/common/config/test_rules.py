@@ -14,8 +14,6 @@ KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
 LAG = ["trainer.lag.versions=1", "trainer.loss.kind=grpo", "trainer.loss.old_logprobs=engine"]
 GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
 LONG = ["data.max_prompt_tokens=100", "rollout.sampling.max_tokens=100"]
-FLOAT8 = ["trainer.strategy=megatron", "trainer.megatron.fp8=tensorwise"]
-TIS = ["trainer.loss.correction.weight=token"]
 HELD = ["data.eval={held: a.jsonl}"]
 CROSS_FIELD = {
     "colocated ranks and workers are pairs": (
@@ -293,69 +291,6 @@ CROSS_FIELD = {
         ["trainer.lora.publish=adapter"],
         ["lora.rank from 1 to 512", "not 0", "lora.publish merged"],
         ["trainer.lora.publish=adapter", "trainer.lora.rank=512", "trainer.strategy=megatron"],
-    ),
-    **{
-        f"samples of a {key} engine are corrected, {name}": (
-            [f"rollout.{key}=fp8", *loss],
-            [
-                f"rollout.{key} fp8",
-                "does not correct",
-                "trainer.loss.correction.weight token",
-                f"leave rollout.{key} out",
-            ],
-            [f"rollout.{key}=fp8", *loss, *right],
-        )
-        for key in ("precision", "kv_cache_dtype")
-        for name, loss, right in (
-            ("TIS", [], ["trainer.loss.correction.weight=token"]),
-            ("of the sequence", [], ["trainer.loss.correction.weight=sequence"]),
-            ("IcePop", [], ["trainer.loss.correction.token_mask=[0.5, 5]"]),
-            ("not by a veto alone", ["trainer.loss.correction.veto=1e-4"], ["trainer.loss.correction.weight=token"]),
-            ("by the ratio", ["trainer.loss.kind=grpo"], ["trainer.loss.old_logprobs=engine"]),
-            (
-                "not by a ratio without bounds",
-                ["trainer.loss.kind=reinforce", "trainer.loss.old_logprobs=engine"],
-                ["trainer.loss.kind=cispo"],
-            ),
-        )
-    },
-    "adapters are served on a base that is not quantized": (
-        ["rollout.precision=fp8", *TIS, "trainer.lora.rank=4", "trainer.lora.publish=adapter"],
-        ["rollout.precision fp8", "set trainer.lora.publish merged"],
-        ["rollout.precision=fp8", *TIS, "trainer.lora.rank=4"],
-    ),
-    "float32 is not quantized": (
-        ["rollout.precision=fp8", *TIS, "rollout.dtype=float32"],
-        ["precision fp8 with dtype float32", "set dtype to auto"],
-        ["rollout.precision=fp8", *TIS, "rollout.dtype=bfloat16"],
-    ),
-    "a head beside a quantized engine": (
-        ["rollout.precision=fp8", *TIS, "rollout.speculation={kind: eagle3, draft: d}"],
-        ["precision fp8", "eagle3"],
-        ["rollout.precision=fp8", *TIS, "rollout.speculation={kind: ngram}"],
-    ),
-    **{
-        f"an engine is not quantized behind the back, {key}": (
-            [f"rollout.engine={{{key}: fp8}}"],
-            [f"{key} is refused", f"set rollout.{instead} instead"],
-            [f"rollout.{instead}=fp8", *TIS],
-        )
-        for key, instead in (("quantization", "precision"), ("kv_cache_dtype", "kv_cache_dtype"))
-    },
-    "float8 has bfloat16 beside it": (
-        [*FLOAT8, "trainer.compute_dtype=float32"],
-        ["megatron.fp8 tensorwise with compute_dtype float32", "set compute_dtype auto"],
-        [*FLOAT8, "trainer.compute_dtype=bfloat16"],
-    ),
-    "adapters are not trained in float8": (
-        [*FLOAT8, "trainer.lora.rank=4"],
-        ["megatron.fp8 tensorwise", "set lora.rank 0"],
-        ["trainer.strategy=megatron", "trainer.lora.rank=4"],
-    ),
-    "mbridge is proved without float8": (
-        [*FLOAT8, "trainer.megatron.use_mbridge=true"],
-        ["fp8 tensorwise with use_mbridge"],
-        ["trainer.strategy=megatron", "trainer.megatron.use_mbridge=true"],
     ),
     "an engine serves the adapters": (
         ["trainer.lora.publish=adapter", "trainer.lora.rank=513", "trainer.strategy=megatron"],
