@@ -45,7 +45,7 @@ _COMPARED = 64  # samples whose log-probabilities the trainer computes
 # Factors of the published weights. The first two publications are recorded and checked, the last has the model's own.
 _FACTORS = (1.0, 1.25, 1.5, 0.75, 1.125, 1.0)
 _WARM_UP, _ASLEEP_FACTOR = 2, 1.5
-PRECISIONS: Mapping[str, Mapping[str, str]] = {
+PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
     "fp8": {"precision": "fp8"},
     "fp8 with fp8 KV cache": {"precision": "fp8", "kv_cache_dtype": "fp8"},
@@ -56,7 +56,7 @@ Samples = dict[str, list[float]]
 class Engine:
     """Runs vLLM's LLM with the rollout service's arguments, and publishes to it."""
 
-    def __init__(self, model: Path, precision: Mapping[str, str], options: argparse.Namespace, *, eager: bool = False):
+    def __init__(self, model: Path, precision: Mapping[str, Any], options: argparse.Namespace, *, eager: bool = False):
         from vllm import LLM
 
         from services.rollout.arguments import Needs, engine_arguments
@@ -114,7 +114,7 @@ class Engine:
         return time.perf_counter() - begin, outputs
 
 
-def measure_engine(model: Path, out: Path, precision: Mapping[str, str], options: argparse.Namespace) -> None:
+def measure_engine(model: Path, out: Path, precision: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Publishes to one engine, generates with it, and writes what it has found to `out`. A process of its own."""
     _configure()
     engine, found = Engine(model, precision, options), defaultdict(list)
@@ -139,7 +139,7 @@ def measure_engine(model: Path, out: Path, precision: Mapping[str, str], options
     out.write_text(json.dumps({"samples": found, **checks}))
 
 
-def measure_new(model: Path, out: Path, precision: Mapping[str, str], options: argparse.Namespace) -> None:
+def measure_new(model: Path, out: Path, precision: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Publishes once to a new engine, and writes its answer to `out`. A process of its own."""
     _configure()
     engine = Engine(model, precision, options, eager=True)

@@ -15,6 +15,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES
 from services.common.process import require_suffix_decoding
+from services.rollout.compat.vllm.client import device_capability
 from services.rollout.compat.vllm.recorded import EngineArguments
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.receiver import WeightReceiver
@@ -111,10 +112,11 @@ def check_precision(config: RolloutConfig) -> None:
     key = config.quantized_key
     if not key:
         return
-    if not torch.cuda.is_available():
+    capability = device_capability()
+    if capability is None:
         problem = "this host has no GPU"
-    elif (capability := torch.cuda.get_device_capability()) < _FP8_CAPABILITY:
-        problem = f"its GPU has compute capability {'.'.join(map(str, capability))}"
+    elif capability < _FP8_CAPABILITY:
+        problem = f"its GPU has compute capability {capability[0]}.{capability[1]}"
     else:
         return
     raise PreconditionFailed(

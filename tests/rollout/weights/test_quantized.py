@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.online.base import OnlineQuantizati
 
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import PreconditionFailed, Reason
-from services.rollout import loading
+from services.rollout import arguments, loading
 from services.rollout.arguments import check_precision, engine_arguments
 from services.rollout.compat.vllm.worker import reload_weights
 from services.rollout.quantizing import LayerMap, quantized_digest
@@ -158,8 +158,7 @@ def test_float8_is_asked_for_in_the_engines_arguments_and_refused_on_cpu(key: st
 
 @pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
 def test_float8_needs_a_gpu_that_has_it(capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(arguments, "device_capability", lambda: capability)
     config = RolloutConfig(precision="fp8")
     if is_refused:
         with raises(PreconditionFailed, reason=Reason.UNSUPPORTED_VERSION, field="rollout.precision"):
