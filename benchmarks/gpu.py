@@ -34,6 +34,7 @@ _FITS = (
     "'trainer.megatron.ddp_config={grad_reduce_in_fp32: false}' trainer.megatron.fully_reshardable=false "
     "'trainer.megatron.optimizer_config_kwargs={use_precision_aware_optimizer: true, main_grads_dtype: bf16}'"
 )
+_FP8 = "rollout.precision=fp8 trainer.loss.correction.weight=token"
 _LAG = "trainer.lag.versions=1 trainer.loss.old_logprobs=engine"
 
 
@@ -63,11 +64,13 @@ def _publications() -> Iterator[tuple[int, str]]:
     yield 2, f"sync sync-qwen3-0.6b-1to1-fsdp qwen3-0.6b {one}"
     yield 2, f"sync sync-qwen3-0.6b-1to1 qwen3-0.6b {_BF16} {one}"
     yield 2, f"sync sync-qwen3-8b-1to1 qwen3-8b {_BF16} {one}"
+    yield 2, f"sync sync-qwen3-8b-1to1-fp8 qwen3-8b {_BF16} {one} {_FP8}"
     yield 2, f"sync sync-qwen3-8b-1to1-without-digest qwen3-8b {_BF16} {one} --without-digest"
     yield 2, f"sync sync-qwen3-a3b-4-layers-1to1 qwen3-a3b-4-layers {_BF16} {one}"
     for shape in ("qwen3-0.6b", "qwen3-8b"):
         beside = f"{one} placement=colocated rollout.engine.gpu_memory_utilization=0.3"  # the trainer keeps its memory
         yield 1, f"sync sync-{shape}-pair {shape} {_BF16} {beside}"
+        yield 1, f"sync sync-{shape}-pair-fp8 {shape} {_BF16} {beside} {_FP8}"
     for each, experts in ((2, "qwen3-a3b-16-layers"), (4, "qwen3-a3b-16-layers"), (4, "qwen3-30b-a3b")):
         both = f"{_BF16} {_SYNC} trainer.num_ranks={each} rollout.num_replicas={each}"
         ep = f"trainer.megatron.expert_model_parallel_size={each}"
@@ -90,6 +93,7 @@ def _colocated() -> Iterator[tuple[int, str]]:
         yield 1, f"colocated routing-megatron-a3b-4-layers-{mode} qwen3-a3b-4-layers {_BF16} {routed_experts}"
     lora = "trainer.lora.rank=32 trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192"
     yield 1, f"colocated colocated-qwen3-8b-lora qwen3-8b {_BF16} {short} {lora}"
+    yield 1, f"colocated colocated-qwen3-8b-lora-fp8 qwen3-8b {_BF16} {short} {lora} {_FP8}"
     yield 1, f"colocated colocated-qwen3-8b-full qwen3-8b {_BF16} {short} {_FITS} trainer.gradient_checkpointing=true"
     both = f"trainer.num_ranks=2 rollout.num_replicas=2 {short}"
     yield 2, f"colocated colocated-qwen3-0.6b-2gpus qwen3-0.6b {_BF16} {both}"

@@ -11,13 +11,17 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import Eagle3SpeculationConfig, RolloutConfig, SuffixSpeculationConfig
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES
 from services.common.process import require_suffix_decoding
+from services.rollout.compat.vllm.client import device_capability
 from services.rollout.compat.vllm.recorded import EngineArguments
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.receiver import WeightReceiver
+
+# Of the oldest GPU with float8 matrix products (Ada).
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
         }
+    arguments |= _quantization(config)
     if config.speculation:
         num_rows = config.max_samples * (1 + config.speculation.num_tokens)
         arguments |= {
@@ -86,6 +91,42 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
         if read_content(model_path).get("model_type") in FAMILIES:  # of others, all that vLLM can adapt
             arguments["lora_target_modules"] = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     return arguments | config.engine
+
+
+def _quantization(config: RolloutConfig) -> EngineArguments:
+    """Returns the arguments for float8.
+
+    Routers stay as they are, because a token that reaches other experts than the trainer's is not corrected by any
+    weight. vLLM's other kernels of experts keep constants in memory whose content sleep mode drops.
+    """
+    arguments: EngineArguments = {}
+    if config.precision == "fp8":
+        arguments = {
+            "quantization": "fp8_per_channel",
+            "quantization_config": {"ignore": [r"re:.*\.(gate|router)$"]},
+            "moe_backend": "triton",
+        }
+    return arguments | ({"kv_cache_dtype": "fp8"} if config.kv_cache_dtype == "fp8" else {})
+
+
+def check_precision(config: RolloutConfig) -> None:
+    """Raises PreconditionFailed (UNSUPPORTED_VERSION) if this host cannot compute in the precision of `config`."""
+    key = config.quantized_key
+    if not key:
+        return
+    capability = device_capability()
+    if capability is None:
+        problem = "this host has no GPU"
+    elif capability < _FP8_CAPABILITY:
+        problem = f"its GPU has compute capability {capability[0]}.{capability[1]}"
+    else:
+        return
+    raise PreconditionFailed(
+        f"rollout.{key} fp8: the engine on host {socket.gethostname()} needs a GPU of compute capability 8.9 or above, "
+        f"and {problem}; set rollout.{key} to auto",
+        reason=Reason.UNSUPPORTED_VERSION,
+        field=f"rollout.{key}",
+    )
 
 
 def check_draft(config: RolloutConfig) -> None:

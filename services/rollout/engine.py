@@ -37,6 +37,7 @@ from services.rollout.arguments import (
     Needs,
     check_adapters_run,
     check_draft,
+    check_precision,
     engine_arguments,
     leave_out_states,
 )
@@ -124,10 +125,12 @@ class Engine:
         Raises:
             InvalidInput: The model card or an engine argument is invalid, or this host lacks the head that drafts or a
                 place for sockets.
-            PreconditionFailed: UNSUPPORTED_VERSION, this host lacks the package for suffix decoding.
+            PreconditionFailed: UNSUPPORTED_VERSION, this host lacks the package for suffix decoding, or a GPU that
+                computes in float8.
             InternalError: ENGINE_DEAD, with the cause if this process's log has it.
         """
         check_draft(config)
+        check_precision(config)
         begin = log_size()
         directory = socket_directory()
         write_model_card(card, Path(directory.name))

@@ -3,16 +3,16 @@
 vLLM's layerwise reload takes about 0.1 s of Python, regardless of the model's size. During the first reload, every copy
 from received bytes to a tensor of the engine is recorded (`Recorder`). If the reload did nothing but copy, the next one
 is compared with the recorded copies byte by byte. From the third publication on, only these copies are made
-(`DirectMap`). If an engine processes weights after loading (quantization, packing, absorbed projections), it keeps
-using the reload.
+(`DirectMap`). If the engine quantizes a layer, they go to its parameters before that (services.rollout.quantizing). If
+an engine processes weights after loading in another way (packing, absorbed projections), it keeps using the reload.
 """
 
+import itertools
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,26 +23,19 @@ from services.common.compat.torch import Copies, OperatorWatch, OpOverload, writ
 from services.common.weights.buckets import unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, Bucket, Plan, contiguous_stride
-from services.rollout.compat.vllm.worker import abort_reload, not_plain, reload_weights
+from services.rollout.compat.vllm.worker import (
+    abort_reload,
+    before_quantizing,
+    loaded_tensors,
+    not_plain,
+    reload_weights,
+)
+from services.rollout.quantizing import Fill, LayerMap, Piece, Place
 
 log = logging.getLogger(__name__)
 
-
-class Place(NamedTuple):
-    """A strided part of a storage, in elements."""
-
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of bucket number `bucket`, in elements of `dtype` from the bucket's start."""
-
-    bucket: int
-    dtype: torch.dtype
-    place: Place
+# Parts of layers are hashed at places that are this far from each other, behind those of all buckets.
+_PART_BYTES = 1 << 36
 
 
 @dataclass(frozen=True)
@@ -75,11 +68,27 @@ class Recorder(OperatorWatch):
         self._between: dict[int, dict[Place, Copy | None]] = defaultdict(dict)
         self._done: set[int] = set()  # addresses of loaded tensors, including the engine's
         self._copies: list[Copy] = []
+        self.layers: list[LayerMap] = []
+        """The copies into layers that are quantized."""
         self.problem = ""
 
     def add_bucket(self, index: int, flat: torch.Tensor) -> None:
         """Registers `flat` as the received bytes of bucket `index`."""
         self._buckets[_address(flat)] = index
+
+    def see_quantizing(self, layer: nn.Module) -> None:
+        """Records what was copied to a layer that is quantized next. From here on its tensors are no weights."""
+        fills: list[Fill] = []
+        for name, tensor in loaded_tensors(layer).items():
+            copies = [copy for copy in self._between.pop(_address(tensor), {}).values() if copy]
+            if sum(math.prod(copy.piece.place.size) for copy in copies) != tensor.numel():
+                self._refuse(f"{name} of a layer is completed after it was loaded")
+            begin = _offset(tensor)
+            fills += [
+                Fill(copy.piece, name, Place(copy.offset - begin, copy.piece.place.size, copy.stride))
+                for copy in _joined(copies)
+            ]
+        self.layers.append(LayerMap(layer, fills))
 
     @property
     def copies(self) -> list[Copy] | None:
@@ -162,7 +171,12 @@ def _place(tensor: torch.Tensor) -> Place:
 class DirectMap:
     """All copies of a publication, ready to run."""
 
-    def __init__(self, copies: Sequence[Copy], num_buckets: int):
+    def __init__(self, copies: Sequence[Copy], num_buckets: int, layers: Sequence[LayerMap] = ()):
+        self.layers: list[list[LayerMap]] = [[] for _ in range(num_buckets)]
+        """The layers that are quantized, by the buckets that have a part of them."""
+        for layer in layers:
+            for index in layer.buckets:
+                self.layers[index].append(layer)
         self._pieces: list[list[Piece]] = [[] for _ in range(num_buckets)]
         self._targets: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
         # Of each bucket: the address of its bytes when it was loaded last, and the copies from views of them. Both are
@@ -174,6 +188,8 @@ class DirectMap:
 
     def load(self, index: int, flat: torch.Tensor) -> None:
         """Copies bucket `index` from its bytes (uint8 [num_bytes]) into the engine."""
+        for layer in self.layers[index]:
+            layer.load(index, flat)
         if not self._targets[index]:
             return
         address, copies = self._copies.get(index, (0, None))
@@ -182,17 +198,23 @@ class DirectMap:
             self._copies[index] = flat.data_ptr(), copies
         copies.run(non_blocking=True)
 
+    def begin(self) -> None:
+        """Forgets a publication that broke off."""
+        for layer in itertools.chain(*self.layers):
+            layer.begin()
+
+    def starts(self, part_bytes: int) -> dict[tuple[LayerMap, int], int]:
+        """Returns a place in a hash for each layer's part of each bucket."""
+        parts = [(layer, index) for index, layers in enumerate(self.layers) for layer in layers]
+        return {part: number * part_bytes for number, part in enumerate(parts, 1)}
+
     def forget_buffers(self) -> None:
         """Drops the views of the memory that buckets arrived in."""
         self._copies.clear()
 
     def received(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the parts of a received bucket that the map copies, as views."""
-        begin, views = int(flat.storage_offset()), []
-        for piece in self._pieces[index]:
-            offset = begin // piece.dtype.itemsize + piece.place.offset
-            views.append(flat.view(piece.dtype).as_strided(piece.place.size, piece.place.stride, offset))
-        return views
+        return [piece.of(flat) for piece in self._pieces[index]]
 
     def loaded(self, index: int) -> list[torch.Tensor]:
         """Returns the engine's tensors that the map copies a bucket to, in the order of `received`."""
@@ -277,9 +299,11 @@ class Loading:
 
     def abort(self) -> None:
         """Makes the engine reloadable again after an incomplete publication."""
+        abort_reload(self._model)
         if not self._is_checked:
-            abort_reload(self._model)
             self._map = None
+        elif self._map:
+            self._map.begin()
 
     def _reload(self, arrivals: Arrivals, see: Callable[[int, Bucket, torch.Tensor], None] | None = None) -> None:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -292,17 +316,30 @@ class Loading:
 
     def _reload_and_watch(self, arrivals: Arrivals) -> None:
         recorder = Recorder([*self._model.parameters(), *self._model.buffers()])
-        with recorder:
+        with recorder, before_quantizing(self._model, recorder.see_quantizing):
             self._reload(arrivals, lambda index, _, flat: recorder.add_bucket(index, flat))
         if recorder.copies is None:
             self._give_up(recorder.problem)
             return
-        self._map = DirectMap(recorder.copies, len(self._plan.buckets))
+        self._map = DirectMap(recorder.copies, len(self._plan.buckets), recorder.layers)
 
     def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
         received, loaded = WeightDigest("", self._device), WeightDigest("", self._device)
-        # What has arrived is hashed at once, because its memory may be gone when all is loaded.
-        self._reload(arrivals, lambda index, bucket, flat: _add(received, direct.received(index, flat), bucket.start))
+        starts = direct.starts(_PART_BYTES)
+
+        def see(index: int, bucket: Bucket, flat: torch.Tensor) -> None:
+            # What has arrived is hashed at once, because its memory may be gone when all is loaded.
+            _add(received, direct.received(index, flat), bucket.start)
+            for layer in direct.layers[index]:
+                _add(received, layer.received(index, flat), starts[layer, index])
+
+        def see_quantizing(layer: nn.Module) -> None:
+            for (known, index), start in starts.items():
+                if known.layer is layer:
+                    _add(loaded, known.loaded(index), start)
+
+        with before_quantizing(self._model, see_quantizing):
+            self._reload(arrivals, see)
         for index, bucket in enumerate(self._plan.buckets):
             _add(loaded, direct.loaded(index), bucket.start)
         self._is_checked = loaded.hexdigest() == received.hexdigest()

@@ -27,6 +27,7 @@ from services.common.weights.plan import Plan
 from services.rollout.compat.vllm import worker
 from services.rollout.compat.vllm.recorded import record_experts, record_masks
 from services.rollout.loading import Arrivals, Loading
+from services.rollout.quantizing import quantized_digest
 
 ReceivingMember = WeightGroup | PairReceiver
 
@@ -68,6 +69,7 @@ class Received(TypedDict):
     """The answer of a worker that has received a publication. Fields are as in rollout.v1.ReceiveWeightsResponse."""
 
     digest: str
+    quantized_digest: str
     num_bytes: int
     duration_s: float
     wait_s: float
@@ -158,6 +160,8 @@ class WeightReceiver(worker.WorkerExtension):
                 self._lockstep_load_adapter(arrivals)
             if next(arrivals, None) is not None:  # the last bucket ends only when another one is asked for
                 raise InternalError("more buckets arrived than the plan has")
+            with cost.hashing():
+                quantized = quantized_digest(worker.model_of(self), self.device)
             content = digest.hexdigest()
             group.acknowledge(version, content)
         except Exception as error:  # noqa: BLE001 the engine must stay reloadable after any error
@@ -167,6 +171,7 @@ class WeightReceiver(worker.WorkerExtension):
             return {"error": f"{type(error).__name__}: {error}", "absent": ""}
         return Received(
             digest=content,
+            quantized_digest=quantized,
             num_bytes=plan.num_bytes_sent(skips_base=skips_base),
             duration_s=time.perf_counter() - begin,
             wait_s=cost.wait_s,

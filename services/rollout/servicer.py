@@ -215,6 +215,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             duration_s=max(end["duration_s"] for end in ends),
             wait_s=max(end["wait_s"] for end in ends),
             cost=highest_cost([end["cost"] for end in ends]),
+            quantized_digest=_joined_digest([end["quantized_digest"] for end in ends]),
         )
         self._metrics.published_bytes.inc(received.num_bytes)
         self._metrics.publication_seconds.observe(received.duration_s)
@@ -316,6 +317,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if errors:
             absent = next((answer["absent"] for answer in answers if answer.get("absent")), "")
             raise Aborted("; ".join(errors), epoch=self._epoch, absent=absent)
+
+
+def _joined_digest(digests: Sequence[str]) -> str:
+    """Returns one hash for those of all workers, each of which has its part of the weights; "" if none has any."""
+    return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest() if any(digests) else ""
 
 
 def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rollout_pb2.GenerateResponse:

@@ -60,6 +60,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.before_answer: Callable[[pb.Prompt], Any] | None = None
         self.incarnation = ""
         self.digest = "digest"
+        self.quantized_digest = ""
         self.plan_digest = "plan"
         self.seen_prompt: Callable[[Sequence[int]], Sequence[int]] = lambda tokens: tokens
         self.drafts = pb.Drafts()
@@ -143,7 +144,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Any) -> pb.ReceiveWeightsResponse:
         self._fail("ReceiveWeights")
         await self._hang("ReceiveWeights")
-        return pb.ReceiveWeightsResponse(digest=self.digest)
+        return pb.ReceiveWeightsResponse(digest=self.digest, quantized_digest=self.quantized_digest)
 
     async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Any) -> pb.CommitWeightsResponse:
         self._fail("CommitWeights")

@@ -47,6 +47,29 @@ def method(name: str, process: Callable[[nn.Module], None] = lambda layer: None)
     return type(name, (Method,), {})(process)
 
 
+class Online(Method):
+    """Quantizes what was loaded, in vLLM's way: the weight becomes transposed int8, beside the scale of each row."""
+
+    uses_meta_device = True
+
+    def __init__(self) -> None:
+        super().__init__(_quantize)
+        self.num_calls = 0
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.num_calls += 1
+        super().process_weights_after_loading(layer)
+
+
+def _quantize(layer: nn.Module) -> None:
+    for name in [name for name in dict(layer.named_parameters()) if name != "bias"]:
+        weight = getattr(layer, name).data.float()
+        scale = weight.abs().amax(-1, keepdim=True) / 127
+        quantized = (weight / scale).round().to(torch.int8).transpose(-1, -2)
+        setattr(layer, name, nn.Parameter(quantized, requires_grad=False))
+        layer.register_parameter(f"{name}_scale", nn.Parameter(scale, requires_grad=False))
+
+
 class Layer(nn.Module):
     """Parameters, each with its loader, and what is done with them after loading."""
 
@@ -108,33 +131,39 @@ def onto_themselves(layer: nn.Module) -> None:
 
 
 class Toy(nn.Module):
-    """One rank's part of the model; `odd` is a layer that may do more than copy when it is loaded."""
+    """One rank's part of the model; `odd` is a layer that may do more than copy when it is loaded.
 
-    def __init__(self, odd: Layer | None = None):
+    With `quantizes`, linear layers and experts are quantized, each by a method of its own.
+    """
+
+    def __init__(self, odd: Layer | None = None, *, quantizes: bool = False):
         super().__init__()
-        linear, filler, bf16 = method("UnquantizedLinearMethod"), torch.full, {"dtype": torch.bfloat16}
+        filler, bf16 = torch.full, {"dtype": torch.bfloat16}
+        linears: Iterator[Method] = iter(lambda: Online() if quantizes else method("UnquantizedLinearMethod"), None)
+        experts = Online() if quantizes else method("UnquantizedFusedMoEMethod", onto_themselves)
         qkv = into_rows({"q": 0, "k": HEAD, "v": 2 * HEAD})
         self.embed = Layer(
             method("UnquantizedEmbeddingMethod"), weight=(filler((PADDED_VOCAB, HIDDEN), 7.0), padded_rows)
         )
         self.norm = Layer(weight=(filler((HIDDEN,), 7.0), None))
         self.qkv = Layer(
-            linear, weight=(filler((3 * HEAD, HIDDEN), 7.0, **bf16), qkv), bias=(filler((3 * HEAD,), 7.0), qkv)
+            next(linears), weight=(filler((3 * HEAD, HIDDEN), 7.0, **bf16), qkv), bias=(filler((3 * HEAD,), 7.0), qkv)
         )
-        self.o = Layer(linear, weight=(filler((HIDDEN, HEAD), 7.0), own_columns))
+        self.o = Layer(next(linears), weight=(filler((HIDDEN, HEAD), 7.0), own_columns))
         gate_up = into_rows({"gate": 0, "up": INNER // TP_SIZE})
-        self.gate_up = Layer(linear, weight=(filler((INNER, HIDDEN), 7.0), gate_up))
+        self.gate_up = Layer(next(linears), weight=(filler((INNER, HIDDEN), 7.0), gate_up))
         self.experts = Layer(
-            method("UnquantizedFusedMoEMethod", onto_themselves),
+            experts,
             w13=(filler((EXPERTS, 6, HIDDEN), 7.0, **bf16), one_expert),
             w2=(filler((EXPERTS, HIDDEN, 3), 7.0, **bf16), one_expert),
         )
-        self.odd = odd or Layer(linear, weight=(filler((4, 6), 7.0), None))
+        self.odd = odd or Layer(next(linears), weight=(filler((4, 6), 7.0), None))
         self.head = Layer(method("UnquantizedEmbeddingMethod"))
         self.head.weight = self.embed.weight
         record_metadata_for_reloading(self)
-        if self.odd.quant_method:
-            self.odd.quant_method.process_weights_after_loading(self.odd)
+        for layer in self.modules() if quantizes else [self.odd]:
+            if isinstance(quant_method := getattr(layer, "quant_method", None), Method):
+                quant_method.process_weights_after_loading(layer)
 
     def load_weights(self, weights: NamedTensors) -> None:
         for name, tensor in weights:

@@ -19,6 +19,9 @@ from services.common.families.registry import MBRIDGE_TYPES
 
 _MEGATRON = "trainer.megatron"
 
+FP8_MULTIPLE = 16
+"""Float8 matrix products need sizes that are a multiple of this."""
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -171,6 +174,8 @@ def _broken_rules(
             yield from _sequence_parallel(megatron, "latent keys")
         yield from _pipeline_and_experts(megatron, layout, architecture)
         yield from _windows_and_stacked_experts(megatron, layout, architecture)
+        if megatron.fp8 != "none":
+            yield from _float8(megatron, layout, architecture)
         if megatron.use_mbridge and architecture.model_type not in MBRIDGE_TYPES:
             yield (
                 "use_mbridge",
@@ -311,6 +316,27 @@ def _windows_and_stacked_experts(megatron: MegatronConfig, layout: Layout, model
         yield "moe.grouped_gemm", "false: the model's experts are only computed together; nearest legal: true"
 
 
+def _float8(megatron: MegatronConfig, layout: Layout, model: Architecture) -> Problems:
+    if model.has_stacked_experts:
+        yield (
+            "fp8",
+            f"{megatron.fp8}: the model's experts are computed by a product without float8; nearest legal: none",
+        )
+    for weight in (weight for weights in model.kind_weights.values() for weight in weights):
+        if "linear_" not in weight.parameter or weight.columns is None:
+            continue
+        shapes, ranks = model.part_shapes(weight), layout.etp if weight.is_expert else layout.tp
+        rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
+        rows //= ranks if weight.cut in ("rows", "groups") else 1
+        columns //= ranks if weight.cut == "columns" else 1
+        if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
+            yield (
+                "fp8",
+                f"{megatron.fp8}: {weight.parameter} is {rows} x {columns} on each rank, and float8 needs multiples of "
+                f"{FP8_MULTIPLE}; nearest legal: none" + (", or a smaller TP" if ranks > 1 else ""),
+            )
+
+
 def gathers_tokens(megatron: MegatronConfig, num_experts_per_tok: int) -> bool:
     """Returns whether the ranks of experts gather all tokens; auto chooses that where it sends less than all-to-all.
 
@@ -328,6 +354,8 @@ def _why_not_gathered(megatron: MegatronConfig) -> str:
     options = megatron.transformer_config_kwargs
     if not megatron.moe.grouped_gemm:
         return "needs moe.grouped_gemm"
+    if megatron.fp8 != "none":
+        return "does not compute in float8"
     if megatron.etp > 1:
         return f"does not cut experts, and expert_tensor_parallel_size is {megatron.etp}"
     if megatron.moe.aux_loss_coeff or options.get("moe_z_loss_coeff"):

@@ -126,6 +126,9 @@ class CorrectionConfig(Strict):
             raise ValueError("weight_cap has no effect while weight is none: set weight to token or sequence")
 
 
+# The kinds of loss that bound the ratio to the old policy for every token.
+_TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
+
 # The kinds that read a key. Keys that are not listed are read by all kinds.
 _READ_BY = {
     "clip_low": ("grpo", "ppo", "clip_cov"),
@@ -212,6 +215,13 @@ class LossConfig(MeanConfig):
         return self.kind != "sft"
 
     @property
+    def corrects_engine(self) -> bool:
+        """Whether the loss of every token accounts for the difference between engine and trainer: by an importance
+        weight, by a mask (IcePop), or because the bounded ratio is the one to the engine's log-probabilities."""
+        is_corrected = self.correction.weight != "none" or self.correction.token_mask is not None
+        return is_corrected or (self.old_logprobs == "engine" and self.kind in _TRUST_REGIONS)
+
+    @property
     def needs_covariance(self) -> bool:
         """Whether the loss selects tokens by the covariance of their log-probabilities and advantages."""
         return self.kind in ("clip_cov", "kl_cov")
@@ -223,10 +233,6 @@ class ValueLossConfig(MeanConfig):
     value_clip: float | None = Field(default=0.2, gt=0)
     """Value clip: a value gets no gradient once it has moved by more than this toward its return (verl
     cliprange_value); null turns clipping off."""
-
-
-# The kinds of loss that bound the ratio to the old policy for every token.
-_TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
 
 
 class LagConfig(Strict):

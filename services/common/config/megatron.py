@@ -87,6 +87,13 @@ class MegatronConfig(Strict):
     """Modules of each layer that selective recompute covers, by their Megatron names."""
     empty_cuda_cache: bool = False
     """Release cached but unused GPU memory before the optimizer step, for other processes on the same GPU."""
+    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
+    """Compute the matrix products of linear layers and experts in float8, with TransformerEngine on GPUs of compute
+    capability 8.9 or above (blockwise: 9.0). tensorwise: a scale for each tensor, e4m3 forward and e5m2 backward;
+    blockwise: a scale for each 128 numbers of an activation and 128 x 128 of a weight, e4m3 (arXiv 2412.19437). Scales
+    are those of the current values, so there is no history to save. Embedding, output layer, attention, norms, routers,
+    gradients, master weights and published weights are as without. Micro-batches are padded to a multiple of 128 tokens
+    on each rank. Not with LoRA."""
     moe: MoeConfig = MoeConfig()
     """Mixture-of-experts layers."""
     use_mbridge: bool = False
@@ -116,6 +123,16 @@ class MegatronConfig(Strict):
                 "use_mbridge reads the safetensors of the model directory, and dist_checkpointing_path is set: leave "
                 "one of the two out"
             )
+        if self.use_mbridge and self.fp8 != "none":
+            raise ValueError(
+                f"fp8 {self.fp8} with use_mbridge: the small model that proves mbridge's conversion must compute as "
+                "transformers does; leave one of the two out"
+            )
+
+    @property
+    def rows_multiple(self) -> int:
+        """The number that each rank's tokens of a micro-batch must be a multiple of: float8's kernels need it."""
+        return 1 if self.fp8 == "none" else 128
 
     @property
     def etp(self) -> int:

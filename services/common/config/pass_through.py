@@ -26,6 +26,8 @@ RESERVED = {
             for key in MegatronConfig.model_fields
             if key.endswith("_parallel_size") or key.startswith("recompute_") or key == "sequence_parallel"
         },
+        **dict.fromkeys(("fp8", "fp8_recipe"), f"{_MEGATRON}.fp8"),
+        "fp8_param": _ITSELF,
         **{f"moe_{key}": f"{_MOE}.{key}" for key in MoeConfig.model_fields if key not in _OTHER_NAMES},
         "moe_router_load_balancing_type": f"{_MOE}.load_balancing_type",
         **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"), "trainer.compute_dtype"),

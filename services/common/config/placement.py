@@ -1,4 +1,5 @@
-"""Checks that a colocated run is possible: every trainer rank shares its GPU with exactly one engine worker."""
+"""Checks that trainer and engines go together: on shared GPUs, where every rank has exactly one engine worker, and if
+the engines compute in float8."""
 
 import math
 from collections.abc import Mapping
@@ -62,6 +63,22 @@ def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments:
         raise ValueError(
             f"placement colocated needs one engine worker for each trainer rank, but trainer.num_ranks is "
             f"{trainer.num_ranks} and there are {num_workers} workers ({product}); make them equal"
+        )
+
+
+def check_precision(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
+    """Raises ValueError if samples of an engine that computes in float8 would be taken for the policy's own."""
+    key = rollout.quantized_key
+    if key and not trainer.loss.corrects_engine:
+        raise ValueError(
+            f"rollout.{key} fp8: the engine samples from another distribution than the trainer's, and the loss does "
+            "not correct for it: set trainer.loss.correction.weight token (TIS) or trainer.loss.correction.token_mask "
+            f"(IcePop), or leave rollout.{key} out"
+        )
+    if key and trainer.lora.published_rank:
+        raise ValueError(
+            f"rollout.{key} fp8 with trainer.lora.publish adapter: a quantized base with adapters was not compared "
+            "with the trainer; set trainer.lora.publish merged"
         )
 
 

@@ -223,6 +223,14 @@ class RolloutConfig(Strict):
     """Sampling of training completions."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the engine's weights; auto is bfloat16 on GPU and float32 on CPU."""
+    precision: Literal["auto", "fp8"] = "auto"
+    """Precision of the engine's linear layers and experts. auto: that of `dtype`; fp8: float8 (e4m3), with a scale for
+    each output channel of the weights and for each token. The published weights are the same; the engine quantizes what
+    it has received. Embedding, output layer, routers and norms keep `dtype`. Needs GPUs of compute capability 8.9 or
+    above, and a loss that corrects for the engine's log-probabilities (trainer.loss.correction)."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Data type of the KV cache. auto: that of `dtype`; fp8: float8 (e4m3) with scale 1, so that it has room for twice
+    as many tokens. Needs what precision fp8 needs."""
     max_model_len: int = Field(default=4096, ge=2)
     """Maximum length of prompt plus completion, in tokens (vLLM max_model_len)."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -237,7 +245,14 @@ class RolloutConfig(Strict):
     """Speculative decoding: tokens are drafted cheaply, and the engine verifies several of them in one step. Samples
     keep their distribution and log-probabilities. If unset, the engine generates one token per step."""
     engine: Table = Field(default={})
-    """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused: set speculation."""
+    """Additional vLLM engine arguments, passed through unchanged. Refused are speculative_config, quantization,
+    quantization_config and kv_cache_dtype: set speculation, precision and kv_cache_dtype of this section."""
+
+    @property
+    def quantized_key(self) -> str:
+        """The key by which the engine computes in float8; empty if it does not."""
+        keys = {"precision": self.precision, "kv_cache_dtype": self.kv_cache_dtype}
+        return next((key for key, value in keys.items() if value == "fp8"), "")
 
     def for_steps(self, num_steps: int) -> Self:
         """Returns these settings with torch_compile decided for a run of `num_steps`."""
@@ -246,6 +261,15 @@ class RolloutConfig(Strict):
         return self.model_copy(update={"torch_compile": num_steps >= COMPILED_STEPS})
 
     def check_rules(self) -> None:
+        if self.quantized_key and self.dtype == "float32":
+            raise ValueError(
+                f"{self.quantized_key} fp8 with dtype float32: vLLM quantizes weights of bfloat16; set dtype to auto"
+            )
+        if self.quantized_key and self.speculation and self.speculation.kind == "eagle3":
+            raise ValueError(
+                f"{self.quantized_key} fp8 with speculation.kind eagle3: vLLM's treatment of the head was not checked; "
+                "set kind ngram or suffix, or leave speculation out"
+            )
         if self.speculation and self.sampling.is_truncated:
             raise ValueError(
                 "sampling.top_k with speculation: it was not checked which tokens vLLM keeps for drafted tokens; leave "
@@ -258,6 +282,12 @@ class RolloutConfig(Strict):
         share = engine.get("gpu_memory_utilization", 1.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization: must be a number above 0 and at most 1, not {share!r}")
+        own = {"quantization": "precision", "quantization_config": "precision", "kv_cache_dtype": "kv_cache_dtype"}
+        if key := next((key for key in own if engine.get(key)), None):
+            raise ValueError(
+                f"{key} is refused: replicas whose weights were quantized differently must not be served, and the loss "
+                f"must correct for what the engine computes; set rollout.{own[key]} instead"
+            )
         if engine.get("speculative_config"):
             raise ValueError(
                 "speculative_config is refused: vLLM also has methods that change what is sampled, and some that were "

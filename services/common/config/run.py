@@ -18,7 +18,7 @@ from services.common.config.layout import (
     samples_at_once,
 )
 from services.common.config.observability import ObservabilityConfig
-from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement
+from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement, check_precision
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig, SpeculationConfig
 from services.common.config.selection import SelectionConfig
@@ -284,11 +284,11 @@ class Config(AnyRun):
                 "trainer.moe.router_replay on: vLLM returns no routed experts of a sample that ends at a stop string; "
                 "leave rollout.sampling.stop out, or set trainer.moe.router_replay to auto"
             )
+        check_precision(self.trainer, self.rollout)
         if self.rollout.speculation:
             self._check_speculation(self.rollout.speculation)
         sampling = self.rollout.sampling
-        set_keys = [key for key in ("ignore_eos", "stop_token_ids") if getattr(sampling, key)]
-        if self.environment and set_keys:
+        if self.environment and (set_keys := [k for k in ("ignore_eos", "stop_token_ids") if getattr(sampling, k)]):
             raise ValueError(
                 f"rollout.sampling.{set_keys[0]} with an environment: the next turn is appended after the model's own "
                 "stop tokens, as its chat template does; leave it out, or use rollout.sampling.stop"

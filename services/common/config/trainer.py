@@ -214,7 +214,8 @@ class TrainerConfig(Strict):
     """Training on samples of earlier weights."""
     max_logprob_diff: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
-    trainer's log-probabilities over a batch is above this."""
+    trainer's log-probabilities over a batch is above this. It is about 0.01 with a bfloat16 engine and larger with
+    rollout.precision fp8; the default is far above both, and catches an engine that serves something else."""
     collective_timeout_s: Seconds = 600.0
     """Seconds after which a collective operation that has not finished fails all ranks of the trainer."""
     loss: LossConfig = LossConfig()
@@ -272,8 +273,21 @@ class TrainerConfig(Strict):
             raise ValueError(
                 "megatron.use_mbridge: mbridge does not join the parts of adapters; leave it out, or set lora.rank to 0"
             )
+        if self.strategy == "megatron" and self.megatron.fp8 != "none":
+            self._check_float8(f"megatron.fp8 {self.megatron.fp8}")
         if self.lora.dropout and self.strategy != "megatron":
             raise ValueError("lora.dropout is above 0: it needs strategy megatron")
+
+    def _check_float8(self, key: str) -> None:
+        if self.compute_dtype == "float32":
+            raise ValueError(
+                f"{key} with compute_dtype float32: float8 needs bfloat16 beside it; set compute_dtype auto"
+            )
+        if self.lora.rank:
+            raise ValueError(
+                f"{key} with lora.rank {self.lora.rank}: adapters on a base in float8 were not compared with those on "
+                "one in bfloat16; set lora.rank 0, or megatron.fp8 none"
+            )
 
 
 def require_used(section: Strict, strategy: str, *, key: str) -> None:

@@ -54,6 +54,8 @@ class Replica:
         self.num_opens = 0
         self.incarnation = ""
         """Id of the service's process when it was opened last; empty if it has sent none."""
+        self.quantized_digest = ""
+        """Hash of the weights that its engine has quantized from those received last; empty if it quantizes none."""
         self.has_served = False
         """Whether it has ever had committed weights of the run."""
         self.samples_in_flight = self.tokens_in_flight = 0
@@ -134,6 +136,7 @@ class Replica:
         self.state = ReplicaState.STALE
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
         answer = await self._publish(RolloutService.ReceiveWeights, request)
+        self.quantized_digest = answer.quantized_digest
         return PolicyStamp(version=version, digest=answer.digest)
 
     async def sleep(self, run_id: str = "") -> Sequence[DeviceMemory]:

@@ -39,6 +39,8 @@ def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Findin
         speculation = config.rollout.speculation
         if starts_replicas(config, addresses) and speculation and speculation.kind == "suffix":
             yield check_suffix_decoding()
+    if keys := _float8_keys(config, addresses):
+        yield check_float8(keys)
     if functions := _functions(config, addresses):
         yield check_functions(functions)
     yield from map(check_tracker, config.observability.trackers)
@@ -117,6 +119,25 @@ def check_engine(config: Config, command: Sequence[str] = ENGINE) -> Finding:
     if why := problem(command, config.rollout.engine, _PROBE_TIMEOUT_S):
         return Finding("engine arguments", why, Verdict.FAIL, "see EngineArgs in vLLM's documentation")
     return Finding("engine arguments", ", ".join(sorted(config.rollout.engine)))
+
+
+def _float8_keys(config: AnyConfig, addresses: Addresses) -> list[str]:
+    """Returns the keys that make services of this host compute in float8."""
+    keys: list[str] = []
+    if isinstance(config, Config) and starts_replicas(config, addresses) and config.rollout.quantized_key:
+        keys.append(f"rollout.{config.rollout.quantized_key}")
+    if not addresses.trainer and config.trainer.strategy == "megatron" and config.trainer.megatron.fp8 != "none":
+        keys.append("trainer.megatron.fp8")
+    return keys
+
+
+def check_float8(keys: Sequence[str]) -> Finding:
+    """Checks that this host has GPUs; the services check on start that these have float8."""
+    with contextlib.suppress(LockstepError):  # reported by the check of GPUs
+        if not visible_gpus():
+            fix = "leave the keys out, or use hosts with GPUs of compute capability 8.9 or above"
+            return Finding("float8", f"this host has no GPU for {' and '.join(keys)}", Verdict.FAIL, fix)
+    return Finding("float8", f"{' and '.join(keys)}: needs GPUs of compute capability 8.9 or above")
 
 
 def check_suffix_decoding() -> Finding:

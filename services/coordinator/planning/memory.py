@@ -34,6 +34,8 @@ FSDP_BASE, MEGATRON_BASE = 400 << 20, 440 << 20
 process group, but no model. Measured by benchmarks/memory.py; file pages of libraries are included."""
 _NUM_BUFFERS = 2  # of a pair (services.common.weights.pairs)
 _DEFAULT_UTILIZATION = 0.92  # vLLM's own, of an engine that has its GPU for itself
+_FLOAT8_COPIES = 2  # of a weight in float8, one for each order of its rows and columns
+_WHOLE = Layout(1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=1)
 _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
 
 
@@ -49,7 +51,8 @@ class Memory:
     in_flight: float = 1
     reference: int = 0
     gathered: int = 0
-    """Unsharded weights of the layers that are computed, with strategy fsdp."""
+    """Weights that exist only while layers compute: with strategy fsdp unsharded ones, with megatron.fp8 those in
+    float8."""
     publication: int = 0
     """Gathered weights and buckets of a publication."""
     base: int = 0
@@ -161,6 +164,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
         microbatch=microbatch_memory(config, model, layout, pp, is_gpu=is_gpu),
         in_flight=in_flight(layout, pp),
         reference=_reference(config, model, is_gpu=is_gpu),
+        gathered=0 if megatron.fp8 == "none" else _FLOAT8_COPIES * product_parameters(model, layout, pp),
         publication=_in_publication(config, model, is_gpu=is_gpu),
         base=0 if is_gpu else MEGATRON_BASE,
         offloads=megatron.offloads,
@@ -214,6 +218,19 @@ def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int,
     num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
     dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
     return dense, experts
+
+
+def product_parameters(model: Architecture, layout: Layout, pp: int) -> int:
+    """Returns how many numbers the matrices of layers have that float8 is for, on a rank in stage `pp`."""
+    total = 0
+    for weight in (
+        weight for number in itertools.chain(*layout.layers(model.num_layers, pp)) for weight in model.layer(number)
+    ):
+        if "linear_" in weight.parameter and weight.columns is not None:
+            own = layout.etp if weight.is_expert else layout.tp
+            copies = model.num_experts // layout.ep if weight.is_expert and not weight.is_stacked else 1
+            total += copies * model.weight_parameters(weight, own)
+    return total
 
 
 def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout, pp: int) -> int:
@@ -325,9 +342,13 @@ def buffer_bytes(config: Config, model: Model) -> int:
 
 
 def engine_weights(config: Config, model: Model) -> int:
-    """Returns the bytes of an engine worker's weights."""
+    """Returns the bytes of an engine worker's weights; scales of quantized ones are not counted."""
     size = 4 if config.rollout.dtype == "float32" else 2
-    return size * model.num_parameters // _workers_per_copy(config)
+    quantized = 0
+    if config.rollout.precision == "fp8":
+        is_measured = isinstance(model, MeasuredModel)
+        quantized = sum(model.layer_sizes) if is_measured else product_parameters(model, _WHOLE, 0)
+    return (size * model.num_parameters - (size - 1) * quantized) // _workers_per_copy(config)
 
 
 def utilization(config: Config) -> float:
@@ -337,14 +358,15 @@ def utilization(config: Config) -> float:
 
 
 def cache_token_bytes(config: Config, model: Model) -> int:
-    """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16.
+    """Returns the bytes of the KV cache that a token takes on a worker, in bfloat16 or float8.
 
     Of latent attention it is what keys and values are made of, and every worker has all of it.
     """
+    size = 1 if config.rollout.kv_cache_dtype == "fp8" else 2
     if isinstance(model, Architecture) and model.kv_lora_rank:
-        whole = 2 * model.num_layers * model.latent_size
+        whole = size * model.num_layers * model.latent_size
         return whole * config.rollout.tensor_parallel_size // _workers_per_copy(config)
-    return 2 * 2 * model.num_layers * model.key_value_size // _workers_per_copy(config)
+    return size * 2 * model.num_layers * model.key_value_size // _workers_per_copy(config)
 
 
 def _workers_per_copy(config: Config) -> int:

@@ -48,9 +48,11 @@ class RunRecord:
         """Returns a weight-group epoch that is higher than all earlier ones."""
         return self.ledger.record(Kind.EPOCH, num_replicas=num_replicas)
 
-    def record_published(self, stamp: PolicyStamp, received: Mapping[str, str]) -> None:
-        """Records that the replicas serve `stamp`, and which digest each `received`, by address."""
-        self.ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest, received=received)
+    def record_published(self, stamp: PolicyStamp, received: Mapping[str, str], quantized: str = "") -> None:
+        """Records that the replicas serve `stamp`, which digest each `received`, by address, and the hash of what all
+        of them have `quantized` from these, if they do."""
+        own = {"quantized": quantized} if quantized else {}
+        self.ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest, received=received, **own)
 
     def require_same_data(self, dataset_digest: str, others: Mapping[str, str] | None = None) -> None:
         """Checks that the data is the same that the run started with, once it has trained or evaluated on it.

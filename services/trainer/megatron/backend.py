@@ -25,7 +25,13 @@ from services.trainer.megatron.model import LogprobModel, ValueModel, build_chun
 from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
-from services.trainer.megatron.settings import layer_settings, model_architecture, read_config, transformer_config
+from services.trainer.megatron.settings import (
+    layer_settings,
+    model_architecture,
+    read_config,
+    require_float8,
+    transformer_config,
+)
 from services.trainer.megatron.stream import WeightStream
 from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
 from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, Offloader
@@ -52,6 +58,7 @@ class MegatronBackend(Backend):
                 max_tokens=config.max_tokens_per_microbatch,
                 key=key,
             )
+            require_float8(config.megatron, device, key)
             if role is Role.CRITIC and config.megatron.use_mbridge:
                 raise InvalidInput(f"{key}.use_mbridge: mbridge builds no value models", field=f"{key}.use_mbridge")
             if not config.megatron.dist_checkpointing_path:

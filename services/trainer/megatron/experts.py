@@ -28,7 +28,7 @@ from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 # The place of a tensor in axes that are added in front: axis, index, number.
 Offsets = tuple[tuple[int, int, int], ...]
 
-_UNSUPPORTED = ("fp8", "fp4", "moe_apply_probs_on_input", "moe_latent_size", "use_te_activation_func")
+_UNSUPPORTED = ("fp4", "moe_apply_probs_on_input", "moe_latent_size", "use_te_activation_func")
 
 
 class GroupedExperts(MegatronModule):

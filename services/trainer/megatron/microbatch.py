@@ -5,6 +5,7 @@ With context parallelism each sequence is cut into 2 * CP chunks; rank r holds c
 causal attention is the same work on every rank (arXiv 2407.21783, section 3.3.2). The loss always gets whole sequences.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,19 +22,24 @@ from services.trainer.updates.packing import Microbatch
 
 @dataclass(frozen=True)
 class Cut:
-    """How sequences are padded and cut. Every padded length is a multiple of `align`."""
+    """How sequences are padded and cut. Every padded length is a multiple of `align`; further padding of a micro-batch
+    makes sequences of its own."""
 
     cp_size: int
     cp_rank: int
     align: int
     is_packed: bool
+    multiple: int = 1
+    """Every micro-batch's number of tokens is a multiple of this, and of `align`."""
 
     def padded(self, length: int) -> int:
         return -(-length // self.align) * self.align
 
     def num_tokens(self, microbatch: Microbatch) -> int:
         """Returns the padded tokens of the micro-batch, or of each sequence if sequences are not packed."""
-        return sum(map(self.padded, microbatch.lengths)) if self.is_packed else self.padded(microbatch.max_seqlen)
+        least = sum(map(self.padded, microbatch.lengths)) if self.is_packed else self.padded(microbatch.max_seqlen)
+        multiple = math.lcm(self.align, self.multiple)
+        return -(-least // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from services.common.config.layout import Layout, gathers_tokens
+from services.common.config.megatron import MegatronConfig
 from services.trainer.compat.megatron.model import set_choice, take_apart
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.megatron.microbatch import Cut, MicrobatchShard, cut_microbatches, least_sizes
@@ -54,6 +55,11 @@ class Replay:
         return counts_2 if self._is_cut else counts_2 / self._tp_size  # uncut rows are the same on all TP ranks
 
 
+def _ranks_of_sequence(config: MegatronConfig) -> int:
+    """Returns the number of ranks that the tokens of a micro-batch are divided among, with sequence parallelism."""
+    return config.tensor_model_parallel_size * config.context_parallel_size
+
+
 # Takes a micro-batch and the outputs [K, N] at its predictions; returns a value for the schedule to collect.
 Collect = Callable[[MicrobatchShard, torch.Tensor], Any]
 
@@ -69,6 +75,7 @@ class MegatronModel:
             cp_rank=dist.get_rank(parallelism.cp_group),
             align=Layout.of(parallelism.config, dist.get_world_size()).align,
             is_packed=parallelism.config.packed_sequences,
+            multiple=parallelism.config.rows_multiple * _ranks_of_sequence(parallelism.config),
         )
         self._gathers_tokens = config.num_moe_experts is not None and gathers_tokens(
             parallelism.config, config.moe_router_topk

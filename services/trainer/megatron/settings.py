@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 
 from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
-from services.common.errors import InvalidInput, Reason
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.families.architecture import Architecture, make_architecture
 from services.common.families.layers import SINKS
 from services.common.families.registry import FAMILIES
@@ -35,6 +36,14 @@ _FUSIONS = (
 )
 # Starts of the names of settings that Megatron's config does not take.
 _LATE = ("yarn_", "window_rotary_base", "add_bias_linear")
+# Scales of current values only: those of delayed scaling would follow from earlier batches, and start anew on resume.
+_FLOAT8: Mapping[str, Mapping[str, object]] = {
+    "none": {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": False},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False},
+}
+# Compute capability of the oldest GPU that has each.
+_CAPABILITIES = {"tensorwise": (8, 9), "blockwise": (9, 0)}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
@@ -79,6 +88,7 @@ def transformer_config(
         "finalize_model_grads_func": finalize_model_grads,
         # The cache is for float8; with it the first micro-batch would overwrite gradients, see add_gradients_in_place.
         "disable_parameter_transpose_cache": True,
+        **_FLOAT8[megatron.fp8],
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
         **dict.fromkeys(_FUSIONS, is_gpu),
@@ -101,6 +111,27 @@ def transformer_config(
         # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
         config.moe_z_loss_coeff *= megatron.tensor_model_parallel_size * megatron.context_parallel_size
     return config
+
+
+def require_float8(megatron: MegatronConfig, device: torch.device, key: str) -> None:
+    """Raises PreconditionFailed (UNSUPPORTED_VERSION) if this rank cannot compute in the float8 of `megatron`."""
+    if megatron.fp8 == "none":
+        return
+    least = _CAPABILITIES[megatron.fp8]
+    needs = f"a GPU of compute capability {least[0]}.{least[1]} or above, and TransformerEngine"
+    if device.type != "cuda":
+        problem = f"this rank computes on {device.type}"
+    elif (capability := torch.cuda.get_device_capability(device)) < least:
+        problem = f"this rank's GPU has {capability[0]}.{capability[1]}"
+    elif find_spec("transformer_engine") is None:
+        problem = "TransformerEngine is not installed here"
+    else:
+        return
+    raise PreconditionFailed(
+        f"{key}.fp8 {megatron.fp8} needs {needs}, and {problem}; set {key}.fp8 to none",
+        reason=Reason.UNSUPPORTED_VERSION,
+        field=f"{key}.fp8",
+    )
 
 
 def layer_settings(hf: PretrainedConfig) -> dict[str, object]:

@@ -328,6 +328,7 @@ CRITIC = ["advantage.kind=gae", "critic.strategy=fsdp", "critic.deployment=own"]
     ("unused", "key", "used"),
     [
         ([TP2], "trainer.megatron.tensor_model_parallel_size", [*MEGATRON, TP2]),
+        (["trainer.megatron.fp8=tensorwise"], "trainer.megatron.fp8", [*MEGATRON, "trainer.megatron.fp8=tensorwise"]),
         (["trainer.megatron.moe.freeze_router=true"], "trainer.megatron.moe.freeze_router", []),
         (["trainer.megatron.ddp_config={a: 1}"], "trainer.megatron.ddp_config.a", []),
         ([*MEGATRON, GATHERED], "trainer.fsdp.reshard_after_forward", [GATHERED]),

@@ -54,6 +54,28 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(6, {TP: 2, PP: 2, CP: 1}, {})],
         ["trainer.num_ranks 6", "TP x PP x CP x DP", "2 x 2 x 1 = 4", "nearest legal: 4 or 8"],
     ),
+    "float8 needs multiples of 16 on each rank": (
+        (2, {"fp8": "blockwise"}, {MODEL: replace(DENSE, hidden_size=256, intermediate_size=512, head_dim=64)}),
+        [
+            (1, {"fp8": "tensorwise"}, {MODEL: replace(DENSE, intermediate_size=200)}),
+            (4, {"fp8": "tensorwise", TP: 4}, {MODEL: replace(DENSE, intermediate_size=416)}),
+            (1, {"fp8": "blockwise"}, {MODEL: MOE}),
+        ],
+        ["fp8 ", "on each rank", "multiples of 16", "nearest legal: none"],
+    ),
+    "experts in one tensor are not computed in float8": (
+        (1, {}, {MODEL: STACKED}),
+        [(1, {"fp8": "tensorwise"}, {MODEL: STACKED})],
+        ["fp8 tensorwise", "a product without float8", "nearest legal: none"],
+    ),
+    "float8 has a key of its own": (
+        (1, {"fp8": "tensorwise"}, {}),
+        [
+            (1, {"transformer_config_kwargs": {"fp8": "hybrid"}}, {}),
+            (1, {"transformer_config_kwargs": {"fp8_recipe": "delayed"}}, {}),
+        ],
+        ["transformer_config_kwargs.fp8", "use trainer.megatron.fp8"],
+    ),
     "experts in one tensor are not distributed": (
         (2, {TP: 2}, {MODEL: STACKED}),
         [(2, {EP: 2}, {MODEL: STACKED})],

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from services.common import process as extras
+from services.common.config.run import Config
 from services.common.import_path import load_function
 from services.coordinator.doctor import settings
 from services.coordinator.doctor.finding import Finding
@@ -77,6 +78,25 @@ def test_the_package_for_suffix_decoding(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(extras, "version", lambda package: "0.1.1")
     (same,) = found(Addresses(), kind="suffix")
     assert same.verdict is OK
+
+
+def test_float8_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrected = {"loss": {"correction": {"weight": "token"}}}
+    both = config_with(
+        rollout={"precision": "fp8"},
+        trainer={"strategy": "megatron", "megatron": {"fp8": "tensorwise"}, **corrected},
+    )
+
+    def found(config: Config, given: Addresses) -> list[Finding]:
+        return [finding for finding in settings.examine_settings(config, given) if finding.check == "float8"]
+
+    monkeypatch.setattr(settings, "visible_gpus", list)
+    assert_fails(*found(both, Addresses()), FAIL, "rollout.precision and trainer.megatron.fp8", "leave the keys out")
+    assert_fails(*found(both, Addresses(trainer="h:1")), FAIL, "no GPU for rollout.precision", "leave the keys out")
+    assert not found(both, Addresses(trainer="h:1", rollout=("h:2",)))
+    assert not found(config_with(), Addresses())
+    monkeypatch.setattr(settings, "visible_gpus", lambda: ["0"])
+    assert [finding.verdict for finding in found(both, Addresses())] == [OK]
 
 
 def test_lengths(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from services.common.config.rollout import RolloutConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
@@ -13,6 +14,7 @@ from services.coordinator.planning import activations
 from services.coordinator.planning.memory import (
     Memory,
     cache_token_bytes,
+    engine_weights,
     fsdp_memory,
     publication,
     rank_memory,
@@ -285,6 +287,24 @@ def test_publication_is_cut_as_the_trainer_cuts_it(dense: Path) -> None:
     sent = Plan.of(causal_lm.named_parameters(), bucket_bytes=config.bucket_bytes)
     assert publication(config, model, is_gpu=True) == (sent.num_bytes, len(sent.buckets))
     assert len(sent.buckets) > 5
+
+
+def test_float8_halves_the_engines_layers_and_adds_copies_to_the_trainers(dense: Path, tmp_path: Path) -> None:
+    config, model = make(dense)
+    matrices = 8 * ((4 + 2 * 2) * 32 * 64 + 4 * 32 * 64 + 3 * 64 * 128)  # of all layers, without norms
+    quantized = config.model_copy(update={"rollout": RolloutConfig(precision="fp8", kv_cache_dtype="fp8")})
+    assert engine_weights(config, model) - engine_weights(quantized, model) == matrices
+    assert cache_token_bytes(quantized, model) * 2 == cache_token_bytes(config, model)
+    split = sizes(tp=2, pp=2)
+    plain, _ = make(dense, num_ranks=4, megatron=split)
+    config, _ = make(dense, num_ranks=4, megatron=split | {"fp8": "tensorwise"})
+    before, after = (stage_memory(one, model, 0, is_gpu=True) for one in (plain, config))
+    assert after.gathered - before.gathered == 2 * matrices // 4
+    assert after.phases["backward"] - before.phases["backward"] == 2 * matrices // 4
+    assert after.phases["optimizer"] == before.phases["optimizer"]
+    config, model = make(write(tmp_path / "moe", MOE), num_ranks=4, megatron=sizes(ep=4, fp8="blockwise"))
+    attention = (4 + 2 * 2) * 32 * 64 + 4 * 32 * 64
+    assert stage_memory(config, model, 0, is_gpu=True).gathered == 2 * 8 * (attention + 2 * 3 * 64 * 32)
 
 
 def test_fsdp_memory(dense: Path) -> None:

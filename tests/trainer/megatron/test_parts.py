@@ -1,6 +1,7 @@
 """Tests the Megatron backend's pure parts: micro-batches, pass-through tables, offload."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class Case:
     align: int
     is_packed: bool
     is_fixed_size: bool
+    multiple: int
 
 
 @st.composite
@@ -66,12 +68,13 @@ def cases(draw: st.DrawFn) -> Case:
     cp, tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     align = tp * (2 * cp if cp > 1 else 1)
     is_packed, is_fixed = draw(st.booleans()), draw(st.booleans())
-    cuts = [Cut(cp, rank, align, is_packed) for rank in range(cp)]
+    multiple = draw(st.sampled_from([1, 5, 16 * tp * cp]))
+    cuts = [Cut(cp, rank, align, is_packed, multiple) for rank in range(cp)]
     sizes = least_sizes(microbatches, cuts[0])
     if is_fixed:
         sizes[:] = sizes.max(0)
     cut = [cut_microbatches(microbatches, one, sizes) for one in cuts]
-    return Case(microbatches, cut, align, is_packed, is_fixed)
+    return Case(microbatches, cut, align, is_packed, is_fixed, multiple)
 
 
 @quick
@@ -103,6 +106,7 @@ def test_padded_lengths_divide_and_follow_the_micro_batches(case: Case) -> None:
     for shards in case.cut:
         for microbatch, shard in zip(case.microbatches, shards, strict=True):
             assert shard.num_rows == shard.tokens.numel()
+            assert shard.num_rows * cp % case.multiple == 0
             if not case.is_packed:
                 assert shard.packed is None
                 assert shard.tokens.size(1) * cp % case.align == 0
@@ -124,9 +128,9 @@ def test_micro_batches_have_one_shape_where_the_pipeline_needs_it(case: Case) ->
         assert len(shapes) == 1
     elif case.is_packed:
         for index, microbatch in enumerate(case.microbatches):
-            assert case.cut[0][index].num_rows * len(case.cut) < sum(microbatch.lengths) + case.align * len(
-                microbatch.lengths
-            )
+            most = sum(microbatch.lengths) + case.align * len(microbatch.lengths)
+            most += math.lcm(case.align, case.multiple) * (case.multiple > 1)
+            assert case.cut[0][index].num_rows * len(case.cut) < most
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -175,18 +175,20 @@ class ReceiveWeightsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class ReceiveWeightsResponse(_message.Message):
-    __slots__ = ("digest", "num_bytes", "duration_s", "wait_s", "cost")
+    __slots__ = ("digest", "num_bytes", "duration_s", "wait_s", "cost", "quantized_digest")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     digest: str
     num_bytes: int
     duration_s: float
     wait_s: float
     cost: _types_pb2.PublicationCost
-    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., cost: _Optional[_Union[_types_pb2.PublicationCost, _Mapping]] = ...) -> None: ...
+    quantized_digest: str
+    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., cost: _Optional[_Union[_types_pb2.PublicationCost, _Mapping]] = ..., quantized_digest: _Optional[str] = ...) -> None: ...
 
 class CommitWeightsRequest(_message.Message):
     __slots__ = ("stamp",)

@@ -136,6 +136,17 @@ def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int
     )
 
 
+def require_same_quantized(replicas: Sequence[Replica]) -> None:
+    """Raises QUANTIZED_MISMATCH if replicas made different weights of those that all of them have received."""
+    digests = {replica.address: replica.quantized_digest for replica in replicas}
+    if len(set(digests.values())) > 1:
+        raise PreconditionFailed(
+            f"replicas have quantized the same weights differently: {digests}; rollout.precision fp8 needs the same "
+            "kind of GPU and the same vLLM for all of them, or set rollout.precision to auto",
+            reason=Reason.QUANTIZED_MISMATCH,
+        )
+
+
 class Publisher:
     """Forms the weight group, broadcasts the weights, verifies and commits them, and records the publication."""
 
@@ -172,7 +183,7 @@ class Publisher:
                 self._attendance.took_part(living)
                 self._rollout.drop_leavers()
                 await self._run.record.ledger.free()
-                self._run.record.record_published(stamp, received)
+                self._run.record.record_published(stamp, received, living[0].quantized_digest)
                 self._let_repeat(version)
                 return stamp
             except asyncio.CancelledError:  # of a repetition that no group waits for any more
@@ -234,6 +245,7 @@ class Publisher:
         digests = [received_stamp.digest for received_stamp in received]
         if set(digests) != {stamp.digest}:
             raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
+        require_same_quantized(replicas)
         await self._commit(replicas, stamp)
         return stamp, {replica.address: digest for replica, digest in zip(replicas, digests, strict=True)}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -97,3 +98,13 @@ def suitable_model_runner(arguments: EngineArguments, *, is_gpu: bool) -> Iterat
         del os.environ[_VARIABLE]
         if before is not None:
             os.environ[_VARIABLE] = before
+
+
+def device_capability() -> tuple[int, int] | None:
+    """Returns the compute capability of this process's first GPU, or None if it has none.
+
+    Reason: torch would start CUDA to tell it, and an engine could not be forked any more. vLLM asks the driver's
+    library, by an object that it does not document. Seen with vLLM 0.26.0 and 0.32.0.
+    """
+    capability = current_platform.get_device_capability()
+    return None if capability is None else (capability.major, capability.minor)

@@ -16,6 +16,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+from vllm.model_executor.model_loader.reload import meta as reload_meta
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from services.common.compat.torch import OperatorWatch, OpOverload
@@ -26,6 +27,8 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 # Layers whose weights an engine uses as they were loaded.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 _PLAIN_ATTENTION = ("Attention",)
+# Tensors of a layer that its checkpoint does not have: where experts are.
+_NEVER_LOADED: set[str] = vars(reload_meta).get("SKIP_LOAD_TENSORS") or reload_meta.SKIP_TENSORS
 # Parameters that a model's `load_weights` copies to without their weight loader.
 _COPIED_DIRECTLY = {"GptOssForCausalLM": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 
@@ -167,8 +170,11 @@ def abort_reload(model: nn.Module) -> None:
 
 
 def not_plain(model: nn.Module) -> str:
-    """Returns the name of a layer class that changes its weights after loading; empty if there is none."""
+    """Returns the name of a layer class that changes its weights after loading, other than by quantizing them; empty if
+    there is none."""
     for module in model.modules():
+        if is_quantized(module):  # see `begin_quantizing`
+            continue
         method = type(getattr(module, "quant_method", None)).__name__
         if method not in (*_PLAIN_METHODS, "NoneType", "BaseKVCacheMethod"):
             return method
@@ -176,6 +182,57 @@ def not_plain(model: nn.Module) -> str:
         if is_attention and type(module).__name__ not in _PLAIN_ATTENTION:
             return type(module).__name__
     return ""
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Returns whether vLLM quantizes the layer's weights after it has loaded them (online quantization).
+
+    Seen with vLLM 0.26.0 (GPU) and 0.32.0.
+    """
+    return bool(getattr(getattr(layer, "quant_method", None), "uses_meta_device", False))
+
+
+@contextlib.contextmanager
+def before_quantizing(model: nn.Module, call: Callable[[nn.Module], object]) -> Iterator[None]:
+    """Calls `call` inside the block with each layer whose loaded weights are about to be quantized."""
+    methods = [layer.quant_method for layer in model.modules() if is_quantized(layer)]
+    for method in methods:
+        vars(method)["process_weights_after_loading"] = functools.partial(_call_and_process, call, method)
+    try:
+        yield
+    finally:
+        for method in methods:
+            del vars(method)["process_weights_after_loading"]
+
+
+def _call_and_process(call: Callable[[nn.Module], object], method: Any, layer: nn.Module) -> None:
+    call(layer)
+    type(method).process_weights_after_loading(method, layer)
+
+
+def loaded_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns those of the layer's parameters and buffers that are loaded, by name."""
+    tensors = layerwise.get_layer_tensors(layer)
+    return {name: tensor for name, tensor in tensors.items() if name not in _NEVER_LOADED}
+
+
+def begin_quantizing(layer: nn.Module) -> None:
+    """Gives a quantized layer parameters as its checkpoint has them, with unspecified content.
+
+    Reason: a layerwise reload of the whole model spends its time on finding out which bytes go where. These are its
+    steps for a single layer, without that. What the kernels read keeps its address, for captured CUDA graphs.
+    """
+    info = layerwise.get_layerwise_info(layer)
+    info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)  # pyright: ignore[reportPrivateUsage]
+    layerwise.restore_layer_on_meta(layer, info)
+    info.load_numel_total = layerwise.get_layer_size(layer)  # for abort_reload
+    layerwise.materialize_layer(layer, info)
+
+
+def finish_quantizing(layer: nn.Module) -> None:
+    """Quantizes the content of those parameters to what the kernels read."""
+    layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ class FakeRun(SimpleNamespace):
         self.epochs += 1
         return self.epochs
 
-    def record_published(self, stamp: PolicyStamp, received: dict[str, str]) -> None: ...
+    def record_published(self, stamp: PolicyStamp, received: dict[str, str], quantized: str) -> None: ...
 
 
 @pytest_asyncio.fixture

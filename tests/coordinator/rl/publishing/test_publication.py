@@ -57,9 +57,9 @@ class FakeRun(SimpleNamespace):
         self.epochs.append(num_replicas)
         return len(self.epochs)
 
-    def record_published(self, stamp: PolicyStamp, received: dict[str, str]) -> None:
+    def record_published(self, stamp: PolicyStamp, received: dict[str, str], quantized: str) -> None:
         self.published.append(stamp.version)
-        self.received = received
+        self.received, self.quantized = received, quantized
 
 
 @dataclass
@@ -271,6 +271,26 @@ async def test_other_bytes_are_never_committed(parts: Parts):
     assert raised.value.reason is Reason.DIGEST_MISMATCH
     assert [fake.committed for fake in parts.fakes] == [[], []]
     assert parts.run.published == []
+
+
+async def test_other_quantized_weights_are_never_committed(parts: Parts):
+    for fake in parts.fakes:
+        fake.quantized_digest = "same"
+    await parts.publisher.publish(0)
+    assert parts.run.quantized == "same"
+    parts.fakes[1].quantized_digest = "other"  # of the same received bytes
+    with raises(PreconditionFailed, reason=Reason.QUANTIZED_MISMATCH):
+        await parts.publisher.publish(1)
+    assert [[stamp.version for stamp in fake.committed] for fake in parts.fakes] == [[0], [0]]
+    assert parts.run.published == [0]
+    assert SERVING not in parts.states
+
+
+async def test_one_that_does_not_quantize_is_another_replica(parts: Parts):
+    parts.fakes[0].quantized_digest = "one"
+    with raises(PreconditionFailed, reason=Reason.QUANTIZED_MISMATCH):
+        await parts.publisher.publish(0)
+    assert [fake.committed for fake in parts.fakes] == [[], []]
 
 
 @pytest.mark.parametrize("who", ["replica", "trainer"])
