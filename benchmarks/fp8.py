@@ -62,7 +62,7 @@ class Engine:
         from services.rollout.arguments import Needs, engine_arguments
 
         is_gpu = torch.cuda.is_available()
-        engine: dict[str, Any] = {"gpu_memory_utilization": 0.62} if is_gpu else {}
+        engine: dict[str, Any] = {"gpu_memory_utilization": options.utilization} if is_gpu else {}
         if eager:
             engine["enforce_eager"] = True
         elif is_gpu:  # fewer than vLLM's own, which take minutes
@@ -295,6 +295,7 @@ def main() -> None:
     of_rollout.add_argument("--model", type=Path, help="directory of a real model to use instead")
     of_rollout.add_argument("--kv-cache", action="store_true", help="also measure with a KV cache in float8")
     of_rollout.add_argument("--tokens", type=int, default=320)
+    of_rollout.add_argument("--utilization", type=float, default=0.62, help="share of the GPU for the engine")
     of_rollout.add_argument("--repeats", type=int, default=2)
     add_options(of_rollout)
     of_training.add_argument("name")
