@@ -1,8 +1,8 @@
-"""Compares on-policy distillation with GRPO: the steps until the quickstart's model is right about 0.98 of the held-out
-sums, with several seeds.
+"""Measures how many steps the quickstart's model needs to be right about 0.98 of the held-out sums, with several seeds:
+from a teacher, or with GRPO. Both see the same data and generate as many samples in a step.
 
-`python -m benchmarks.distill` trains a teacher with GRPO, then students with GRPO and from the teacher. All start from
-the quickstart's model, see the same prompts, and generate as many samples in a step. Saves distill-quickstart.
+`python -m benchmarks.distill grpo` saves distill-grpo. `python -m benchmarks.distill teacher DIR` trains a teacher in
+DIR with GRPO, and `python -m benchmarks.distill students DIR` distills from it and saves distill-quickstart.
 """
 
 import json
@@ -15,40 +15,46 @@ from benchmarks.report import keep
 
 _GOAL = 0.98
 _SEEDS = (0, 1, 2)
-_CONFIG = "deploy/runs/quickstart.yaml"
-_EVERY = ["evaluation.eval_freq=2", "checkpoint.save_freq=0"]
-_TEACHER = ["seed=100", "num_steps=120", "evaluation.eval_freq=20", "checkpoint.save_freq=0"]
-_GRPO = [*_EVERY, "num_steps=80", "checkpoint.export_at_end=false"]
-_DISTILL = [*_EVERY, "num_steps=30", "checkpoint.export_at_end=false"]
+_QUICKSTART, _DISTILL = "deploy/runs/quickstart.yaml", "deploy/runs/distill.yaml"
+_TEACHER = ["name=teacher", "seed=100", "num_steps=120", "evaluation.eval_freq=20", "checkpoint.save_freq=0"]
+_COMMON = ["evaluation.eval_freq=5", "checkpoint.save_freq=0", "checkpoint.export_at_end=false"]
 
 
 def main() -> None:
-    """Runs everything and saves the steps to the goal, and the accuracy at every evaluation."""
-    with tempfile.TemporaryDirectory() as directory:
-        runs = Path(directory)
-        of_teacher = _accuracies(runs, "teacher", _CONFIG, _TEACHER)
-        kinds = {
-            "GRPO": (_CONFIG, _GRPO),
-            "distillation": ("deploy/runs/distill.yaml", [*_DISTILL, f"teacher.model={runs / 'teacher' / 'model'}"]),
-        }
-        samples = {"held-out accuracy of the teacher [step 120]": [of_teacher[max(of_teacher)]]}
-        for kind, (config, overrides) in kinds.items():
-            reached: list[float] = []
-            for seed in _SEEDS:
-                accuracies = _accuracies(runs, f"{kind}-{seed}", config, [*overrides, f"seed={seed}"])
-                samples[f"{kind}, seed {seed}: held-out accuracy [every 2 steps]"] = list(accuracies.values())
-                reached.append(next((step for step, value in accuracies.items() if value >= _GOAL), float("inf")))
-            samples[f"{kind}: first evaluated step of {_GOAL} or more [step], seeds {_SEEDS}"] = reached
-    settings = {"teacher": [_CONFIG, *_TEACHER], "GRPO": [_CONFIG, *_GRPO]}
-    settings["distillation"] = ["deploy/runs/distill.yaml", *_DISTILL]
-    keep("distill-quickstart", samples, libraries=("torch", "vllm", "transformers"), **settings)
+    """Does what the command line names."""
+    what, *rest = sys.argv[1:]
+    if what == "teacher":
+        _run(_QUICKSTART, [*_TEACHER, f"runs_dir={rest[0]}"])
+    elif what == "grpo":
+        _measure("distill-grpo", _QUICKSTART, _COMMON)
+    else:
+        teacher = Path(rest[0]) / "teacher"
+        *_, (step, accuracy) = _accuracies(teacher).items()
+        of_teacher = {f"held-out accuracy of the teacher after {step} steps": [accuracy]}
+        _measure("distill-quickstart", _DISTILL, [*_COMMON, f"teacher.model={teacher / 'model'}"], of_teacher)
 
 
-def _accuracies(runs: Path, name: str, config: str, overrides: list[str]) -> dict[int, float]:
-    """Returns the held-out accuracy of a run by step."""
+def _measure(name: str, config: str, overrides: list[str], also: dict[str, list[float]] | None = None) -> None:
+    """Runs every seed, and saves the accuracies and the first evaluated step of the goal, where it was reached."""
+    samples, reached = dict(also or {}), list[float]()
+    for seed in _SEEDS:
+        with tempfile.TemporaryDirectory() as directory:
+            _run(config, [*overrides, f"seed={seed}", f"runs_dir={directory}", "name=run"])
+            accuracies = _accuracies(Path(directory) / "run")
+        samples[f"held-out accuracy every 5 steps, seed {seed}"] = list(accuracies.values())
+        reached += [step for step, accuracy in accuracies.items() if accuracy >= _GOAL][:1]
+    samples[f"first evaluated step of {_GOAL} or more, seeds {_SEEDS}"] = reached
+    keep(name, samples, libraries=("torch", "vllm", "transformers"), config=config, overrides=overrides)
+
+
+def _run(config: str, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "services.coordinator", "run", config, *overrides]
-    subprocess.run([*command, f"runs_dir={runs}", f"name={name}"], check=True, stdout=subprocess.DEVNULL)
-    rows = map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _accuracies(run_dir: Path) -> dict[int, float]:
+    """Returns the held-out accuracy of a run by step."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["eval/held-out/reward"] for row in rows if "eval/held-out/reward" in row}
 
 

@@ -95,7 +95,7 @@ async def test_a_teacher_is_frozen_and_its_column_is_checked(trainer: Deployment
 
 
 @pytest.mark.parametrize("part", [pb.MODEL_PART_OPTIMIZER, pb.MODEL_PART_PARAMETERS])
-async def test_a_teacher_gives_its_memory_back_and_is_the_same_again(trainer: Deployment, part: int) -> None:
+async def test_a_teacher_gives_its_memory_back_and_is_the_same_again(trainer: Deployment, part: pb.ModelPart) -> None:
     await trainer.open_role(pb.ROLE_TEACHER, config({}), "tied")
     batch = trainer.batch()
     before = await trainer.forward(batch, role=pb.ROLE_TEACHER)
