@@ -12,7 +12,6 @@ from tests.common.config.smallest import SMALLEST, refused, write
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
 LAG = ["trainer.lag.versions=1", "trainer.loss.kind=grpo", "trainer.loss.old_logprobs=engine"]
-TEACHER = ["teacher.model=t"]
 GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
 LONG = ["data.max_prompt_tokens=100", "rollout.sampling.max_tokens=100"]
 HELD = ["data.eval={held: a.jsonl}"]
@@ -80,46 +79,6 @@ CROSS_FIELD = {
         ["trainer.strategy=megatron", "trainer.megatron={use_mbridge: true, dist_checkpointing_path: x}"],
         ["use_mbridge", "dist_checkpointing_path"],
         ["trainer.strategy=megatron", "trainer.megatron.dist_checkpointing_path=x"],
-    ),
-    "distillation needs a teacher": (
-        ["advantage.kind=distill"],
-        ["advantage.kind distill and advantage.distill_coef need a teacher", "set teacher.model"],
-        ["advantage.kind=distill", *TEACHER],
-    ),
-    "a teacher is of use": (
-        TEACHER,
-        ["nothing else uses one"],
-        [*TEACHER, "advantage.distill_coef=0.5"],
-    ),
-    "a teacher is another model": (
-        ["advantage.kind=distill", "teacher={}"],
-        ["teacher", "model: name the teacher's model"],
-        ["advantage.kind=distill", *TEACHER],
-    ),
-    "a loss without advantages distills nothing": (
-        ["advantage.kind=distill", *TEACHER, "trainer.loss.kind=sft"],
-        ["trainer.loss.kind sft reads no advantages"],
-        ["advantage.kind=distill", *TEACHER, "trainer.loss.kind=reinforce"],
-    ),
-    "no penalty on a reward that is not read": (
-        ["advantage={kind: distill, kl: {coef: 0.1}}", *TEACHER],
-        ["kl.coef is a penalty on the reward", "trainer.loss.kl_coef"],
-        ["advantage.kind=distill", *TEACHER, "trainer.loss.kl_coef=0.1"],
-    ),
-    "no whitening of a reward that is not read": (
-        ["advantage={kind: distill, whiten: group}", *TEACHER],
-        ["whiten normalizes the reward's advantage"],
-        ["advantage={kind: grpo, distill_coef: 1, whiten: group}", *TEACHER],
-    ),
-    "dynamic sampling needs rewards": (
-        ["advantage.kind=distill", *TEACHER, "reward.scorers=[]", "selection.dynamic.enabled=true"],
-        ["selection.dynamic compares rewards"],
-        ["advantage.kind=distill", *TEACHER, "reward.scorers=[]"],
-    ),
-    "a colocated teacher shares the trainer's ranks": (
-        ["placement=colocated", "trainer.num_ranks=1", "advantage.kind=distill", *TEACHER, "teacher.deployment=own"],
-        ["teacher.deployment own needs GPUs of its own"],
-        ["placement=colocated", "trainer.num_ranks=1", "advantage.kind=distill", *TEACHER],
     ),
     "mbridge builds no value models": (
         ["advantage.kind=gae", "critic={}", "trainer.strategy=megatron", "trainer.megatron.use_mbridge=true"],
