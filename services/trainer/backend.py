@@ -17,11 +17,16 @@ from services.trainer.updates.packing import Microbatch
 
 
 class Role(StrEnum):
-    """A model's role in a run. The policy and the critic are trained; the reference is frozen."""
+    """A model's role in a run. The policy and the critic are trained; the reference and the teacher are frozen."""
 
     POLICY = "policy"
     REFERENCE = "reference"
     CRITIC = "critic"
+    TEACHER = "teacher"
+
+    @property
+    def is_frozen(self) -> bool:
+        return self in (Role.REFERENCE, Role.TEACHER)
 
 
 # (outputs_KN, microbatch) -> (loss, metrics), both to be summed over all micro-batches of all ranks. A language model's

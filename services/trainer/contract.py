@@ -37,6 +37,7 @@ ROLES: Mapping[int, Role] = {
     pb.ROLE_POLICY: Role.POLICY,
     pb.ROLE_REFERENCE: Role.REFERENCE,
     pb.ROLE_CRITIC: Role.CRITIC,
+    pb.ROLE_TEACHER: Role.TEACHER,
 }
 
 
@@ -101,8 +102,8 @@ class OpenRole:
 
 def role_of(number: int, *, is_trained: bool = False) -> Role:
     role = ROLES.get(number)
-    if role is None or (is_trained and role is Role.REFERENCE):
-        known = "policy or critic" if is_trained else "policy, reference or critic"
+    if role is None or (is_trained and role.is_frozen):
+        known = "policy or critic" if is_trained else "policy, reference, critic or teacher"
         raise InvalidInput(f"role: must be {known}", field="role")
     return role
 

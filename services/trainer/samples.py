@@ -19,7 +19,7 @@ from services.trainer.ranks.calls import Message
 from services.trainer.updates.packing import assign
 
 # Columns with one value per completion token. All but the first may be missing.
-PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "returns"]
+PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "teacher_logprobs", "values", "advantages", "returns"]
 
 # A log-probability is computed from float32 logits. Below 8192, these are rounded by less than this number.
 _ROUNDING = 1e-3
@@ -33,6 +33,7 @@ _BOUNDS = {
     "sample": (0, np.inf),
     "logprobs": (_LOWEST_LOGPROB, _ROUNDING),
     "ref_logprobs": (_LOWEST_LOGPROB, _ROUNDING),
+    "teacher_logprobs": (_LOWEST_LOGPROB, _ROUNDING),
     "values": (-_LARGEST, _LARGEST),
     "advantages": (-_LARGEST, _LARGEST),
     "returns": (-_LARGEST, _LARGEST),

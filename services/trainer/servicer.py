@@ -105,7 +105,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, frames = await from_messages(request_iterator, has_header=True)
         samples = batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
         if header.role == pb.ROLE_UNSPECIFIED:
-            raise InvalidInput("role: must be policy, reference or critic", field="role")
+            raise InvalidInput("role: must be policy, reference, critic or teacher", field="role")
         role = contract.role_of(header.role)
         opened = self._require_open(self._stand_in(role))
         self._released.require_here(self._stand_in(role), Part.PARAMETERS)

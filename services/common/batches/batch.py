@@ -28,6 +28,7 @@ SAMPLE_SCHEMA = pa.schema(
         # false are not trained on.
         pa.field("loss_mask", pa.list_(pa.bool_())),
         pa.field("ref_logprobs", pa.list_(pa.float32())),
+        pa.field("teacher_logprobs", pa.list_(pa.float32())),
         pa.field("values", pa.list_(pa.float32())),
         pa.field("advantages", pa.list_(pa.float32())),
         pa.field("returns", pa.list_(pa.float32())),

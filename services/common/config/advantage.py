@@ -55,6 +55,7 @@ class AdvantageConfig(Strict):
         "reinforce_plus_plus_baseline",
         "remax",
         "gae",
+        "distill",
         "python",
     ] = "grpo"
     """Advantage estimator; r is a sample's reward and mean and std are over its prompt group.
@@ -68,6 +69,7 @@ class AdvantageConfig(Strict):
     reinforce_plus_plus_baseline: r - mean, whitened, arXiv 2501.03262;
     remax: return of each token - reward of the greedy completion, arXiv 2310.10505;
     gae: generalized advantage estimation with a critic, arXiv 1506.02438;
+    distill: no reward, only what `distill_coef` adds (on-policy distillation, arXiv 2306.13649);
     python: the function of `import_path`.
     """
     normalize_std: bool = True
@@ -92,11 +94,30 @@ class AdvantageConfig(Strict):
     """Additional keyword arguments for the function of `import_path`."""
     kl: KlConfig = KlConfig()
     """KL penalty in the reward; trainer.loss.kl_coef is the KL penalty in the loss."""
+    distill_coef: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Distill from `teacher`: add to the advantage of each token, after whitening, this coefficient times (log teacher
+    - log policy) at the token, which descends KL(policy || teacher) token by token. null: 1 with kind distill; with
+    all other kinds nothing is added and there is no teacher."""
 
     def check_rules(self) -> None:
+        if self.kind == "distill":
+            self._require_no_reward()
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
         require_read(self, self.kind, _READ_BY)
+
+    def _require_no_reward(self) -> None:
+        """Refuses what would change the reward's advantage, which there is none of."""
+        if self.kl.coef:
+            raise ValueError(
+                "kl.coef is a penalty on the reward, which kind distill does not read: set trainer.loss.kl_coef, or "
+                "another kind with distill_coef"
+            )
+        if self.whitening != "none":
+            raise ValueError(
+                "whiten normalizes the reward's advantage, and kind distill has none: leave it out, or set another "
+                "kind with distill_coef"
+            )
 
     @property
     def whitening(self) -> Literal["none", "group", "batch"]:
@@ -123,3 +144,13 @@ class AdvantageConfig(Strict):
     def needs_reference(self) -> bool:
         """Whether the column `ref_logprobs` must be filled for the KL penalty in the reward."""
         return self.kl.coef > 0
+
+    @property
+    def teacher_coef(self) -> float:
+        """`distill_coef` with null resolved; 0 without a teacher."""
+        return self.distill_coef or float(self.kind == "distill")
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the column `teacher_logprobs` must be filled."""
+        return self.teacher_coef > 0

@@ -15,7 +15,7 @@ from services.common.config.base import Table, help_of
 from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_yaml, suggest
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.config.trainer import RoleConfig
+from services.common.config.trainer import RoleConfig, TrainerConfig
 from services.common.errors import InvalidInput, Reason
 
 
@@ -292,9 +292,15 @@ AnyConfig = Config | SftConfig
 
 
 def role_section(config: AnyConfig, name: str) -> RoleConfig | None:
-    """Returns the section of the reference or the critic; None for `trainer`, and where there is no such model."""
-    sections = {"reference": config.reference, "critic": config.critic} if isinstance(config, Config) else {}
-    return sections.get(name)
+    """Returns the section of another model; None for `trainer`, and where there is no such model."""
+    return config.role_sections.get(name) if isinstance(config, Config) else None
+
+
+def role_models(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig, Path]]:
+    """Yields each model's section, the settings of its ranks, and its directory, by default the policy's."""
+    for name, settings in config.models.items():
+        section = role_section(config, name)
+        yield name, settings, Path((section and section.model) or config.model)
 
 
 def load_any(args: Sequence[str]) -> AnyConfig:

@@ -27,7 +27,7 @@ _GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 
 
 def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments: Mapping[str, str]) -> None:
-    """Raises ValueError if the placement cannot be colocated. `deployments` has those of the reference and critic."""
+    """Raises ValueError if the placement cannot be colocated. `deployments` has those of the other models."""
     for name, deployment in deployments.items():
         if deployment == "own":
             raise ValueError(

@@ -135,7 +135,8 @@ class SamplingConfig(Strict):
     the token that completes a text. Special tokens have no text, so they cannot be found this way."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: keep only the most probable tokens whose probabilities sum up to this; 1 keeps all. Needs
-    top_k. The engine returns the tokens that it has kept for each token; trainer and reference normalize over them."""
+    top_k. The engine returns the tokens that it has kept for each token; trainer, reference and teacher normalize over
+    them."""
     top_k: int = Field(default=0, ge=0)
     """Keep only this many most probable tokens, at most 1024; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)

@@ -6,10 +6,10 @@ from pathlib import Path
 from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.base import NAME, Seconds, Strict, nearest_multiples
+from services.common.config.base import NAME, Strict, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.evaluation import BestConfig, EvaluationConfig, check_held_out
+from services.common.config.evaluation import EvaluationConfig, check_held_out
 from services.common.config.layout import (
     Layout,
     check_layout,
@@ -18,66 +18,19 @@ from services.common.config.layout import (
     samples_at_once,
 )
 from services.common.config.observability import ObservabilityConfig
+from services.common.config.operation import CheckpointConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement, check_precision
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig, SpeculationConfig
 from services.common.config.selection import SelectionConfig
-from services.common.config.trainer import CriticConfig, ReferenceConfig, TrainerConfig, require_used
-
-
-class CheckpointConfig(Strict):
-    """When to save checkpoints and how many to keep."""
-
-    save_freq: int = Field(default=0, ge=0)
-    """Save a checkpoint every this many steps, and after the last step; 0 turns this off. A run that is stopped early
-    always saves a checkpoint."""
-    max_ckpts_to_keep: int = Field(default=3, ge=1)
-    """Number of policy checkpoints to keep. Older ones are deleted after a newer one has been verified."""
-    max_critic_ckpts_to_keep: int = Field(default=1, ge=1)
-    """Number of critic checkpoints to keep. A run with a critic can resume only from a step that has both
-    checkpoints."""
-    keep_best: BestConfig | None = None
-    """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
-    the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""
-    export_at_end: bool = True
-    """Export the final policy as a Hugging Face model directory, `model` in the run's directory."""
-
-
-class WeightsConfig(Strict):
-    """Publication: sending weights from the trainer to the rollout replicas."""
-
-    bucket_bytes: int | None = Field(default=None, ge=1 << 10, le=1 << 40)
-    """Maximum bucket size in bytes. Weights are packed, sent and loaded one bucket at a time; a tensor larger than this
-    gets a bucket of its own. null: 512 MiB, or 1280 MiB with placement colocated."""
-    timeout_s: Seconds = 60.0
-    """Seconds that a member of the weight group waits for another member before it aborts the publication."""
-
-
-class TimeoutsConfig(Strict):
-    """Deadlines of calls, in seconds."""
-
-    info_s: Seconds = 10.0
-    """Deadline in seconds for GetInfo and other small requests."""
-    open_s: Seconds = 600.0
-    """Deadline in seconds for OpenRun, which starts engines and loads models."""
-    generate_s: Seconds = 3600.0
-    """Deadline in seconds for generating one prompt group. A replica that reaches it is assumed to hang: its groups go
-    to other replicas, and its engine is replaced."""
-    score_s: Seconds = 300.0
-    """Deadline in seconds for scoring one prompt group, including waiting. A group that reaches it goes to the end of
-    the queue, and the run ends only if the reward service scored no other group meanwhile."""
-    train_s: Seconds = 3600.0
-    """Deadline in seconds for one Forward or Train call, which processes one batch."""
-    publish_s: Seconds = 300.0
-    """Deadline in seconds for each call of a publication: joining the weight group, sending, receiving, committing."""
-    memory_s: Seconds = 300.0
-    """Deadline in seconds for each call that frees or takes GPU memory: Sleep, Wake, ReleaseMemory, AcquireMemory."""
-    checkpoint_s: Seconds = 1800.0
-    """Deadline in seconds for saving, loading or exporting a checkpoint."""
-    lease_s: Seconds = 1800.0
-    """Seconds for which a service that was given by address keeps the run open after its coordinator was killed or cut
-    off. A run that resumes within this time finds its engines running and the trainer in the state that it was in.
-    Afterwards the service frees its GPU, and the run resumes from its newest checkpoint."""
+from services.common.config.trainer import (
+    CriticConfig,
+    ReferenceConfig,
+    RoleConfig,
+    TeacherConfig,
+    TrainerConfig,
+    require_used,
+)
 
 
 class AnyRun(Strict):
@@ -133,6 +86,9 @@ class Config(AnyRun):
     """Reference model of the KL penalties; loaded only if a KL penalty is set."""
     critic: CriticConfig | None = None
     """Value model; required by advantage.kind gae, unset for all other kinds. `critic: {}` uses its defaults."""
+    teacher: TeacherConfig | None = None
+    """Model that the policy is distilled from; required by advantage.kind distill and by advantage.distill_coef, unset
+    otherwise."""
     weights: WeightsConfig = WeightsConfig()
     """Publication of weights."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -156,18 +112,22 @@ class Config(AnyRun):
         return self.trainer.lora.rank > 0 and self.reference == ReferenceConfig()
 
     @property
+    def role_sections(self) -> dict[str, RoleConfig]:
+        """The sections of the models beside the policy, keyed by name; the reference has one even if it is unused."""
+        sections = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
+        return {name: section for name, section in sections.items() if section}
+
+    @property
     def auxiliary_roles(self) -> tuple[str, ...]:
         """The sections of the other models that process each batch; the reference may be the policy's base."""
-        return ("reference",) * self.needs_reference + ("critic",) * (self.critic is not None)
+        return tuple(name for name in self.role_sections if name != "reference" or self.needs_reference)
 
     @property
     def models(self) -> dict[str, TrainerConfig]:
         """The settings for the ranks of each model, keyed by the model's section in this config."""
-        models = {"trainer": self.trainer}
-        if self.needs_reference and not self.is_reference_the_base:
-            models["reference"] = self.reference.settings(self.trainer)
-        if self.critic:
-            models["critic"] = self.critic.settings(self.trainer)
+        sections, is_base = self.role_sections, self.is_reference_the_base
+        names = [name for name in self.auxiliary_roles if name != "reference" or not is_base]
+        models = {"trainer": self.trainer, **{name: sections[name].settings(self.trainer) for name in names}}
         return {name: model.for_steps(self.num_steps) for name, model in models.items()}
 
     @property
@@ -201,13 +161,14 @@ class Config(AnyRun):
         self._check_batch()
         self._check_sampling()
         self._check_rewards()
+        self._check_selection()
         self._check_agent()
         self._check_sets()
         check_held_out(self.evaluation, self.data.eval, self.checkpoint.keep_best, self.checkpoint.save_freq)
 
     def _check_models(self) -> None:
         policys = self.trainer.strategy
-        roles = {name: role for name in ("reference", "critic") if (role := getattr(self, name))}
+        roles = self.role_sections
         inherited = {role.strategy for role in roles.values() if role.strategy and not getattr(role, role.strategy)}
         if inherited <= {policys}:  # otherwise another model inherits the section that the policy does not use
             require_used(self.trainer, policys, key="trainer")
@@ -222,10 +183,24 @@ class Config(AnyRun):
         if self.placement == "colocated":
             names = [name for name in self.models if name != "trainer"]
             check_placement(self.trainer, self.rollout, {name: getattr(self, name).deployment for name in names})
+        self._check_others()
+
+    def _check_others(self) -> None:
+        """Refuses a critic or a teacher that is of no use, and the lack of one that is needed."""
         if self.advantage.needs_values != (self.critic is not None):
             raise ValueError(
                 f"advantage.kind {self.advantage.kind} {'needs' if self.advantage.needs_values else 'does not use'} a "
                 "critic: set both advantage.kind gae and critic (critic: {} for its defaults), or neither"
+            )
+        if self.advantage.needs_teacher != (self.teacher is not None):
+            raise ValueError(
+                "advantage.kind distill and advantage.distill_coef need a teacher, and nothing else uses one: set "
+                "teacher.model, or leave all of them out"
+            )
+        if self.teacher and not self.trainer.loss.is_sampled:
+            raise ValueError(
+                f"trainer.loss.kind {self.trainer.loss.kind} reads no advantages, so nothing would be distilled from "
+                "the teacher: set another kind, such as reinforce"
             )
         critic = self.models.get("critic")
         if critic and critic.strategy == "megatron" and critic.megatron.use_mbridge:
@@ -241,7 +216,7 @@ class Config(AnyRun):
     def _check_batch(self) -> None:
         groups = self.data.prompts_per_step
         for name, model in self.models.items():
-            minibatches = 1 if name == "reference" else model.num_minibatches
+            minibatches = model.num_minibatches
             if groups % minibatches:
                 raise ValueError(
                     f"data.prompts_per_step {groups} must be divisible by {name}.num_minibatches {minibatches}; "
@@ -352,24 +327,13 @@ class Config(AnyRun):
             )
 
     def _check_rewards(self) -> None:
-        if not self.reward.scorers and not self.environment:
-            raise ValueError("reward.scorers: set at least one scorer, or an environment")
-        if self.environment and self.environment.kind == "agent" and not self.reward.scorers:
-            raise ValueError("reward.scorers: set at least one scorer; an agent gives no rewards")
+        if not self.reward.scorers and self.advantage.kind != "distill":
+            if not self.environment:
+                raise ValueError("reward.scorers: set at least one scorer, or an environment")
+            if self.environment.kind == "agent":
+                raise ValueError("reward.scorers: set at least one scorer; an agent gives no rewards")
         if self.environment and any(scorer.component == "environment" for scorer in self.reward.scorers):
             raise ValueError("reward.scorers: the name `environment` is taken by the environment's rewards")
-        if self.selection.dynamic.enabled and self.rollout.completions_per_prompt < 2:
-            raise ValueError(
-                "selection.dynamic compares the samples of a prompt with each other: "
-                "rollout.completions_per_prompt must be at least 2"
-            )
-        components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
-        for key in ("dynamic", "curriculum"):
-            component = getattr(self.selection, key).component
-            if component is not None and component not in components:
-                raise ValueError(
-                    f"selection.{key}.component {component} is not one of reward.scorers: {', '.join(components)}"
-                )
         limit_s, deadline_s = self.reward.group_timeout_s, self.timeouts.score_s
         kinds = {scorer.kind for scorer in self.reward.scorers} & {"math", "code"}
         if kinds and limit_s >= deadline_s:
@@ -377,6 +341,22 @@ class Config(AnyRun):
                 f"reward.group_timeout_s {limit_s:g} must be below timeouts.score_s {deadline_s:g}: a group would "
                 "reach the deadline of its call before its samples reach their limits"
             )
+
+    def _check_selection(self) -> None:
+        if self.selection.dynamic.enabled and self.rollout.completions_per_prompt < 2:
+            raise ValueError(
+                "selection.dynamic compares the samples of a prompt with each other: "
+                "rollout.completions_per_prompt must be at least 2"
+            )
+        components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
+        for key in ("dynamic", "curriculum"):
+            settings = getattr(self.selection, key)
+            if settings.enabled and not components:
+                raise ValueError(f"selection.{key} compares rewards: set at least one of reward.scorers")
+            if (component := settings.component) is not None and component not in components:
+                raise ValueError(
+                    f"selection.{key}.component {component} is not one of reward.scorers: {', '.join(components)}"
+                )
 
     def _check_sets(self) -> None:
         for name in self.evaluation.sets:

@@ -335,6 +335,22 @@ class RoleConfig(Strict):
 class ReferenceConfig(RoleConfig):
     """The frozen reference model of the KL penalties in the loss and in the reward."""
 
+    def settings(self, trainer: TrainerConfig) -> TrainerConfig:
+        # It computes log-probabilities only, of whole batches.
+        return super().settings(trainer).model_copy(update={"num_minibatches": 1})
+
+
+class TeacherConfig(ReferenceConfig):
+    """The frozen model that the policy is distilled from. Its tokenizer must be the policy's."""
+
+    model: str | None = None
+    """Path of the model on its trainer's host, or a model on the Hugging Face Hub, as in `model`; required."""
+
+    def check_rules(self) -> None:
+        super().check_rules()
+        if self.model is None:
+            raise ValueError("model: name the teacher's model; a policy learns nothing from the weights it began with")
+
 
 class CriticSettings(TrainerConfig):
     """The settings for the ranks of a critic."""

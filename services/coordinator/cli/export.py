@@ -10,6 +10,7 @@ from pathlib import Path
 from services.common.config.load import AnyConfig, load_any
 from services.common.config.loss import LossConfig
 from services.common.config.megatron import MegatronConfig
+from services.common.config.run import Config
 from services.common.config.trainer import FsdpConfig, ProfilerConfig, TrainerConfig
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.common.families.architecture import read_content
@@ -45,7 +46,9 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
     config = load_any([*files, *overrides])
     trainer = _on_one_process(config.trainer, checkpoint)
     trainer = trainer.model_copy(update={"compute_dtype": _dtype(config.model, dtype)})
-    changes = {"trainer": trainer, "trace": False} | ({"critic": None} if config.critic else {})
+    changes = {"trainer": trainer, "trace": False} | (
+        {"critic": None, "teacher": None} if isinstance(config, Config) else {}
+    )
     return config.model_copy(update=changes)
 
 

@@ -59,7 +59,7 @@ _DryRun = Annotated[
 
 
 @app.command()
-@takes_addresses("rollout", "reward", "trainer", "reference", "critic")
+@takes_addresses("rollout", "reward", "trainer", "reference", "critic", "teacher")
 def run(
     config: _Configs,
     coordinator: Annotated[
@@ -214,7 +214,7 @@ def verify(run_dir: _RunDir) -> None:
 
 
 @app.command()
-@takes_addresses("rollout", "reward", "trainer", "reference", "critic")
+@takes_addresses("rollout", "reward", "trainer", "reference", "critic", "teacher")
 def doctor(
     config: Annotated[
         list[str] | None,

@@ -24,10 +24,12 @@ _OPTIONS: dict[str, tuple[object, object, str]] = {
     "trainer": (str, "", "HOST:PORT of a running trainer."),
     "reference": _OWN_TRAINER,
     "critic": _OWN_TRAINER,
+    "teacher": _OWN_TRAINER,
     "tls": (Path | None, None, _TLS),
     "insecure": (bool, False, "Allow plaintext connections to other hosts."),
 }
 """Maps the name of an option to its type, default and help."""
+_TRAINERS = ("trainer", "reference", "critic", "teacher")
 
 
 class ServiceOptions(TypedDict, total=False):
@@ -38,6 +40,7 @@ class ServiceOptions(TypedDict, total=False):
     trainer: str
     reference: str
     critic: str
+    teacher: str
     tls: Required[Path | None]
     insecure: Required[bool]
 
@@ -75,7 +78,7 @@ def addresses_of(options: ServiceOptions, *, is_operator: bool = False) -> "Addr
 
     tls, insecure = options["tls"], options["insecure"]
     rollout, reward = tuple(options.get("rollout") or ()), tuple(options.get("reward") or ())
-    others = {name: str(address) for name, address in options.items() if name in ("trainer", "reference", "critic")}
+    others = {name: str(address) for name, address in options.items() if name in _TRAINERS}
     if tls and insecure:
         raise InvalidInput("--tls and --insecure exclude each other", field="--insecure")
     credentials = Credentials(tls) if tls else None

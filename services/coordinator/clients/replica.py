@@ -11,7 +11,8 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
-from services.common.config.run import Config, TimeoutsConfig
+from services.common.config.operation import TimeoutsConfig
+from services.common.config.run import Config
 from services.common.errors import (
     InvalidInput,
     LockstepError,

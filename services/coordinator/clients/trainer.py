@@ -1,4 +1,4 @@
-"""Calls the trainers: the policy's, and those of the reference and the critic."""
+"""Calls the trainers: the policy's, and those of reference, critic and teacher."""
 
 import asyncio
 import functools
@@ -128,6 +128,7 @@ _ROLES: Mapping[str, tuple[pb.Role, str, str, Sequence[str]]] = {
     "trainer": (pb.ROLE_POLICY, "logprobs", "old_logprobs", ()),
     "reference": (pb.ROLE_REFERENCE, "logprobs", "ref_logprobs", ("routed_experts",)),
     "critic": (pb.ROLE_CRITIC, "values", "values", ("routed_experts", "sampling_mask")),
+    "teacher": (pb.ROLE_TEACHER, "logprobs", "teacher_logprobs", ("routed_experts",)),
 }
 
 

@@ -94,7 +94,8 @@ def _replica(listed: ListedReplica) -> pb.Replica:
 def _addresses(message: pb.ServiceAddresses, transport: Transport) -> Addresses:
     """Converts addresses. Raises InvalidInput if one is not HOST:PORT or would use plaintext over a network."""
     rollout, reward = tuple(message.rollout), tuple(message.reward)
-    addresses = Addresses(rollout, reward, message.trainer, message.reference, message.critic, transport)
+    trainers = message.trainer, message.reference, message.critic, message.teacher
+    addresses = Addresses(rollout, reward, *trainers, transport)
     for name, address in addresses.named:
         require_secure(address, transport, field=f"addresses.{name}")
     return addresses

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.reward.v1.agent_pb2 import Begin, PlayRequest
 
 from services.common.config.environment import AgentEnvironmentConfig, EnvironmentConfig, TurnsConfig
-from services.common.config.load import AnyConfig, role_section
+from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
@@ -37,6 +37,7 @@ from services.coordinator.fleet.probes import (
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
+from services.coordinator.text.teacher import require_teacher
 
 _MAX_CHARS = 400
 _LOOK_S = 60.0
@@ -53,20 +54,13 @@ def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool
     Raises:
         InvalidInput: A file is missing or damaged.
     """
-    for name, settings, directory in _models(config):
+    for name, settings, directory in role_models(config):
         # Megatron reads its own format then, and only the config and the tokenizer of the directory.
         is_converted = settings.strategy == "megatron" and bool(settings.megatron.dist_checkpointing_path)
         in_cache = directory.parent.name == "snapshots"  # of the Hub: models--OWNER--NAME/snapshots/REVISION
         is_left = may_download and in_cache and not any(directory.glob("*.safetensors"))
         if directory.is_dir() and not (addresses.of(name) or is_converted or is_left):
             require_whole_weights(directory)
-
-
-def _models(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig, Path]]:
-    """Yields each model's section, the settings of its ranks, and its directory."""
-    for name, settings in config.models.items():
-        role = role_section(config, name)
-        yield name, settings, Path((role.model if role else None) or config.model)
 
 
 def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
@@ -78,7 +72,7 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     Raises:
         InvalidInput: It would refuse a model.
     """
-    for name, settings, directory in _models(config):
+    for name, settings, directory in role_models(config):
         if addresses.of(name) or not directory.is_dir():
             continue
         has_targets = settings.lora.rank and (settings.lora.target_modules or settings.lora.exclude_modules)
@@ -111,7 +105,7 @@ def _fix_of_model(config: AnyConfig, problem: str) -> str:
     if not problem.endswith(ASK_FSDP) or find_spec("torch") is None:
         return fix
     try:
-        for _, settings, directory in _models(config):
+        for _, settings, directory in role_models(config):
             describe_model(str(directory), TrainerConfig(compute_dtype=settings.compute_dtype))
     except LockstepError as error:
         return f"{fix}; strategy fsdp does not support it either: {error.message}"
@@ -135,6 +129,8 @@ def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt
         yield Finding("data", "not read without the model's tokenizer", Verdict.WARN, "see above")
         return
     yield Finding("model", config.model)
+    if isinstance(config, Config) and config.teacher:
+        yield check_teacher(config)
     try:
         yield from _rows(config, addresses) if isinstance(config, SftConfig) else _prompts(config, addresses, prompts)
     except LockstepError as error:
@@ -143,6 +139,20 @@ def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt
         if field == "model":
             fix = "set model to a directory that has the files of its tokenizer, tokenizer.json among them"
         yield Finding("data", error.message, Verdict.FAIL, fix)
+
+
+def check_teacher(config: Config) -> Finding:
+    """Checks that the teacher can score the policy's tokens, if both models are on this host."""
+    assert config.teacher and config.teacher.model, "the config has a teacher"
+    teacher = Path(config.teacher.model)
+    if not (teacher.is_dir() and Path(config.model).is_dir()):
+        return Finding("teacher", f"{teacher} or {config.model} is not on this host; tokenizers were not compared")
+    try:
+        cards = read_model_card(config.model), read_model_card(teacher)
+        require_teacher(*cards, max_model_len=config.rollout.max_model_len)
+    except LockstepError as error:
+        return Finding("teacher", error.message, Verdict.FAIL, "choose another teacher.model")
+    return Finding("teacher", f"{teacher}, with the tokenizer of the policy")
 
 
 def _rows(config: SftConfig, addresses: Addresses) -> list[Finding]:

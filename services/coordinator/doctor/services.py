@@ -150,7 +150,7 @@ _MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transfo
 _Kind = tuple[type, Any, Message]
 """Stub, method GetInfo and its request."""
 _TRAINER: _Kind = (trainer_pb2_grpc.TrainerServiceStub, _Trainer.GetInfo, trainer_pb2.GetInfoRequest())
-"""The policy's trainer; a reference or a critic may have a trainer of its own."""
+"""The policy's trainer; the other models may have trainers of their own."""
 _KINDS: Mapping[str, _Kind] = {
     "rollout": (rollout_pb2_grpc.RolloutServiceStub, _Rollout.GetInfo, rollout_pb2.GetInfoRequest()),
     "reward": (

@@ -89,6 +89,7 @@ class Addresses:
     trainer: str = ""
     reference: str = ""
     critic: str = ""
+    teacher: str = ""
     transport: Transport = LOCAL
     rollout_name: str = ""
     """Name that the certificates of the replicas are valid for, if it is not that of their addresses."""
@@ -115,7 +116,7 @@ class Addresses:
     @property
     def trainers(self) -> dict[str, str]:
         """Returns the trainer address of each model, by config section; empty if none was given."""
-        return {"trainer": self.trainer, "reference": self.reference, "critic": self.critic}
+        return {"trainer": self.trainer, "reference": self.reference, "critic": self.critic, "teacher": self.teacher}
 
     @property
     def named(self) -> list[tuple[str, str]]:
@@ -125,9 +126,9 @@ class Addresses:
 
     def require_own(self, config: Config) -> None:
         """Raises InvalidInput if a model has an address here but `config` gives it no trainer of its own."""
-        for name in ("reference", "critic"):
+        for name, address in self.trainers.items():
             is_own = name in config.models and _has_own_ranks(config, name)
-            if self.trainers[name] and not is_own:
+            if address and not is_own:
                 raise InvalidInput(f"--{name}: set {name}.deployment=own, or omit the option", field=f"--{name}")
 
     def require_placement(self, config: Config) -> None:

@@ -28,6 +28,7 @@ from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.evaluations import best_if_stalled, comparable_evaluations
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
+from services.coordinator.text.teacher import require_teacher
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Services:
     environments: Environments | None
     """The environments of the reward services, if the run has one."""
     auxiliary: Mapping[str, Model]
-    """The reference and the critic by name, if the run has them."""
+    """The other models by name."""
     gpus: OwnGpus
     """Lets trainer and engines hold the GPUs."""
 
@@ -145,11 +146,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         # A trainer that outlived its coordinator may be newer than the record, and the batches in flight are lost.
         if config.trainer.lag.versions and opened_version != run.first_version:
             await trainer.go_back(run.run_id, run.resume_from)
-        opens = [
-            model.open(run.run_id, run.resume_critic_from if name == "critic" else "")
-            for name, model in auxiliary.items()
-            if name in config.models
-        ]
+        opens = [_open(run, trainer, model) for name, model in auxiliary.items() if name in config.models]
         if config.placement == "colocated":  # engines need the memory that models have while they are opened
             await gather(opens)
             await trainer.release_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
@@ -164,6 +161,18 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
             [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]
         )
     await close_run(run, replace(addresses, rollout=tuple(replica.address for replica in rollout.replicas)))
+
+
+async def _open(run: Run, trainer: Trainer, model: Model) -> None:
+    """Opens another model than the policy, which `trainer` has opened.
+
+    Raises:
+        InvalidInput: It is a teacher that cannot score the policy's tokens.
+    """
+    await model.open(run.run_id, run.resume_critic_from if model.name == "critic" else "")
+    if model.name == "teacher":
+        longest = run.config.rollout.max_model_len
+        require_teacher(trainer.opened.model_card, model.opened.model_card, max_model_len=longest)
 
 
 def _require_pairs(num_ranks: int, rollout: Rollout) -> None:

@@ -10,6 +10,7 @@ there either. Tensors below 32 MiB are in the heap of glibc, which the process d
 leave holes between the tensors that are kept. benchmarks/memory.py compares these estimates with measured peaks.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,6 +100,31 @@ def microbatch_tokens(config: AnyConfig) -> int:
         longest = config.rollout.max_model_len
     each = -(-samples // config.trainer.num_minibatches // data_parallel_size(config.trainer))
     return min(config.trainer.max_tokens_per_microbatch, each * longest)
+
+
+def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
+    """Returns the numbers of dense and of expert parameters on a rank in stage `pp`."""
+    layers = [*itertools.chain(*layout.layers(model.num_layers, pp))]
+    dense = sum(model.layer_parameters(number, layout.tp) for number in layers)
+    experts = model.num_experts // layout.ep * sum(model.expert_parameters(number, layout.etp) for number in layers)
+    is_first, is_last = pp == 0, pp == layout.pp - 1
+    # If the output layer is tied to the embedding, the last stage needs a copy unless it is also the first stage.
+    num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
+    dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
+    return dense, experts
+
+
+def gathered_parameters(trainer: TrainerConfig, model: Architecture | MeasuredModel) -> int:
+    """Returns the parameters that a rank has unsharded at once with strategy fsdp.
+
+    The next layer is gathered while one computes; without resharding all stay gathered.
+    """
+    if isinstance(model, MeasuredModel):
+        ends, layers = model.end_parameters, model.layer_sizes
+    else:
+        ends = sum(map(model.weight_parameters, model.outside_layers))
+        layers = [model.whole_layer_parameters(number) for number in range(model.num_layers)]
+    return ends + (2 * max(layers) if trainer.fsdp.reshard_after_forward else sum(layers))
 
 
 def in_flight(layout: Layout, pp: int) -> float:

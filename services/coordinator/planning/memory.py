@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.config.layout import Layout
-from services.common.config.load import AnyConfig, role_section
+from services.common.config.load import AnyConfig
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
@@ -21,7 +21,15 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.layers import Weight
 from services.common.families.registry import FUSED, PARTS, lora_layer
-from services.coordinator.planning.activations import MicrobatchMemory, in_flight, microbatch_memory, weight_bytes
+from services.coordinator.planning.activations import (
+    MicrobatchMemory,
+    gathered_parameters,
+    in_flight,
+    microbatch_memory,
+    stage_parameters,
+    weight_bytes,
+)
+from services.coordinator.planning.frozen import frozen_models
 from services.coordinator.planning.measured import MeasuredModel
 
 Model = Architecture | MeasuredModel
@@ -50,6 +58,9 @@ class Memory:
     microbatch: MicrobatchMemory
     in_flight: float = 1
     reference: int = 0
+    teacher: int = 0
+    teacher_forward: int = 0
+    """What a forward pass of the teacher takes besides its weights."""
     gathered: int = 0
     """Weights that exist only while layers compute: with strategy fsdp unsharded ones, with megatron.fp8 those in
     float8."""
@@ -68,15 +79,15 @@ class Memory:
     @property
     def phases(self) -> dict[str, int]:
         """Returns the peak of each phase of a step: forward without gradients, backward, optimizer and publication."""
-        always = self.base + self.weights + self.reference
+        always = self.base + self.weights + self.reference + self.teacher
         state = 0 if "optimizer" in self.offloads else self.optimizer
         gradients = 0 if "grads" in self.offloads else self.gradients
         kept = int(self.microbatch.activations * self.in_flight) + self.microbatch.holes
         # Later phases find the heap that the backward pass has left.
         least = always + state + self.gradients + kept if self.microbatch.is_in_heap else 0
-        copies = self.gradient_copies
+        copies, forward = self.gradient_copies, max(self.gathered + self.microbatch.forward, self.teacher_forward)
         phases = {
-            "forward": always + state + gradients + copies + self.gathered + self.microbatch.forward,
+            "forward": always + state + gradients + copies + forward,
             "backward": always + state + self.gradients + self.gathered + kept + self.microbatch.backward,
             "optimizer": always + self.optimizer + self.gradients + copies,
             "publication": always + state + gradients + copies + self.publication,
@@ -92,7 +103,7 @@ class Memory:
         """Returns the bytes that stay on the device between updates."""
         parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
         kept = sum(size for name, size in parts.items() if name not in self.offloads)
-        return self.base + self.reference + self.gradient_copies + kept
+        return self.base + self.reference + self.teacher + self.gradient_copies + kept
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
         optimizer=sharded((state.master + state.moments) * state.device_share),
         microbatch=microbatch_memory(config, model, layout, pp, is_gpu=is_gpu),
         in_flight=in_flight(layout, pp),
-        reference=_reference(config, model, is_gpu=is_gpu),
+        **_frozen(config, model, is_gpu=is_gpu),
         gathered=0 if megatron.fp8 == "none" else _FLOAT8_COPIES * product_parameters(model, layout, pp),
         publication=_in_publication(config, model, is_gpu=is_gpu),
         base=0 if is_gpu else MEGATRON_BASE,
@@ -184,40 +195,23 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
     layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
     if isinstance(model, MeasuredModel):
         trained = sum(model.adapter_sizes) if trainer.lora.rank else model.num_trained
-        ends, layers = model.end_parameters, model.layer_sizes
     else:
         trained = adapter_parameters(trainer, model, layout, 0) if trainer.lora.rank else model.num_parameters
-        ends = sum(map(model.weight_parameters, model.outside_layers))
-        layers = [model.whole_layer_parameters(number) for number in range(model.num_layers)]
     # A vision tower is float32 as well, and without gradient.
     own = -(-trained // ranks)
     frozen = weight * count if trainer.lora.rank else _MASTER * (count - own)
-    # The next layer is gathered while one computes; without resharding all stay gathered.
-    gathered = ends + (2 * max(layers) if fsdp.reshard_after_forward else sum(layers))
     return Memory(
         parameters=count,
         weights=frozen + _MASTER * own,
         gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
         optimizer=_MOMENTS * own,
         microbatch=microbatch_memory(config, model, layout, 0, is_gpu=is_gpu),
-        reference=weight * count if "reference" in config.models else 0,
-        gathered=weight * gathered,
+        **_frozen(config, model, is_gpu=is_gpu),
+        gathered=weight * gathered_parameters(trainer, model),
         publication=_in_publication(config, model, is_gpu=is_gpu),
         base=0 if is_gpu else FSDP_BASE,
         offloads=frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",)),
     )
-
-
-def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
-    """Returns the numbers of dense and of expert parameters on a rank in stage `pp`."""
-    layers = [*itertools.chain(*layout.layers(model.num_layers, pp))]
-    dense = sum(model.layer_parameters(number, layout.tp) for number in layers)
-    experts = model.num_experts // layout.ep * sum(model.expert_parameters(number, layout.etp) for number in layers)
-    is_first, is_last = pp == 0, pp == layout.pp - 1
-    # If the output layer is tied to the embedding, the last stage needs a copy unless it is also the first stage.
-    num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
-    dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
-    return dense, experts
 
 
 def product_parameters(model: Architecture, layout: Layout, pp: int) -> int:
@@ -296,14 +290,14 @@ def _in_publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> int:
     return min(num_bytes, _BUCKETS_IN_FLIGHT * config.bucket_bytes)
 
 
-def _reference(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:
-    """Returns the bytes of a reference on the policy's ranks; with adapters it is the base model and adds nothing."""
-    reference, section = config.models.get("reference"), role_section(config, "reference")
-    if reference is None or section is None or section.deployment == "own" or "params" in reference.megatron.offloads:
-        return 0
-    layout = Layout.of(reference.megatron, reference.num_ranks)
-    parameters = max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))
-    return weight_bytes(reference, is_gpu=is_gpu) * parameters
+def _frozen(config: AnyConfig, model: Model, *, is_gpu: bool) -> dict[str, int]:
+    """Returns the parts of a Memory that are of frozen models on the policy's ranks.
+
+    A reference that is the base model under the policy's adapters adds nothing.
+    """
+    shared = {one.name: one for one in frozen_models(config, model, is_gpu=is_gpu) if one.is_shared}
+    parts = {name: one.weights for name, one in shared.items()}
+    return parts | ({"teacher_forward": shared["teacher"].forward} if "teacher" in shared else {})
 
 
 @dataclass(frozen=True)
@@ -332,7 +326,7 @@ def colocated_phases(config: Config, model: Model, ranks: Collection[Memory]) ->
 
 def host_bytes(ranks: Collection[Memory]) -> int:
     """Returns the pinned host memory of a rank while the engine has the GPU; gradients are dropped."""
-    return max(rank.weights + rank.optimizer + rank.reference for rank in ranks)
+    return max(rank.weights + rank.optimizer + rank.reference + rank.teacher for rank in ranks)
 
 
 def buffer_bytes(config: Config, model: Model) -> int:

@@ -10,7 +10,7 @@ from rich.table import Table
 from services.common.config import streaming
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.layout import Layout, check_layout, data_parallel_size, rank_map
-from services.common.config.load import AnyConfig
+from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
@@ -20,10 +20,10 @@ from services.common.families.architecture import (
     read_architecture,
     read_content,
 )
-from services.common.families.registry import FAMILIES
 from services.common.families.supported import require_supported
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
-from services.coordinator.planning.measured import MeasuredModel, measure
+from services.coordinator.planning.frozen import frozen_models, read_model
+from services.coordinator.planning.measured import MeasuredModel
 from services.coordinator.planning.memory import (
     Memory,
     Model,
@@ -95,16 +95,14 @@ def _processes(environment: EnvironmentConfig) -> str:
 
 
 def check_model(config: AnyConfig) -> None:
-    """Checks the model as the trainer will, and the layouts of strategy megatron, if the model is on this host.
+    """Checks the models as the trainer will, and the layouts of strategy megatron, of those that are on this host.
 
     Raises:
         InvalidInput: A strategy does not support the model, or a layout breaks a rule.
     """
-    if not (Path(config.model) / "config.json").is_file():
-        return
-    _check_supported(config)
-    if any(_layouts(config)):
-        _check(config, read_architecture(config.model))
+    for name, settings, directory in role_models(config):
+        if (directory / "config.json").is_file():
+            _check(name, settings, directory)
 
 
 def planned_model(config: AnyConfig) -> Model:
@@ -116,10 +114,9 @@ def planned_model(config: AnyConfig) -> Model:
         NotFound: The model has no config.json on this host.
         InvalidInput: The trainer would refuse the model, or torch, which counts its parameters, is not installed here.
     """
-    content = read_content(config.model)
-    if content.get("model_type") in FAMILIES or any(_layouts(config)):
-        return read_architecture(config.model)
-    return measure(config.model, config.trainer)
+    # A layout of strategy megatron, of any model, needs to know the layers.
+    strategy = "megatron" if any(_layouts(config)) else "fsdp"
+    return read_model(Path(config.model), config.trainer.model_copy(update={"strategy": strategy}))
 
 
 def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
@@ -129,10 +126,8 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         NotFound: The model has no config.json on this host.
         InvalidInput: See `check_model`.
     """
-    _check_supported(config)
+    check_model(config)
     model = planned_model(config)
-    if isinstance(model, Architecture):
-        _check(config, model)
     where = "on GPUs" if is_gpu else "on CPU (for GPUs, add --device gpu)"
     size = f"{counted(model.num_layers, 'layer')}, {_count(model.num_parameters)} parameters"
     lines = [f"{model.model_type}: {size}, {where}"]
@@ -153,6 +148,7 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         total = sum(memory.peak for memory in memories.values()) * ranks // len(memories)
         whole = f"all {ranks} ranks together, at their peaks" if ranks > 1 else "the rank, at its peak"
         lines.insert(0, f"{whole}: {total / 2**30:.2f} GiB")
+    lines += [frozen.line for frozen in frozen_models(config, model, is_gpu=is_gpu) if not frozen.is_shared]
     if isinstance(config, SftConfig):
         lines.append(_batch(config))
     else:
@@ -174,14 +170,10 @@ def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:
     return ((name, model) for name, model in config.models.items() if model.strategy == "megatron")
 
 
-def _check_supported(config: AnyConfig) -> None:
-    content = read_content(config.model)
-    for strategy in dict.fromkeys(model.strategy for model in config.models.values()):
-        require_supported(content, strategy, f"{config.model}/config.json")
-
-
-def _check(config: AnyConfig, model: Architecture) -> None:
-    for name, settings in _layouts(config):
+def _check(name: str, settings: TrainerConfig, directory: Path) -> None:
+    require_supported(read_content(directory), settings.strategy, f"{directory}/config.json")
+    if settings.strategy == "megatron":
+        model = read_architecture(directory)
         check_layout(settings.megatron, settings.num_ranks, architecture=model, key=f"{name}.megatron")
 
 
@@ -201,15 +193,16 @@ def _parts_table(memories: Mapping[str, Memory]) -> Table:
     and their gradients, and on CPU the holes that they leave in the heap.
     """
     unit, size = _unit(max(memory.peak for memory in memories.values()))
-    has_reference, has_base = any(m.reference for m in memories.values()), any(m.base for m in memories.values())
+    others = {"ref": "reference", "teacher": "teacher", "process": "base"}
+    others = {title: part for title, part in others.items() if any(getattr(m, part) for m in memories.values())}
     columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
-    columns += ["ref"] * has_reference + ["process"] * has_base
+    columns += others
     table = _table(*columns, title=f"Memory per rank in {unit}")
     for name, memory in memories.items():
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
         cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
         cells.append(f"{(memory.gathered + memory.microbatch.backward + memory.microbatch.holes) / size:.2f}")
-        cells += [f"{memory.reference / size:.2f}"] * has_reference + [f"{memory.base / size:.2f}"] * has_base
+        cells += [f"{getattr(memory, part) / size:.2f}" for part in others.values()]
         table.add_row(name, _count(memory.parameters), *cells)
     return table
 

@@ -217,7 +217,7 @@ class _Session:
 
 def _config(record: Record, step: int, checkpoint: str) -> Config:
     """Returns the run's config with a directory of its own and without other models; the batch has their outputs."""
-    alone = {"reference": ReferenceConfig(), "critic": None, "advantage": AdvantageConfig()}
+    alone = {"reference": ReferenceConfig(), "critic": None, "teacher": None, "advantage": AdvantageConfig()}
     here = {
         "runs_dir": record.run_dir / "replay",
         "name": f"step-{step:06d}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}",

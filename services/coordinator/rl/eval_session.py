@@ -57,7 +57,7 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
         raise InvalidInput(f"--out: {directory} exists and is not an empty directory; choose another", field="out")
     start = {"resume": str(checkpoint)} if is_checkpoint else {"resume": "never", "model": str(checkpoint)}
     policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
-    alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # opens no other model
+    alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None, "teacher": None}  # opens no other model
     # The run may be in progress, with its metrics port and trackers in use.
     quiet = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
     place = {"runs_dir": directory.parent, "name": directory.name, "observability": quiet}

@@ -34,7 +34,8 @@ def warning_metrics(step: int, metrics: Metrics, before: Metrics, settings: Warn
     `before` are the metrics of the step before it, which this function had added to; empty for the first.
     """
     collapse = _warn_of_collapse(step, metrics, before, settings.entropy_ratio)
-    count = 0.0 if metrics["reward/mixed_groups"] else before.get(_UNMIXED, 0.0) + 1
+    learns = metrics["reward/mixed_groups"] or "teacher_kl/token_mean" in metrics  # a teacher needs no rewards
+    count = 0.0 if learns else before.get(_UNMIXED, 0.0) + 1
     # Only once, and not in every later step.
     if (most := settings.steps_without_mixed_group) and count == most:
         log.warning(
@@ -160,9 +161,10 @@ def _token_metrics(batch: pa.Table) -> dict[str, float]:
     """Returns metrics over the trained tokens, for those of their columns that the batch has.
 
     `kl/token_mean` and `kl/sample_mean` are the unbiased k1 estimate of KL(policy || reference) in nats, per token and
-    per sample. `value/explained_variance` is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for
-    one that is no better than a constant; it is absent if all returns are equal. `sampling/kept_tokens_mean` is the
-    mean number of tokens that truncated sampling has kept.
+    per sample; those of `teacher_kl/` are of KL(policy || teacher). `value/explained_variance` is
+    1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that is no better than a constant; it is
+    absent if all returns are equal. `sampling/kept_tokens_mean` is the mean number of tokens that truncated sampling
+    has kept.
     """
     mask_N = trained_mask(batch)
     if not mask_N.any():
@@ -177,12 +179,13 @@ def _token_metrics(batch: pa.Table) -> dict[str, float]:
         advantages_M = per_token(batch, "advantages", "metrics")[mask_N]
         statistics = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
         metrics |= {f"advantage/{name}": float(function(advantages_M)) for name, function in statistics.items()}
-    if _has(batch, "ref_logprobs"):
-        kl_M = kl_of(batch, "k1")
-        metrics |= {
-            "kl/token_mean": float(kl_M.mean()),
-            "kl/sample_mean": float(kl_M.sum() / len(begins_of_samples(batch))),
-        }
+    for name, other in (("kl", "ref_logprobs"), ("teacher_kl", "teacher_logprobs")):
+        if _has(batch, other):
+            kl_M = kl_of(batch, "k1", other)
+            metrics |= {
+                f"{name}/token_mean": float(kl_M.mean()),
+                f"{name}/sample_mean": float(kl_M.sum() / len(begins_of_samples(batch))),
+            }
     if _has(batch, "values") and _has(batch, "returns"):
         values_M, returns_M = (per_token(batch, name, "metrics")[mask_N] for name in ("values", "returns"))
         metrics["value/mean"] = float(values_M.mean())

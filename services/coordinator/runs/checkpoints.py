@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from services.common.config.run import CheckpointConfig
+from services.common.config.operation import CheckpointConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.runs.evaluations import best_of, comparable_evaluations
 from services.coordinator.runs.ledger import Decision, Kind, Ledger

@@ -53,7 +53,7 @@ _MEGATRON += ("virtual_pipeline_model_parallel_size", "context_parallel_size", "
 _MEGATRON += ("expert_tensor_parallel_size", "param_offload", "grad_offload", "optimizer_offload", "auto_offload")
 _MEGATRON += ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _MEGATRON += ("empty_cuda_cache", "async_save")
-for _role in ("trainer", "reference", "critic"):
+for _role in ("trainer", "reference", "critic", "teacher"):
     _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
 _MAY_CHANGE |= {"trainer.max_logprob_diff", "trainer.streaming"}
 _MAY_CHANGE |= {"trainer.optim.on_nonfinite", "critic.optim.on_nonfinite"}
@@ -64,7 +64,7 @@ _MAY_GROW = {"data.max_prompt_tokens", "data.max_tokens", "rollout.max_model_len
 # Those of them that change the order of additions, in the trainer or in the engine, and with it the last bits.
 _ROUNDING = {"placement", "weights.bucket_bytes", "trainer.streaming", "rollout.tensor_parallel_size"}
 _ROUNDING |= {"rollout.max_samples", "rollout.engine"}
-for _role in ("trainer", "reference", "critic"):
+for _role in ("trainer", "reference", "critic", "teacher"):
     _ROUNDING |= {f"{_role}.{key}" for key in ("num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")}
 
 

@@ -87,12 +87,12 @@ class FsdpBackend(Backend):
         self._writers = dist.new_group(backend="gloo", timeout=timeout) if self.saves_in_background else None
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         kind = ValueModel if role is Role.CRITIC else LogprobModel
-        kept = dtype if role is Role.REFERENCE or config.lora.rank else torch.float32  # what is trained is float32
+        kept = dtype if role.is_frozen or config.lora.rank else torch.float32  # what is trained is float32
         self._model = build(kind, model_path, config, self._mesh, weight_dtype=kept, compute_dtype=dtype)
         groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
         if self.data_rank == 0:
             _log.info("%s: attention is computed by %s", role, self._model.attention(device, dtype))
-        if role is Role.REFERENCE:
+        if role.is_frozen:
             self._model.requires_grad_(False)
         else:
             groups[OPTIMIZER] = self._state_tensors
@@ -216,7 +216,7 @@ class FsdpBackend(Backend):
             group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
 
     def release(self, parts: Collection[Part]) -> None:
-        if Part.OPTIMIZER in parts and self._role is not Role.REFERENCE:
+        if Part.OPTIMIZER in parts and not self._role.is_frozen:
             self.discard_gradients()
         reshard(self._model)
         super().release(parts)

@@ -83,7 +83,7 @@ class MegatronBackend(Backend):
         self._closing.callback(self._model.close)
         parameters = lambda: (parameter.data for chunk in self._model.chunks for parameter in chunk.parameters())  # noqa: E731
         groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: parameters}
-        if self._role is not Role.REFERENCE:
+        if not self._role.is_frozen:
             self._optimizer = make_optimizer(self._model.ddp_chunks(), config, self._dtype)
             self._model.config.grad_scale_func = self._optimizer.scale_loss
             own = SavedUnder.of(config, self._role, self._hf.model_type, self.device)
@@ -213,7 +213,7 @@ class MegatronBackend(Backend):
         else:
             with same_on_all_ranks():
                 load_checkpoint_weights(parameters, self._map, parallelism, self._model_path)
-        if self._role is not Role.REFERENCE:
+        if not self._role.is_frozen:
             if megatron.moe.freeze_router:
                 for parameter in parameters:
                     parameter.tensor.requires_grad_(".router." not in parameter.name)

@@ -185,7 +185,7 @@ class MegatronModel:
         return [unwrap(chunk) for chunk in self.chunks]
 
     def ddp_chunks(self) -> list[DistributedDataParallel]:
-        """Returns the wrapped chunks of a trained model, or none for a reference, which has no gradients."""
+        """Returns the wrapped chunks of a trained model, or none for a frozen model, which has no gradients."""
         return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
 
 

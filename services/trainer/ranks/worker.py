@@ -45,6 +45,7 @@ CONFIGS: dict[Role, type[TrainerConfig]] = {
     Role.POLICY: TrainerConfig,
     Role.REFERENCE: TrainerConfig,
     Role.CRITIC: CriticSettings,
+    Role.TEACHER: TrainerConfig,
 }
 
 

@@ -52,6 +52,7 @@ def test_the_batch_is_complete_before_its_update_and_has_the_same_blocks() -> No
     assert (tokens_per_block(lagged), streams(lagged)) == (tokens_per_block(config()), False)
 
 
-def test_the_reference_has_no_lag() -> None:
-    lagged = config(trainer={"lag": LAG, "loss": {"kl_coef": 0.1, **ENGINE}})
-    assert lagged.models["reference"].lag.versions == 0
+def test_reference_and_teacher_have_no_lag() -> None:
+    distilled = {"advantage": {"distill_coef": 0.5}, "teacher": {"model": "t"}}
+    lagged = config(trainer={"lag": LAG, "loss": {"kl_coef": 0.1, **ENGINE}}, **distilled)
+    assert lagged.models["reference"].lag.versions == lagged.models["teacher"].lag.versions == 0

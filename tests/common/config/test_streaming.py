@@ -125,6 +125,12 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("advantage", [{"kind": "distill"}, {"kind": "grpo", "distill_coef": 0.5}])
+def test_a_teacher_changes_no_block(advantage: dict[str, Any]) -> None:
+    made = config(advantage=advantage, teacher={"model": "t"})
+    assert (tokens_per_block(made), streams(made)) == (tokens_per_block(config()), True)
+
+
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_needs_the_whole_batch_is_not_cut(case: str) -> None:
     made = config(**WHOLE[case])

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 
-from services.common.config.run import TimeoutsConfig
+from services.common.config.operation import TimeoutsConfig
 from services.common.rpc.server import Server
 from services.coordinator.clients.replica import Replica
 from services.coordinator.clients.trainer import Trainer

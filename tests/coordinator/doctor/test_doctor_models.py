@@ -9,9 +9,10 @@ import pytest
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.coordinator.doctor import inputs
+from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import examine_inputs
 from services.coordinator.fleet.launch import Addresses
-from tests.coordinator.doctor.findings import FAIL, assert_fails, config_with
+from tests.coordinator.doctor.findings import FAIL, OK, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
 
 
@@ -69,3 +70,20 @@ def test_what_computes_attention_is_named(
     monkeypatch.setattr(inputs, "visible_gpus", lambda: gpus)
     attention, *_ = examine_inputs(config_with(trainer=trainer), Addresses())
     assert attention.check == "attention" and kernel in attention.result
+
+
+def test_a_teacher_with_another_tokenizer_is_found(tmp_path: Path) -> None:
+    directory = shutil.copytree(config_with().model, tmp_path / "teacher")
+    distilled = {"advantage": {"kind": "distill"}, "teacher": {"model": str(directory)}}
+    shape = json.loads((directory / "config.json").read_text()) | {"max_position_embeddings": 32768}
+    (directory / "config.json").write_text(json.dumps(shape))
+
+    def found() -> Finding:
+        return next(one for one in examine_inputs(config_with(**distilled), Addresses()) if one.check == "teacher")
+
+    same = found()
+    assert (same.verdict, "with the tokenizer of the policy" in same.result) == (OK, True)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    assert_fails(found(), FAIL, "it has another normalizer", "choose another teacher.model")

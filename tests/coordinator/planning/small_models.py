@@ -43,6 +43,7 @@ def make(directory: Path | None, **trainer: Any) -> tuple[Config, Architecture]:
         "reward": {"scorers": [{"kind": "exact"}]},
         "weights": {"bucket_bytes": 2**16},
         "reference": trainer.pop("reference", {}),
+        **trainer.pop("distilled", {}),
         "trainer": {"strategy": "megatron", **trainer},
     }
     model = read_architecture(directory) if directory else Architecture("llama", *[1] * 7, False)

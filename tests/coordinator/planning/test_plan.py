@@ -16,6 +16,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli.main import app, main
 from services.coordinator.planning import measured
+from services.coordinator.planning.memory import rank_memory
 from services.coordinator.planning.plan import check_model, show_plan
 from tests.coordinator.planning.small_models import DENSE, make, sizes, write
 from tests.support import raises
@@ -81,6 +82,38 @@ def test_blocks_of_several_minibatches(dense: Path) -> None:
     blocks = "blocks: groups of at least 126976 tokens together, trained on as soon as they are scored"
     assert f"{blocks}; the pipeline idles for 20% of each" in text
     assert "they are the first of 2 mini-batches, and each of the others is trained on at once" in text
+
+
+def test_a_teacher_of_another_size(dense: Path, tmp_path: Path) -> None:
+    """The teacher has 16 layers in place of 8, and twice the width: on the policy's ranks, then on its own."""
+    teacher = write(tmp_path / "large", {**DENSE, "num_hidden_layers": 16, "hidden_size": 128})
+    section = {"model": str(teacher), "megatron": sizes(tp=2)}
+    distilled = {"advantage": {"kind": "distill"}, "teacher": section}
+    policy, _ = make(dense, num_ranks=2, megatron=sizes(tp=2))
+    config, model = make(dense, num_ranks=2, megatron=sizes(tp=2), distilled=distilled)
+    (plain,), (memory,) = (rank_memory(one, model, is_gpu=True).values() for one in (policy, config))
+    as_policy, large = make(teacher, num_ranks=2, megatron=sizes(tp=2))
+    (its,) = rank_memory(as_policy, large, is_gpu=True).values()
+    assert memory.teacher == its.weights > 2 * plain.weights and memory.reference == 0
+    assert memory.idle - plain.idle == memory.teacher
+    assert memory.phases["optimizer"] - plain.phases["optimizer"] == memory.teacher
+    # Its forward pass, with wider layers, takes more than the policy's.
+    assert memory.phases["forward"] - plain.phases["forward"] == memory.teacher + (
+        its.microbatch.forward - plain.microbatch.forward
+    )
+    assert "teacher: 2 ranks = TP 2" in shown(config) and "teacher" in shown(config).split("Memory per rank")[1]
+    own = {**distilled, "teacher": {**section, "deployment": "own", "num_ranks": 4}}
+    config, model = make(dense, num_ranks=2, megatron=sizes(tp=2), distilled=own)
+    (memory,) = rank_memory(config, model, is_gpu=True).values()
+    assert memory == plain
+    assert "teacher: 0.00" in shown(config) and "on 4 ranks of its own, on each" in shown(config)
+
+
+def test_a_teacher_that_is_not_here_is_named(dense: Path, tmp_path: Path) -> None:
+    distilled = {"advantage": {"kind": "distill"}, "teacher": {"model": str(tmp_path / "nowhere")}}
+    config, _ = make(dense, num_ranks=2, distilled=distilled)
+    with pytest.raises(NotFound, match="nowhere"):
+        shown(config)
 
 
 def test_uneven_batch_and_own_layout_of_the_reference(dense: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.config.run import CheckpointConfig
+from services.common.config.operation import CheckpointConfig
 from services.common.errors import InternalError, PreconditionFailed, Reason
 from services.coordinator.rl.step import Batch, update
 from services.coordinator.runs.ledger import Kind

@@ -48,18 +48,20 @@ class Run(_message.Message):
     def __init__(self, name: _Optional[str] = ..., run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., phase: _Optional[str] = ..., version: _Optional[int] = ..., num_steps: _Optional[int] = ..., run_dir: _Optional[str] = ..., error: _Optional[str] = ..., export_path: _Optional[str] = ...) -> None: ...
 
 class ServiceAddresses(_message.Message):
-    __slots__ = ("rollout", "reward", "trainer", "reference", "critic")
+    __slots__ = ("rollout", "reward", "trainer", "reference", "critic", "teacher")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     TRAINER_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     CRITIC_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_FIELD_NUMBER: _ClassVar[int]
     rollout: _containers.RepeatedScalarFieldContainer[str]
     reward: _containers.RepeatedScalarFieldContainer[str]
     trainer: str
     reference: str
     critic: str
-    def __init__(self, rollout: _Optional[_Iterable[str]] = ..., reward: _Optional[_Iterable[str]] = ..., trainer: _Optional[str] = ..., reference: _Optional[str] = ..., critic: _Optional[str] = ...) -> None: ...
+    teacher: str
+    def __init__(self, rollout: _Optional[_Iterable[str]] = ..., reward: _Optional[_Iterable[str]] = ..., trainer: _Optional[str] = ..., reference: _Optional[str] = ..., critic: _Optional[str] = ..., teacher: _Optional[str] = ...) -> None: ...
 
 class Numbers(_message.Message):
     __slots__ = ("version", "values")

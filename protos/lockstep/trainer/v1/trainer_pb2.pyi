@@ -14,6 +14,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_POLICY: _ClassVar[Role]
     ROLE_REFERENCE: _ClassVar[Role]
     ROLE_CRITIC: _ClassVar[Role]
+    ROLE_TEACHER: _ClassVar[Role]
 
 class ModelPart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -24,6 +25,7 @@ ROLE_UNSPECIFIED: Role
 ROLE_POLICY: Role
 ROLE_REFERENCE: Role
 ROLE_CRITIC: Role
+ROLE_TEACHER: Role
 MODEL_PART_UNSPECIFIED: ModelPart
 MODEL_PART_OPTIMIZER: ModelPart
 MODEL_PART_PARAMETERS: ModelPart

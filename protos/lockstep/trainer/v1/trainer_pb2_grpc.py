@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the frozen ones: reference and teacher. Rank 0 of the deployment answers for all ranks.
     """
 
     def __init__(self, channel):
@@ -98,7 +98,7 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the frozen ones: reference and teacher. Rank 0 of the deployment answers for all ranks.
     """
 
     def GetInfo(self, request, context):
@@ -265,7 +265,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the frozen ones: reference and teacher. Rank 0 of the deployment answers for all ranks.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks."""
+    """Hosts the models that are trained, and the frozen ones: reference and teacher. Rank 0 of the deployment answers for all ranks."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -74,7 +74,7 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks."""
+    """Hosts the models that are trained, and the frozen ones: reference and teacher. Rank 0 of the deployment answers for all ranks."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetInfoRequest, _trainer_pb2.GetInfoResponse]  # type: ignore[assignment]
@@ -117,7 +117,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks."""
+    """Hosts the models that are trained, and the frozen ones: reference and teacher. Rank 0 of the deployment answers for all ranks."""
 
     @_abc_1.abstractmethod
     def GetInfo(

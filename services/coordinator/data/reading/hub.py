@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from services.common.config.load import AnyConfig
+from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ _OF_TRAINING = re.compile(r"(^|[/._-])train([/._-])")
 # The files of a model card, and weights. Other files of a repository are often the same weights in another format.
 _CARD = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model")
 _WEIGHTS = ("model*.safetensors",)
-_ROLES = ("reference", "critic")
 
 
 def with_local_models(config: ConfigT, *, has_weights: bool = True) -> ConfigT:
@@ -36,9 +36,8 @@ def with_local_models(config: ConfigT, *, has_weights: bool = True) -> ConfigT:
         Unavailable: The Hub is unreachable, and the model was not downloaded before.
     """
     changes: dict[str, object] = {"model": local_model(config.model, has_weights=has_weights, field="model")}
-    for role in _ROLES:
-        section = getattr(config, role, None)
-        if section is not None and section.model is not None:
+    for role, section in (config.role_sections if isinstance(config, Config) else {}).items():
+        if section.model is not None:
             directory = local_model(section.model, has_weights=has_weights, field=f"{role}.model")
             changes[role] = section.model_copy(update={"model": directory})
     return config.model_copy(update=changes)

@@ -27,6 +27,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": estimators.centered_rewards,  # and whitening over the batch
     "remax": estimators.remax,
     "gae": estimators.gae,
+    "distill": estimators.distill,
     "python": estimators.python,
 }
 
@@ -45,7 +46,12 @@ def compute_advantages(batch: pa.Table, config: AdvantageConfig, *, kl_coef: flo
     advantages_M = ESTIMATORS[config.kind](samples, config)
     if samples.values_M is not None:
         batch = _with_column(batch, "returns", samples.to_lists(advantages_M + samples.values_M))
-    return _with_column(batch, "advantages", samples.to_lists(estimators.whiten(advantages_M, samples, config)))
+    advantages_M = estimators.whiten(advantages_M, samples, config)
+    if samples.teacher_kl_M is not None:
+        # On samples of the policy, this is the gradient of KL(policy || teacher) of the next token in every state that
+        # was visited. What a token does to later states is left out, a discount of 0 (arXiv 2306.13649, section 3).
+        advantages_M = advantages_M - config.teacher_coef * samples.teacher_kl_M
+    return _with_column(batch, "advantages", samples.to_lists(advantages_M))
 
 
 def _with_column(batch: pa.Table, name: str, column: pa.Array) -> pa.Table:

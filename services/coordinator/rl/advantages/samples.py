@@ -20,7 +20,7 @@ _MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
 
 
 def token_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np.ndarray:
-    """Estimates KL(policy || reference) in nats from the sampled tokens' log-probabilities.
+    """Estimates KL(policy || reference), or to a teacher, in nats from the sampled tokens' log-probabilities.
 
     k1, k2 and k3 are Schulman's estimators (2020, "Approximating KL divergence"): k1 is unbiased and may be negative,
     k2 is biased and k3 unbiased, both non-negative; abs is |k1|. As in the loss, k3 is at most 10.
@@ -49,6 +49,7 @@ class Samples:
     sample_M: np.ndarray  # index of its sample
     penalty_M: np.ndarray  # KL penalty of each token, multiplied by the coefficient
     values_M: np.ndarray | None  # critic's value of the state before each token; None if the kind needs no critic
+    teacher_kl_M: np.ndarray | None  # log policy - log teacher of each token; None if the run has no teacher
     baseline_S: np.ndarray | None  # reward of the prompt's greedy completion; None if the kind needs none
     # Whether each trained token is the first of a turn: without an environment, of a run of trained tokens.
     turn_starts_M: np.ndarray
@@ -89,6 +90,7 @@ class Samples:
             sample_M=sample_M,
             penalty_M=kl_coef * kl_M,
             values_M=values_M,
+            teacher_kl_M=kl_of(batch, "k1", "teacher_logprobs") if config.needs_teacher else None,
             baseline_S=_required(batch, "baseline", kind).to_numpy()[first_S] if config.needs_baseline else None,
             turn_starts_M=turn_starts_M,
             turn_rewards_K=turn_rewards_K,
@@ -173,16 +175,18 @@ def per_token(batch: pa.Table, name: str, why: str) -> np.ndarray:
     return pc.list_flatten(column).to_numpy().astype(np.float64)
 
 
-def kl_of(batch: pa.Table, kind: str) -> np.ndarray:
-    """Returns the KL estimate at each trained token of `batch`, without coefficient, as float64 [M].
+def kl_of(batch: pa.Table, kind: str, other: str = "ref_logprobs") -> np.ndarray:
+    """Returns the estimate of the KL from policy to another model at each trained token of `batch`, float64 [M].
+
+    `other` is the column with that model's log-probabilities. There is no coefficient in the result.
 
     Raises:
-        InvalidInput: ref_logprobs or logprobs are missing or differ in length from tokens.
+        InvalidInput: `other` or logprobs are missing or differ in length from tokens.
     """
-    why = "the KL to the reference"
-    logprobs_N, reference_N = per_token(batch, "logprobs", why), per_token(batch, "ref_logprobs", why)
+    why = f"the KL to {'the teacher' if other == 'teacher_logprobs' else 'the reference'}"
+    logprobs_N, other_N = per_token(batch, "logprobs", why), per_token(batch, other, why)
     mask_N = trained_mask(batch)
-    return token_kl(logprobs_N[mask_N], reference_N[mask_N], kind)
+    return token_kl(logprobs_N[mask_N], other_N[mask_N], kind)
 
 
 def _required(batch: pa.Table, name: str, why: str) -> pa.ChunkedArray:

@@ -172,10 +172,9 @@ class _Selection:
     def _num_trainable(self, num_groups: int) -> int:
         """Returns the most of `num_groups` that make equal mini-batches with a sample for every rank, or 0."""
         models = self._config.models
-        minibatches = {name: 1 if name == "reference" else model.num_minibatches for name, model in models.items()}
-        num_groups -= num_groups % math.lcm(*minibatches.values())
+        num_groups -= num_groups % math.lcm(*(model.num_minibatches for model in models.values()))
         samples = num_groups * self._config.rollout.completions_per_prompt
-        fits = all(samples // minibatches[name] >= samples_at_once(model) for name, model in models.items())
+        fits = all(samples // model.num_minibatches >= samples_at_once(model) for model in models.values())
         return num_groups if fits else 0
 
     def _require_enough(self, groups: Sequence[ScoredGroup], num_useful: int, attempts: Sequence[_Attempt]) -> None:

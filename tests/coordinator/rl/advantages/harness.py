@@ -78,8 +78,23 @@ def reference(rows: list[Row], config: AdvantageConfig) -> list[list[float]]:
     advantages = [
         [a if m else 0.0 for a, m in zip(x, mask(r), strict=True)] for x, r in zip(advantages, rows, strict=True)
     ]
-    if config.whitening == "none":
-        return advantages
+    if config.whitening != "none":
+        advantages = _whitened(advantages, rows, config)
+    return [
+        [a + t for a, t in zip(x, _toward_teacher(r, config), strict=True)]
+        for x, r in zip(advantages, rows, strict=True)
+    ]
+
+
+def _toward_teacher(row: Row, config: AdvantageConfig) -> list[float]:
+    coef = config.distill_coef or (1.0 if config.kind == "distill" else 0.0)
+    if not coef:
+        return [0.0] * len(row["tokens"])
+    pairs = zip(row["teacher_logprobs"], row["logprobs"], mask(row), strict=True)
+    return [coef * (teacher - policy) if used else 0.0 for teacher, policy, used in pairs]
+
+
+def _whitened(advantages: list[list[float]], rows: list[Row], config: AdvantageConfig) -> list[list[float]]:
     whitened = []
     for row, numbers in zip(rows, advantages, strict=True):
         peers = [r["group"] == row["group"] or config.whitening == "batch" for r in rows]
@@ -109,6 +124,8 @@ def _advantages(row: Row, rows: list[Row], config: AdvantageConfig) -> list[floa
         return [own - weighted / sum(lengths) if sum(lengths) else 0.0] * num_tokens
     if config.kind == "gpg":
         return [(own - mean) * _gpg_factor(rows, config)] * num_tokens
+    if config.kind == "distill":
+        return [0.0] * num_tokens
     if config.kind == "per_turn":
         pools = itertools.zip_longest(*(_turn_returns(r, config) for r in peers))
         means = [statistics.fmean(x for x in pool if x is not None) for pool in pools]
@@ -177,7 +194,8 @@ def some_batch(seed: int, *, masked: bool = True) -> list[Row]:
         baseline, spread = _number(chance), chance.choice([0, 1, 1])
         for _ in range(chance.randint(2, 4)):
             size, keeps = chance.randint(1, 6), chance.choice([0.0, 0.6, 0.6, 1.0, 1.0])
-            columns = {name: [_number(chance) for _ in range(size)] for name in ("logprobs", "ref_logprobs", "values")}
+            names = ("logprobs", "ref_logprobs", "values", "teacher_logprobs")
+            columns = {name: [_number(chance) for _ in range(size)] for name in names}
             columns["loss_mask"] = [chance.random() < keeps for _ in range(size)] if masked else None
             reward, reason = baseline + spread * _number(chance), chance.choice(["stop", "length"])
             rows.append(row(reward, size, 3 * group + 1, baseline=baseline, finish_reason=reason, **columns))
@@ -199,6 +217,9 @@ def configs(draw: st.DrawFn) -> AdvantageConfig:
     kind = draw(st.sampled_from(KINDS))
     settings: dict[str, Any] = {"kind": kind, "whiten": draw(st.sampled_from(["auto", "none", "group", "batch"]))}
     settings["kl"] = {"coef": draw(st.sampled_from([0, 0.5])), "kind": draw(st.sampled_from(["k1", "k2", "abs"]))}
+    if kind == "distill":  # refuses what only changes a reward's advantage
+        settings = {"kind": kind}
+    settings["distill_coef"] = draw(st.sampled_from([None, 0.25, 2.0]))
     unit = st.integers(0, 10).map(lambda n: n / 10)
     if kind == "grpo":
         settings["normalize_std"] = draw(st.booleans())

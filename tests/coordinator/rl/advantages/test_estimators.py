@@ -177,7 +177,7 @@ def test_fully_masked_sample_still_counts_for_its_group(kind: str, expected: lis
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_without_a_trained_token_has_no_advantages(kind: str):
-    rows = [row(n, 2, loss_mask=[NO, NO], values=[0, 0], baseline=0) for n in (0, 1)]
+    rows = [row(n, 2, loss_mask=[NO, NO], values=[0, 0], baseline=0, teacher_logprobs=[-1, -1]) for n in (0, 1)]
     assert computed(rows, kind=kind) == [[0, 0], [0, 0]]
 
 
@@ -219,7 +219,7 @@ def test_missing_or_misshapen_column_is_named(field: str, config: dict, columns:
 
 
 def test_group_of_one_is_refused_where_samples_are_compared():
-    rows = [row(0), row(1), row(1, group=5, values=[0], baseline=0)]
+    rows = [row(0), row(1), row(1, group=5, values=[0], baseline=0, teacher_logprobs=[-1])]
     for kind in KINDS:
         if AdvantageConfig(kind=kind).needs_group:
             with raises(InvalidInput, field="group"):
@@ -230,12 +230,14 @@ def test_group_of_one_is_refused_where_samples_are_compared():
 
 def test_what_a_kind_needs():
     needs = {
-        kind: [name for name in ("group", "values", "baseline", "reference") if getattr(config, f"needs_{name}")]
+        kind: [
+            name for name in ("group", "values", "baseline", "reference", "teacher") if getattr(config, f"needs_{name}")
+        ]
         for kind, config in ((kind, AdvantageConfig(kind=kind)) for kind in KINDS)
     }
-    alone = {"gae": ["values"], "remax": ["baseline"], "reinforce_plus_plus": []}
+    alone = {"gae": ["values"], "remax": ["baseline"], "reinforce_plus_plus": [], "distill": ["teacher"]}
     assert needs == {kind: alone.get(kind, ["group"]) for kind in KINDS}
-    assert AdvantageConfig(kl={"coef": 0.1}).needs_reference
+    assert AdvantageConfig(kl={"coef": 0.1}).needs_reference and AdvantageConfig(distill_coef=0.1).needs_teacher
 
 
 @pytest.mark.parametrize(

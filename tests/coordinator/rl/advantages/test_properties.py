@@ -29,6 +29,7 @@ from tests.coordinator.rl.advantages.harness import (
 # Advantages are float32, with a relative rounding error of 2^-24. All other numbers are float64 around 1, or around
 # 1 / eps of that.
 CLOSE = {"rel": 1e-6, "abs": 1e-6}
+OF_REWARDS = [kind for kind in KINDS if kind != "distill"]
 COMPARED = [kind for kind in KINDS if AdvantageConfig(kind=kind).needs_group]
 quickly = settings(max_examples=15, deadline=None, derandomize=True)
 
@@ -64,7 +65,7 @@ def test_tokens_that_are_masked_do_not_matter(rows: list[Row], config: Advantage
     for row in rows:
         per_token = {
             name: [x for x, used in zip(row[name], mask(row), strict=True) if used]
-            for name in ("tokens", "logprobs", "ref_logprobs", "values")
+            for name in ("tokens", "logprobs", "ref_logprobs", "teacher_logprobs", "values")
         }
         bare.append(row | per_token | {"loss_mask": None})
     before = compute_advantages(table(rows), config)["advantages"].to_pylist()
@@ -121,7 +122,7 @@ def _turns_of(rewards: list[float], size: int, *, is_env: bool) -> dict[str, Any
     return columns | (episode | {"environment": "e 1"} if is_env else {})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("grpo", "gae")])
+@pytest.mark.parametrize("kind", [kind for kind in OF_REWARDS if kind not in ("grpo", "gae")])
 @quickly
 @given(batches, st.sampled_from([-2.0, 0.5, 3.0]))
 def test_advantages_scale_with_rewards(kind: str, rows: list[Row], scale: float) -> None:
@@ -130,7 +131,9 @@ def test_advantages_scale_with_rewards(kind: str, rows: list[Row], scale: float)
     assert_close(computed(scaled, kind=kind, whiten="none"), [[scale * a for a in numbers] for numbers in before])
 
 
-@pytest.mark.parametrize("config", [{"kind": "grpo"}, *({"kind": kind, "whiten": "batch"} for kind in KINDS)], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"kind": "grpo"}, *({"kind": kind, "whiten": "batch"} for kind in OF_REWARDS)], ids=str
+)
 @quickly
 @given(batches)
 def test_whitened_advantages_do_not_scale_with_rewards(config: dict, rows: list[Row]) -> None:
@@ -142,7 +145,7 @@ def test_whitened_advantages_do_not_scale_with_rewards(config: dict, rows: list[
 
 @pytest.mark.parametrize("whiten", ["group", "batch"])
 @quickly
-@given(batches, st.sampled_from(KINDS))
+@given(batches, st.sampled_from(OF_REWARDS))
 def test_whitening_gives_mean_0_and_deviation_1(whiten: str, rows: list[Row], kind: str) -> None:
     before = trained(rows, computed(rows, kind=kind, whiten="none"))
     after = trained(rows, computed(rows, kind=kind, whiten=whiten, eps=1e-12))

@@ -1,0 +1,90 @@
+"""Estimates the memory of a run's frozen models, reference and teacher, which only compute log-probabilities."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.config.layout import Layout
+from services.common.config.load import AnyConfig, role_models, role_section
+from services.common.config.trainer import TrainerConfig
+from services.common.counted import counted
+from services.common.families.architecture import Architecture, read_architecture, read_content
+from services.common.families.registry import FAMILIES
+from services.coordinator.planning.activations import (
+    gathered_parameters,
+    microbatch_memory,
+    stage_parameters,
+    weight_bytes,
+)
+from services.coordinator.planning.measured import MeasuredModel, measure
+
+_NAMES = ("reference", "teacher")
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """Bytes of one frozen model on the rank that has most."""
+
+    name: str
+    num_parameters: int
+    """Of the whole model."""
+    num_ranks: int
+    is_shared: bool
+    """Whether it is on the policy's ranks."""
+    weights: int
+    """Bytes that stay on the device between forward passes."""
+    forward: int
+    """Bytes that a forward pass takes besides: intermediate results, and weights that were not there."""
+
+    @property
+    def line(self) -> str:
+        """Returns the line of `lockstep plan` for a model on ranks of its own."""
+        weights, peak = (size / 2**30 for size in (self.weights, self.weights + self.forward))
+        count, ranks = f"{self.num_parameters / 1e9:.3g}B parameters", counted(self.num_ranks, "rank")
+        return (
+            f"{self.name}: {count} on {ranks} of its own, on each {weights:.2f} GiB of weights, {peak:.2f} at its peak"
+        )
+
+
+def frozen_models(config: AnyConfig, policy: Architecture | MeasuredModel, *, is_gpu: bool) -> Iterator[FrozenModel]:
+    """Yields the frozen models of a run; `policy` is the model of one that names no other.
+
+    Raises:
+        NotFound: A model that is named has no config.json on this host.
+    """
+    for name, settings, directory in role_models(config):
+        if name in _NAMES:
+            model = policy if directory == Path(config.model) else read_model(directory, settings)
+            yield _frozen(config, name, settings, model, is_gpu=is_gpu)
+
+
+def read_model(directory: Path, settings: TrainerConfig) -> Architecture | MeasuredModel:
+    """Returns the sizes of a model; those of one that the registry does not know are counted by the trainer's code.
+
+    Raises:
+        NotFound: There is no config.json in `directory`.
+        InvalidInput: The trainer would refuse the model, or torch, which counts its parameters, is not installed here.
+    """
+    if read_content(directory).get("model_type") in FAMILIES or settings.strategy == "megatron":
+        return read_architecture(directory)
+    return measure(str(directory), settings)
+
+
+def _frozen(
+    config: AnyConfig, name: str, settings: TrainerConfig, model: Architecture | MeasuredModel, *, is_gpu: bool
+) -> FrozenModel:
+    as_policy, weight = config.model_copy(update={"trainer": settings}), weight_bytes(settings, is_gpu=is_gpu)
+    section = role_section(config, name)
+    is_shared = section is not None and section.deployment == "shared"
+    if settings.strategy == "fsdp" or isinstance(model, MeasuredModel):
+        layout = Layout(settings.num_ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=settings.num_ranks)
+        weights = weight * -(-model.num_parameters // settings.num_ranks)
+        besides = weight * gathered_parameters(settings, model)
+        is_away = False
+    else:
+        layout, besides = Layout.of(settings.megatron, settings.num_ranks), 0
+        weights = weight * max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))
+        is_away = "params" in settings.megatron.offloads
+    results = (microbatch_memory(as_policy, model, layout, pp, is_gpu=is_gpu).forward for pp in range(layout.pp))
+    here, back = (0, weights) if is_away else (weights, 0)
+    return FrozenModel(name, model.num_parameters, settings.num_ranks, is_shared, here, max(results) + besides + back)

@@ -1,0 +1,72 @@
+"""Rules of distillation: every error names the keys, and the nearest configs that keep the rule are accepted."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.common.config.load import load
+from services.common.config.run import Config
+from tests.common.config.smallest import SMALLEST, refused, write
+
+TEACHER = ["teacher.model=t"]
+# Overrides that break one rule, what the error must name, and the nearest legal overrides.
+RULES = {
+    "distillation needs a teacher": (
+        ["advantage.kind=distill"],
+        ["advantage.kind distill and advantage.distill_coef need a teacher", "set teacher.model"],
+        ["advantage.kind=distill", *TEACHER],
+    ),
+    "a teacher is of use": (
+        TEACHER,
+        ["nothing else uses one"],
+        [*TEACHER, "advantage.distill_coef=0.5"],
+    ),
+    "a teacher is another model": (
+        ["advantage.kind=distill", "teacher={}"],
+        ["teacher", "model: name the teacher's model"],
+        ["advantage.kind=distill", *TEACHER],
+    ),
+    "a loss without advantages distills nothing": (
+        ["advantage.kind=distill", *TEACHER, "trainer.loss.kind=sft"],
+        ["trainer.loss.kind sft reads no advantages"],
+        ["advantage.kind=distill", *TEACHER, "trainer.loss.kind=reinforce"],
+    ),
+    "no penalty on a reward that is not read": (
+        ["advantage={kind: distill, kl: {coef: 0.1}}", *TEACHER],
+        ["kl.coef is a penalty on the reward", "trainer.loss.kl_coef"],
+        ["advantage.kind=distill", *TEACHER, "trainer.loss.kl_coef=0.1"],
+    ),
+    "no whitening of a reward that is not read": (
+        ["advantage={kind: distill, whiten: group}", *TEACHER],
+        ["whiten normalizes the reward's advantage"],
+        ["advantage={kind: grpo, distill_coef: 1, whiten: group}", *TEACHER],
+    ),
+    "dynamic sampling needs rewards": (
+        ["advantage.kind=distill", *TEACHER, "reward.scorers=[]", "selection.dynamic.enabled=true"],
+        ["selection.dynamic compares rewards"],
+        ["advantage.kind=distill", *TEACHER, "reward.scorers=[]"],
+    ),
+    "a colocated teacher shares the trainer's ranks": (
+        ["placement=colocated", "trainer.num_ranks=1", "advantage.kind=distill", *TEACHER, "teacher.deployment=own"],
+        ["teacher.deployment own needs GPUs of its own"],
+        ["placement=colocated", "trainer.num_ranks=1", "advantage.kind=distill", *TEACHER],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule(tmp_path: Path, rule: str) -> None:
+    wrong, words, right = RULES[rule]
+    file = write(tmp_path, "run.yaml", yaml.safe_dump(SMALLEST))
+    message = refused(file, *wrong)
+    assert all(word in message for word in words), message
+    load(Config, [file, *right])
+
+
+def test_one_sample_of_a_prompt_is_enough(tmp_path: Path) -> None:
+    file = write(tmp_path, "run.yaml", yaml.safe_dump(SMALLEST))
+    config = load(Config, [file, *TEACHER, "advantage.kind=distill", "rollout.completions_per_prompt=1"])
+    assert config.auxiliary_roles == ("teacher",) and config.advantage.teacher_coef == 1
+    beside = load(Config, [file, *TEACHER, "advantage.distill_coef=0.5", "trainer.num_minibatches=4"])
+    assert (beside.advantage.teacher_coef, beside.models["teacher"].num_minibatches) == (0.5, 1)
