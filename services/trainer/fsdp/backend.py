@@ -84,7 +84,9 @@ class FsdpBackend(Backend):
         self.saves_in_background = config.fsdp.async_save
         # A background thread writes with its own group, so that its collectives do not mix with those of training.
         timeout = timedelta(seconds=config.collective_timeout_s)
-        self._writers = dist.new_group(backend="gloo", timeout=timeout) if self.saves_in_background else None
+        writers = dist.new_group(backend="gloo", timeout=timeout) if self.saves_in_background else None
+        assert not isinstance(writers, int)  # this rank is in the group
+        self._writers = writers
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         kind = ValueModel if role is Role.CRITIC else LogprobModel
         kept = dtype if role.is_frozen or config.lora.rank else torch.float32  # what is trained is float32

@@ -31,7 +31,11 @@ log = logging.getLogger(__name__)
 # publication, and what the processes allocate outside torch.
 _SPARE_SHARE = 0.05
 # Roles of the models beside the policy, by config section.
-_ROLES = {name: trainer_pb2.Role.Value(f"ROLE_{name.upper()}") for name in ("reference", "critic", "teacher")}
+_ROLES = {
+    "reference": trainer_pb2.ROLE_REFERENCE,
+    "critic": trainer_pb2.ROLE_CRITIC,
+    "teacher": trainer_pb2.ROLE_TEACHER,
+}
 
 
 def make_publisher(services: Services, run: Run) -> Publisher:
