@@ -41,8 +41,6 @@ _SHARED = (
     "trainer.num_ranks=1",
     "rollout.num_replicas=1",
     "num_steps=8",
-    "trainer.fsdp.torch_compile=true",  # as in a run of many steps
-    "rollout.torch_compile=true",
 )
 _WARM_UP = 2
 _UNITS = ("[s]", "[GB freed]", "[GB taken]", "[GB free on the GPU]")

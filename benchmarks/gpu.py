@@ -85,6 +85,7 @@ def _colocated() -> Iterator[tuple[int, str]]:
     short = "rollout.sampling.max_tokens=1024 rollout.engine.additional_config.shorter_by=4"
     for strategy in ("fsdp", "megatron"):
         both = f"trainer.strategy={strategy} trainer.compute_dtype=bfloat16 {short}"
+        both += " trainer.fsdp.torch_compile=true" if strategy == "fsdp" else ""
         yield 1, f"colocated colocated-qwen3-0.6b-{strategy} qwen3-0.6b {both}"
     yield 1, f"colocated colocated-qwen2.5-3b-megatron qwen2.5-3b {_BF16} {short}"
     for mode in ("on", "off"):

@@ -29,8 +29,7 @@ def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
     return [
         f"model={model}",
         "num_steps=6",
-        "trainer.fsdp.torch_compile=true",  # as in a run of many steps
-        "rollout.torch_compile=true",
+        "rollout.torch_compile=true",  # as in a run of many steps; strategy fsdp has its own in the commands
         "trace=true",
         "evaluation.eval_freq=0",
         "evaluation.eval_before_train=false",

@@ -141,7 +141,7 @@ class ToyEngine:
         received = await self._ask(weights=weights.hex())
         await asyncio.to_thread(store.set, f"{name} received {version} {self._rank}", b"yes")
         times = {"duration_s": 0.0, "wait_s": 0.0, "cost": {"digest_s": 0.0, "extra_bytes": 0}}
-        return {"digest": received["digest"], "num_bytes": 32, **times}
+        return {"digest": received["digest"], "quantized_digest": "", "num_bytes": 32, **times}
 
     async def sleep(self) -> list[DeviceMemory]:
         if self._waiting:

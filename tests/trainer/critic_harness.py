@@ -195,7 +195,9 @@ def _play(harness: MegatronHarness, layouts: Mapping[Role, Layout], order: Seque
         Role.REFERENCE: ReferenceConfig().settings(config(layouts[Role.REFERENCE])),
         Role.CRITIC: critic_config(layouts[Role.CRITIC]),
     }
-    roles = {letter.lower(): role for letter, role in zip("prc", Role, strict=True) if letter in "".join(order).lower()}
+    roles = {
+        letter.lower(): role for letter, role in zip("prc", settings, strict=True) if letter in "".join(order).lower()
+    }
     for role in roles.values():
         harness.open_role(role, layouts[role].kind, settings[role])
     done: dict[str, list[Any]] = {letter: [] for letter in order}

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
@@ -193,12 +192,7 @@ class FsdpBackend(Backend):
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
         model, optimizer = self._state()
-        copies = tree_map_only(
-            torch.Tensor,
-            lambda tensor: tensor.detach().to("cpu", copy=True),
-            {"model": model, "optimizer": optimizer},
-        )
-        return partial(self._write, copies, directory)
+        return partial(self._write, _copied({"model": model, "optimizer": optimizer}), directory)
 
     def _write(self, state: dict[str, Any], directory: Path) -> None:
         with typed_errors(directory, done="written"):
@@ -265,3 +259,12 @@ class FsdpBackend(Backend):
         if self._config.lora.rank:
             model = {name: tensor for name, tensor in model.items() if is_adapter(name)}
         return model, optimizer
+
+
+def _copied(state: Any) -> Any:
+    """Returns a state dict with copies of its tensors in host memory."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: _copied(part) for name, part in cast(dict[str, Any], state).items()}
+    return [_copied(part) for part in cast(list[Any], state)] if isinstance(state, list) else state
