@@ -23,8 +23,7 @@ _GRACE_S = 10.0
 _CUDA_NOT_INITIALIZED = 3
 # Enough for every service. Some programs visit every descriptor that they may have, so there is no use in more.
 _MAX_DESCRIPTORS = 65_536
-
-
+# Variables that name the directories of compiled code, and the part of `compiled_code` for each.
 _CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "torch"}
 
 
@@ -52,6 +51,13 @@ def compiled_code() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep")
 
 
+def keep_compiled_code() -> None:
+    """Makes vLLM, Triton and torch use this directory, by variables that they read when they compile; those that are
+    set stay."""
+    for name, part in _CACHES.items():
+        os.environ.setdefault(name, str(compiled_code() / part))
+
+
 def import_before_fork(*modules: str) -> None:
     """Imports modules for processes that will be forked from this one.
 
@@ -60,6 +66,7 @@ def import_before_fork(*modules: str) -> None:
     without initializing CUDA, which a fork could not use any more.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    keep_compiled_code()
     gc.disable()
     for module in modules:
         import_module(module)

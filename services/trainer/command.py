@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from services.common.process import require_extra
+from services.common.process import keep_compiled_code, require_extra
 from services.common.rpc.command import ServeOptions, exit_on_error, serve_from_command_line
 from services.trainer.ranks.launcher import run_ranks
 
@@ -19,6 +19,7 @@ async def _run(options: ServeOptions, *, threads_per_rank: int | None) -> int:
 
 def serve(args: Sequence[str] | None, threads_per_rank: int | None) -> None:
     """Runs one rank, given torchrun's variables. It is not in __main__, which spawned ranks cannot import from."""
+    keep_compiled_code()  # a rank of torchrun has no launcher of ours that did
     run = partial(_run, threads_per_rank=threads_per_rank)
     serve_from_command_line("trainer", run, args, parents=[_own_arguments()])
 

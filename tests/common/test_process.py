@@ -127,3 +127,16 @@ def test_coordinator_and_reward_need_no_torch(modules: list[str]) -> None:
     program = f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\nimport {', '.join(modules)}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_compiled_code_is_kept_where_doctor_looks_for_it() -> None:
+    program = (
+        "import os; from services.common.process import compiled_code, import_before_fork; import_before_fork(); "
+        "names = ('VLLM_CACHE_ROOT', 'TRITON_CACHE_DIR', 'TORCHINDUCTOR_CACHE_DIR'); "
+        "print(compiled_code(), *(os.environ[name] for name in names))"
+    )
+    environment = {"XDG_CACHE_HOME": "/caches", "TRITON_CACHE_DIR": "/own"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.split() == ["/caches/lockstep", "/caches/lockstep/vllm", "/own", "/caches/lockstep/torch"]
