@@ -33,12 +33,10 @@ import torch.distributed as dist
 from benchmarks.fp8_training import SHAPES, train
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
+from benchmarks.routing import logprob_gaps, open_policy
 from services.common.batches import batch as batches
 from services.common.config.rollout import RolloutConfig
-from services.common.config.trainer import TrainerConfig
-from services.trainer.backend import Role
 from services.trainer.ranks.worker import Worker
-from services.trainer.samples import forward_parts
 
 _SEED, _NUM_SAMPLES, _PROMPT_TOKENS, _GROUP = 0, 512, 128, 8
 _COMPARED = 64  # samples whose log-probabilities the trainer computes
@@ -182,22 +180,10 @@ def differences(model: Path, arrows: Mapping[str, Path]) -> Samples:
     """Returns |engine - trainer| of the samples of each precision. The trainer computes in bfloat16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worker, found = Worker(dist.HashStore(), 0, 1, device), Samples()
-    content = {"compute_dtype": "bfloat16", "max_tokens_per_microbatch": 8192, "fsdp": {"torch_compile": False}}
-    config = TrainerConfig.model_validate(content)
-    worker.open(
-        role=Role.POLICY,
-        config_json=config.model_dump_json(),
-        model_path=str(model),
-        checkpoint_path="",
-        seed=_SEED,
-        bucket_bytes=512 << 20,
-    )
+    config = open_policy(worker, model, 8192)
     for name, path in arrows.items():
         samples = batches.decode([path.read_bytes()], schema=batches.SAMPLE_SCHEMA)
-        (part,), order = forward_parts(samples, config, 1)
-        answer = worker.forward(role=Role.POLICY, **part.body, frames=part.frames, temperature=1.0)
-        logprobs = np.concatenate(batches.decode(answer.frames)["logprobs"].take(pa.array(order)).to_pylist())
-        gaps = np.abs(logprobs.astype(np.float64) - np.concatenate(samples["logprobs"].to_pylist()))
+        gaps, _ = logprob_gaps(worker, config, samples)
         found |= {
             f"{name}: engine-trainer difference, mean [nats]": [float(gaps.mean())],
             f"{name}: engine-trainer difference, 99 % [nats]": [float(np.quantile(gaps, 0.99))],

@@ -116,29 +116,38 @@ def _row(group: int, sample: int, output: Any, shape: RoutedExpertsShape) -> dic
     }
 
 
+def open_policy(worker: Worker, model: Path, max_tokens: int, **settings: object) -> TrainerConfig:
+    """Opens a policy that computes in bfloat16 on the only rank, and returns its config with these other settings."""
+    content = {"compute_dtype": "bfloat16", "max_tokens_per_microbatch": max_tokens, **_UNCOMPILED, **settings}
+    config = TrainerConfig.model_validate(content)
+    worker.open(
+        role=Role.POLICY,
+        config_json=config.model_dump_json(),
+        model_path=str(model),
+        checkpoint_path="",
+        seed=_SEED,
+        bucket_bytes=512 << 20,
+    )
+    return config
+
+
+def logprob_gaps(worker: Worker, config: TrainerConfig, samples: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Returns |trainer - engine| of every token's log-probability, float64 [N], and the order of the computed rows."""
+    (part,), order = forward_parts(samples, config, 1)
+    answer = worker.forward(role=Role.POLICY, **part.body, frames=part.frames, temperature=1.0)
+    logprobs = np.concatenate(batches.decode(answer.frames)["logprobs"].take(pa.array(order)).to_pylist())
+    return np.abs(logprobs.astype(np.float64) - np.concatenate(samples["logprobs"].to_pylist())), order
+
+
 def _compare(model: Path, samples: pa.Table) -> dict[str, list[float]]:
     """Returns each token's gap and each sample's share of equal experts, with and without replay."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worker, longest = Worker(dist.HashStore(), 0, 1, device), max(map(len, samples["tokens"])) * 2
-    behavior = np.concatenate(samples["logprobs"].to_pylist())
     measured: dict[str, list[float]] = {}
     for mode in ("on", "off"):
-        moe = {"router_replay": mode}
-        content = {"compute_dtype": "bfloat16", "max_tokens_per_microbatch": longest, "moe": moe} | _UNCOMPILED
-        config = TrainerConfig.model_validate(content)
-        worker.open(
-            role=Role.POLICY,
-            config_json=config.model_dump_json(),
-            model_path=str(model),
-            checkpoint_path="",
-            seed=_SEED,
-            bucket_bytes=512 << 20,
-        )
+        config = open_policy(worker, model, longest, moe={"router_replay": mode})
         chosen = _observe(worker)
-        (part,), order = forward_parts(samples, config, 1)
-        answer = worker.forward(role=Role.POLICY, **part.body, frames=part.frames, temperature=1.0)
-        logprobs = np.concatenate(batches.decode(answer.frames)["logprobs"].take(pa.array(order)).to_pylist())
-        gaps = np.abs(logprobs.astype(np.float64) - behavior)
+        gaps, order = logprob_gaps(worker, config, samples)
         routed_experts = [samples["routed_experts"][row].as_buffer() for row in np.argsort(order)]
         measured |= {
             f"logprob difference mean, replay {mode} [nats]": [float(gaps.mean())],

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from types import UnionType
-from typing import Annotated, Any, Self, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
@@ -19,13 +19,21 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """A duration. The limit is 31 years: clocks and deadlines overflow with far longer ones."""
 
-COMPILED_STEPS = 50
-"""Number of steps from which a run compiles its model by default. Of a step of 7.3 s with Qwen3-0.6B's shape on an
+Compile = bool | Literal["auto"]
+"""Whether to compile a model; auto depends on the run's steps."""
+
+_COMPILED_STEPS = 50
+"""Number of steps from which auto compiles. Of a step of 7.3 s with Qwen3-0.6B's shape on an
 H100, torch.compile saves the trainer 1.3 s and the engine 0.5 s. It takes them 7 and 4 s, or the first time on a host
 40 and 26 s, which smaller models make up for later."""
 
 Table = dict[str, Any]
 """A table whose keys and values are not fixed, such as arguments for a function or a library."""
+
+
+def compiles(setting: Compile, num_steps: int | None) -> bool:
+    """Returns whether a run of `num_steps`, None if it counts epochs, compiles a model with this setting."""
+    return (num_steps is None or num_steps >= _COMPILED_STEPS) if setting == "auto" else setting
 
 
 class Strict(BaseModel):

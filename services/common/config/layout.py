@@ -323,7 +323,7 @@ def _float8(megatron: MegatronConfig, layout: Layout, model: Architecture) -> Pr
             f"{megatron.fp8}: the model's experts are computed by a product without float8; nearest legal: none",
         )
     for weight in (weight for weights in model.kind_weights.values() for weight in weights):
-        if "linear_" not in weight.parameter or weight.columns is None:
+        if not weight.is_linear:
             continue
         shapes, ranks = model.part_shapes(weight), layout.etp if weight.is_expert else layout.tp
         rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]

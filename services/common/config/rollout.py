@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from services.common.config.base import COMPILED_STEPS, Strict, Table
+from services.common.config.base import Compile, Strict, Table, compiles
 
 
 class _Speculation(Strict):
@@ -238,7 +238,7 @@ class RolloutConfig(Strict):
     """Number of GPUs (or CPU processes) per replica (vLLM tensor_parallel_size)."""
     max_samples: int = Field(default=256, ge=1)
     """Maximum number of samples that one engine generates concurrently (vLLM max_num_seqs)."""
-    torch_compile: bool | Literal["auto"] = "auto"
+    torch_compile: Compile = "auto"
     """Let vLLM compile the model with torch.compile, on GPU only. The engine then starts 4 s later, or half a minute
     the first time on a host, and generates about a tenth faster. Otherwise it has vLLM's own kernels, in CUDA graphs
     where each sample gets one token. auto: in runs of at least 50 steps, in which that pays."""
@@ -257,9 +257,7 @@ class RolloutConfig(Strict):
 
     def for_steps(self, num_steps: int) -> Self:
         """Returns these settings with torch_compile decided for a run of `num_steps`."""
-        if self.torch_compile != "auto":
-            return self
-        return self.model_copy(update={"torch_compile": num_steps >= COMPILED_STEPS})
+        return self.model_copy(update={"torch_compile": compiles(self.torch_compile, num_steps)})
 
     def check_rules(self) -> None:
         if self.quantized_key and self.dtype == "float32":

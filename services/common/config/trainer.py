@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field
 
-from services.common.config.base import COMPILED_STEPS, Seconds, Strict
+from services.common.config.base import Compile, Seconds, Strict, compiles
 from services.common.config.loss import LagConfig, LossConfig, ValueLossConfig, check_lag
 from services.common.config.megatron import MegatronConfig
 
@@ -114,7 +114,7 @@ class FsdpConfig(Strict):
     then keeps unsharded gradients on each rank."""
     async_save: bool = False
     """Copy a checkpoint to host memory and continue training while it is written to disk."""
-    torch_compile: bool | Literal["auto"] = "auto"
+    torch_compile: Compile = "auto"
     """Compile the layers with torch.compile, on GPU only. This launches fewer kernels and uses less memory; the first
     update takes up to a minute longer. auto: in runs of at least 50 steps, in which that pays. Micro-batches of fewer
     than 5,120 tokens, or of half of max_tokens_per_microbatch if that is less, run as they are."""
@@ -235,10 +235,8 @@ class TrainerConfig(Strict):
 
     def for_steps(self, num_steps: int | None) -> Self:
         """Returns these settings with fsdp.torch_compile decided for a run of `num_steps`, None if it counts epochs."""
-        if self.fsdp.torch_compile != "auto":
-            return self
-        pays = num_steps is None or num_steps >= COMPILED_STEPS
-        return self.model_copy(update={"fsdp": self.fsdp.model_copy(update={"torch_compile": pays})})
+        decided = {"torch_compile": compiles(self.fsdp.torch_compile, num_steps)}
+        return self.model_copy(update={"fsdp": self.fsdp.model_copy(update=decided)})
 
     @property
     def adds_blocks(self) -> bool:

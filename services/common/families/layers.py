@@ -45,6 +45,11 @@ class Weight:
         """Whether the checkpoint stacks all parts in one tensor."""
         return len(self.rows) > len(self.tensors)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the matrix of one of a layer's linear products, which can be computed in float8."""
+        return "linear_" in self.parameter and self.columns is not None
+
 
 EMBEDDING = Weight(
     "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ("vocab_size",), "hidden_size", "rows"

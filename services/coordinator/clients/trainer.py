@@ -132,6 +132,11 @@ _ROLES: Mapping[str, tuple[pb.Role, str, str, Sequence[str]]] = {
 }
 
 
+def role_of(name: str) -> pb.Role:
+    """Returns the role of the model of config section `name`."""
+    return _ROLES[name][0]
+
+
 class Model:
     """Calls one model of a run, named like its config section. It may share its ranks with other models."""
 

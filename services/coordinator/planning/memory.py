@@ -220,7 +220,7 @@ def product_parameters(model: Architecture, layout: Layout, pp: int) -> int:
     for weight in (
         weight for number in itertools.chain(*layout.layers(model.num_layers, pp)) for weight in model.layer(number)
     ):
-        if "linear_" in weight.parameter and weight.columns is not None:
+        if weight.is_linear:
             own = layout.etp if weight.is_expert else layout.tp
             copies = model.num_experts // layout.ep if weight.is_expert and not weight.is_stacked else 1
             total += copies * model.weight_parameters(weight, own)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -81,7 +81,7 @@ def staged(path: Path) -> Iterator[None]:
 def finish(path: Path, state: TrainState) -> tuple[int, str]:
     """Writes the manifest and moves the staged files to `path`; returns their bytes and the manifest's SHA-256."""
     partial = staging(path)
-    files = _described(partial, [str(file.relative_to(partial)) for file in _files(partial)])
+    files = _described(partial, _names(partial))
     content = json.dumps({"state": asdict(state), "files": files}, indent=1).encode()
     (partial / _MANIFEST).write_bytes(content)
     _move(partial, path)
@@ -91,7 +91,7 @@ def finish(path: Path, state: TrainState) -> tuple[int, str]:
 def finish_export(path: Path) -> None:
     """Writes SHA256SUMS, for `sha256sum --check`, and moves the staged files of an export to `path`."""
     partial = staging(path)
-    files = _described(partial, [str(file.relative_to(partial)) for file in _files(partial)])
+    files = _described(partial, _names(partial))
     (partial / "SHA256SUMS").write_text("".join(f"{file['sha256']}  {name}\n" for name, file in files.items()))
     _move(partial, path)
 
@@ -128,11 +128,11 @@ def _move(partial: Path, path: Path) -> None:
     _fsync(path.parent)
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    return (file for file in sorted(directory.rglob("*")) if file.is_file())
+def _names(directory: Path) -> list[str]:
+    return [str(file.relative_to(directory)) for file in sorted(directory.rglob("*")) if file.is_file()]
 
 
-def _described(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
+def _described(directory: Path, names: Collection[str]) -> dict[str, dict[str, int | str]]:
     """Returns size and SHA-256 of each file. hashlib lets other threads run, so several are read at once."""
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         return dict(zip(names, pool.map(_describe, (directory / name for name in names)), strict=True))

@@ -21,6 +21,7 @@ from services.common.errors import DeadlineExceeded, Unavailable
 from services.common.tasks import gather
 from services.coordinator.clients.gpus import SharedGpus, Side
 from services.coordinator.clients.replica import Replica, ReplicaState
+from services.coordinator.clients.trainer import role_of
 from services.coordinator.fleet.opening import Services
 from services.coordinator.rl.publishing.publication import Publisher
 from services.coordinator.runs.run import Run
@@ -30,12 +31,6 @@ log = logging.getLogger(__name__)
 # Share of a GPU that is left free where the trainer's memory stays: for the engine's activations, the buffers of a
 # publication, and what the processes allocate outside torch.
 _SPARE_SHARE = 0.05
-# Roles of the models beside the policy, by config section.
-_ROLES = {
-    "reference": trainer_pb2.ROLE_REFERENCE,
-    "critic": trainer_pb2.ROLE_CRITIC,
-    "teacher": trainer_pb2.ROLE_TEACHER,
-}
 
 
 def make_publisher(services: Services, run: Run) -> Publisher:
@@ -53,7 +48,7 @@ class ColocatedPublisher(Publisher):
         self._prepared = 0.0  # when the weights could be sent
         self._needed_bytes = 0  # free bytes that a GPU needs so that its engine can wake; 0 if unknown
         self._weights_bytes = 0  # the part of it that all engines have taken for their weights
-        self._other_roles = [_ROLES[name] for name in run.config.models if name in _ROLES]
+        self._other_roles = [role_of(name) for name in run.config.models if name != "trainer"]
         gpus.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
 
     async def publish(self, version: int) -> PolicyStamp:
