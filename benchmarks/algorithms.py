@@ -3,17 +3,13 @@
 `python -m benchmarks.algorithms [NAME ...]` runs the named algorithms, or all, and saves each result as algorithm-NAME.
 """
 
-import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
+from benchmarks.learning import SEEDS, accuracies, metrics
 from benchmarks.report import keep
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _COMMON = ["num_steps=30", "evaluation.eval_freq=10", "checkpoint.save_freq=0", "checkpoint.export_at_end=false"]
-_SEEDS = (0, 1, 2)
 # Two updates per batch for losses that differ from the plain one only after the policy has moved.
 ALGORITHMS = {
     "grpo": [],
@@ -28,9 +24,10 @@ def main() -> None:
     """Runs the algorithms and saves their accuracies."""
     for name in sys.argv[1:] or ALGORITHMS:
         samples: dict[str, list[float]] = {}
-        for seed in _SEEDS:
-            for version, accuracy in _accuracies([*ALGORITHMS[name], f"seed={seed}"]).items():
-                samples.setdefault(f"held-out accuracy after {version} steps, seeds {_SEEDS}", []).append(accuracy)
+        for seed in SEEDS:
+            by_step = accuracies(metrics(_CONFIG, [*_COMMON, *ALGORITHMS[name], f"seed={seed}"]))
+            for version, accuracy in by_step.items():
+                samples.setdefault(f"held-out accuracy after {version} steps, seeds {SEEDS}", []).append(accuracy)
         keep(
             f"algorithm-{name}",
             samples,
@@ -38,15 +35,6 @@ def main() -> None:
             config=_CONFIG,
             overrides=_COMMON + ALGORITHMS[name],
         )
-
-
-def _accuracies(overrides: list[str]) -> dict[int, float]:
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "services.coordinator", "run", _CONFIG, *_COMMON, *overrides]
-        subprocess.run([*command, f"runs_dir={directory}"], check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(directory) / "quickstart" / "metrics.jsonl").read_text().splitlines()
-    rows = map(json.loads, lines)
-    return {row["step"]: row["eval/held-out/reward"] for row in rows if "eval/held-out/reward" in row}
 
 
 if __name__ == "__main__":

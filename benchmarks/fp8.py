@@ -10,6 +10,9 @@ those of a new engine with the same weights; or if publications did not become d
 `python -m benchmarks.fp8 training NAME [--shapes SHAPE ...] [--updates 30]` trains a few layers of each shape with
 Megatron in each precision: tokens/s, MFU, memory and the curve of the loss (benchmarks.fp8_training).
 
+`python -m benchmarks.fp8 learning NAME [key=value ...]` runs the quickstart on one GPU with an engine of each precision
+and three seeds at the same time: held-out accuracy by step, and the difference between engine and trainer.
+
 Results are saved after each part. SHAPE is one of benchmarks.megatron_layouts.MODELS. --tiny is for CPU, where only
 bfloat16 runs.
 """
@@ -21,16 +24,19 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import torch
 import torch.distributed as dist
 
 from benchmarks.fp8_training import SHAPES, train
+from benchmarks.learning import SEEDS, accuracies, metrics
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.routing import logprob_gaps, open_policy
@@ -47,6 +53,23 @@ PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
     "fp8": {"precision": "fp8"},
     "fp8 with fp8 KV cache": {"precision": "fp8", "kv_cache_dtype": "fp8"},
+}
+_QUICKSTART = "deploy/runs/quickstart.yaml"
+_LEARNING = (
+    "placement=colocated",
+    "trainer.num_ranks=1",
+    "rollout.num_replicas=1",
+    "trainer.compute_dtype=bfloat16",
+    "rollout.dtype=bfloat16",
+    "trainer.loss.correction.weight=token",
+    # Several engines start on the GPU at the same time, so that none can measure what is free.
+    f"rollout.engine={{enforce_eager: true, gpu_memory_utilization: 0.1, kv_cache_memory_bytes: {1 << 30}}}",
+    "checkpoint.save_freq=0",
+    "checkpoint.export_at_end=false",
+)
+_COMPARED_METRICS = {
+    "engine-trainer difference, mean [nats]": "train/logprob_diff_mean",
+    "effective sample size of the correction": "train/logprob_diff_ess",
 }
 Samples = dict[str, list[float]]
 
@@ -219,7 +242,7 @@ def rollout(options: argparse.Namespace) -> None:
     """Measures all precisions and saves the result after each."""
     names = [name for name in PRECISIONS if options.kv_cache or "KV" not in name]
     names = names if torch.cuda.is_available() else names[:1]
-    kept, found, new = Samples(), dict[str, Any](), None
+    kept, found, new, failed = Samples(), dict[str, Any](), None, list[str]()
 
     def save() -> None:
         workload = f"{_NUM_SAMPLES} samples of {_PROMPT_TOKENS} + {options.tokens} tokens at once"
@@ -234,9 +257,10 @@ def rollout(options: argparse.Namespace) -> None:
             path = arrow.with_suffix(".json")
             is_whole = _in_process(measure_engine, model, path, PRECISIONS[name], options)
             if not path.exists():
-                sys.exit(f"{name}: the engine failed, see above")
+                failed.append(name)
+                continue
             found[name] = json.loads(path.read_text())
-            found[name]["is_whole"] = is_whole
+            failed += [] if is_whole else [name]
             kept |= {f"{name}: {quantity}": values for quantity, values in found[name].pop("samples").items()}
             kept |= _ratios(kept, name)
             save()
@@ -246,29 +270,52 @@ def rollout(options: argparse.Namespace) -> None:
         kept |= differences(model, {name: path for name, path in (arrows | asleep).items() if path.exists()})
         save()
     require_right(found, new)
-    for name in names[1:]:
+    for name in found.keys() - {"bf16"}:
         mean = "engine-trainer difference, mean [nats]"
         awake, slept = kept[f"{name}: {mean}"], kept[f"{name}, after sleep: {mean}"]
         assert slept[0] < 2 * awake[0], f"{name}: after sleep the engine computes something else: {slept}, {awake}"
-    if not all(each["is_whole"] for each in found.values()) or ("fp8" in found and new is None):
-        sys.exit("an engine failed, see above")
+    if failed or ("fp8" in found and new is None):
+        sys.exit(f"an engine failed, see above: {failed}")
 
 
 def _ratios(kept: Samples, name: str) -> Samples:
     of = lambda who, quantity: float(np.median(kept[f"{who}: {quantity}"]))  # noqa: E731
     quantities = ("generate 512 samples [s]", "load, quantize and hash a publication [s]")
     label = "over bf16 [ratio of medians]"
-    if name == "bf16":
+    if name == "bf16" or f"bf16: {quantities[0]}" not in kept:
         return {}
     return {f"{name}: {what}, {label}": [of(name, what) / of("bf16", what)] for what in quantities}
 
 
 def _in_process(target: Callable[..., None], *args: Any) -> bool:
     """Runs `target` in a process of its own, whose memory is free again when it ends. Returns whether it succeeded."""
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process = multiprocessing.get_context("spawn").Process(target=_call, args=(target, *args))
     process.start()
     process.join()
     return process.exitcode == 0
+
+
+def _call(target: Callable[..., None], *args: Any) -> None:
+    try:
+        target(*args)
+    except BaseException:  # Python would wait for an engine's processes, which wait for more work
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        raise
+
+
+def learning(name: str, overrides: Sequence[str]) -> None:
+    """Runs the quickstart with each precision, and saves what is known after each."""
+    kept = Samples()
+    for precision, settings in PRECISIONS.items():
+        changes = [*_LEARNING, *(f"rollout.{key}={value}" for key, value in settings.items()), *overrides]
+        with ThreadPoolExecutor(len(SEEDS)) as pool:
+            runs = list(pool.map(lambda seed, changes=changes: metrics(_QUICKSTART, [*changes, f"seed={seed}"]), SEEDS))
+        for step in accuracies(runs[0]):
+            kept[f"{precision}: held-out accuracy after {step} steps"] = [accuracies(rows)[step] for rows in runs]
+        for label, key in _COMPARED_METRICS.items():
+            kept[f"{precision}: {label}"] = [np.mean([row[key] for row in rows if key in row]).item() for rows in runs]
+        keep(name, kept, libraries=("torch", "vllm", "transformers"), config=_QUICKSTART, overrides=changes)
 
 
 def main() -> None:
@@ -284,6 +331,9 @@ def main() -> None:
     of_rollout.add_argument("--utilization", type=float, default=0.62, help="share of the GPU for the engine")
     of_rollout.add_argument("--repeats", type=int, default=2)
     add_options(of_rollout)
+    of_learning = parts.add_parser("learning")
+    of_learning.add_argument("name")
+    of_learning.add_argument("overrides", nargs="*")
     of_training.add_argument("name")
     of_training.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     of_training.add_argument("--updates", type=int, default=30)
@@ -291,6 +341,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.part == "rollout":
         rollout(options)
+    elif options.part == "learning":
+        learning(options.name, options.overrides)
     else:
         train(options)
 
