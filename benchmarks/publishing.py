@@ -20,6 +20,13 @@ async def open_publisher(trainer: Trainer, rollout: Rollout, config: Config, run
     run: Any = SimpleNamespace(
         config=config,
         run_id=run_id,
-        record=SimpleNamespace(next_epoch=lambda num: 1, record_published=lambda stamp, received, quantized: None),
+        record=SimpleNamespace(
+            ledger=SimpleNamespace(free=_nothing),
+            next_epoch=lambda num: 1,
+            record_published=lambda stamp, received, quantized: None,
+        ),
     )
     return Publisher(trainer, rollout, run), version
+
+
+async def _nothing() -> None: ...

@@ -88,12 +88,12 @@ class MegatronConfig(Strict):
     empty_cuda_cache: bool = False
     """Release cached but unused GPU memory before the optimizer step, for other processes on the same GPU."""
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
-    """Compute the matrix products of linear layers and experts in float8, with TransformerEngine on GPUs of compute
-    capability 8.9 or above (blockwise: 9.0). tensorwise: a scale for each tensor, e4m3 forward and e5m2 backward;
-    blockwise: a scale for each 128 numbers of an activation and 128 x 128 of a weight, e4m3 (arXiv 2412.19437). Scales
-    are those of the current values, so there is no history to save. Embedding, output layer, attention, norms, routers,
-    gradients, master weights and published weights are as without. Micro-batches are padded to a multiple of 128 tokens
-    on each rank. Not with LoRA."""
+    """Compute the matrix products of linear layers in float8, with TransformerEngine on GPUs of compute capability 8.9
+    or above (blockwise: 9.0). tensorwise: a scale for each tensor, e4m3 forward and e5m2 backward; blockwise: a scale
+    for each 128 numbers of an activation and 128 x 128 of a weight, e4m3 (arXiv 2412.19437). Scales are those of the
+    current values, so there is no history to save. Embedding, output layer, attention, norms, gradients, master weights
+    and published weights are as without. Micro-batches are padded to a multiple of 128 tokens on each rank. Not with
+    LoRA, nor for models with experts."""
     moe: MoeConfig = MoeConfig()
     """Mixture-of-experts layers."""
     use_mbridge: bool = False

@@ -148,7 +148,7 @@ class Ledger:
             self._db.execute(re.sub("TABLE|INDEX", r"\g<0> IF NOT EXISTS", sql, count=1))
 
     async def free(self) -> None:
-
+        """Waits until no other process holds a lock on the file."""
         await self._db.free()
 
     def set_patience(self, seconds: float) -> None:

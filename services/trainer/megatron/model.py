@@ -175,8 +175,7 @@ def build_chunks(
     With `is_gpu` they have TransformerEngine's layers. With `is_adapted` the norms are separate layers, since the
     adapter needs the normalized input, which a fused layer does not return.
     """
-    # TransformerEngine's own experts compute in float8.
-    is_grouped = megatron.moe.grouped_gemm and config.num_moe_experts is not None and config.fp8 is None
+    is_grouped = megatron.moe.grouped_gemm and config.num_moe_experts is not None
     if is_grouped:
         require_groupable(config)
     vpp = config.virtual_pipeline_model_parallel_size

@@ -59,14 +59,13 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [
             (1, {"fp8": "tensorwise"}, {MODEL: replace(DENSE, intermediate_size=200)}),
             (4, {"fp8": "tensorwise", TP: 4}, {MODEL: replace(DENSE, intermediate_size=416)}),
-            (1, {"fp8": "blockwise"}, {MODEL: MOE}),
         ],
         ["fp8 ", "on each rank", "multiples of 16", "nearest legal: none"],
     ),
-    "experts in one tensor are not computed in float8": (
-        (1, {}, {MODEL: STACKED}),
-        [(1, {"fp8": "tensorwise"}, {MODEL: STACKED})],
-        ["fp8 tensorwise", "a product without float8", "nearest legal: none"],
+    "experts are not computed in float8": (
+        (1, {}, {MODEL: MOE}),
+        [(1, {"fp8": "tensorwise"}, {MODEL: MOE}), (1, {"fp8": "blockwise"}, {MODEL: STACKED})],
+        ["fp8 ", "each expert by itself", "nearest legal: none"],
     ),
     "float8 has a key of its own": (
         (1, {"fp8": "tensorwise"}, {}),

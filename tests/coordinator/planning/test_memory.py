@@ -289,7 +289,7 @@ def test_publication_is_cut_as_the_trainer_cuts_it(dense: Path) -> None:
     assert len(sent.buckets) > 5
 
 
-def test_float8_halves_the_engines_layers_and_adds_copies_to_the_trainers(dense: Path, tmp_path: Path) -> None:
+def test_float8_halves_the_engines_layers_and_adds_copies_to_the_trainers(dense: Path) -> None:
     config, model = make(dense)
     matrices = 8 * ((4 + 2 * 2) * 32 * 64 + 4 * 32 * 64 + 3 * 64 * 128)  # of all layers, without norms
     quantized = config.model_copy(update={"rollout": RolloutConfig(precision="fp8", kv_cache_dtype="fp8")})
@@ -302,9 +302,6 @@ def test_float8_halves_the_engines_layers_and_adds_copies_to_the_trainers(dense:
     assert after.gathered - before.gathered == 2 * matrices // 4
     assert after.phases["backward"] - before.phases["backward"] == 2 * matrices // 4
     assert after.phases["optimizer"] == before.phases["optimizer"]
-    config, model = make(write(tmp_path / "moe", MOE), num_ranks=4, megatron=sizes(ep=4, fp8="blockwise"))
-    attention = (4 + 2 * 2) * 32 * 64 + 4 * 32 * 64
-    assert stage_memory(config, model, 0, is_gpu=True).gathered == 2 * 8 * (attention + 2 * 3 * 64 * 32)
 
 
 def test_fsdp_memory(dense: Path) -> None:
