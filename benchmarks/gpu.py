@@ -96,6 +96,8 @@ def _colocated() -> Iterator[tuple[int, str]]:
     lora = "trainer.lora.rank=32 trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192"
     yield 1, f"colocated colocated-qwen3-8b-lora qwen3-8b {_BF16} {short} {lora}"
     yield 1, f"colocated colocated-qwen3-8b-lora-fp8 qwen3-8b {_BF16} {short} {lora} {_FP8}"
+    cache = f"{_FP8} rollout.kv_cache_dtype=fp8"
+    yield 1, f"colocated colocated-qwen3-8b-lora-fp8-kv-cache qwen3-8b {_BF16} {short} {lora} {cache}"
     yield 1, f"colocated colocated-qwen3-8b-full qwen3-8b {_BF16} {short} {_FITS} trainer.gradient_checkpointing=true"
     both = f"trainer.num_ranks=2 rollout.num_replicas=2 {short}"
     yield 2, f"colocated colocated-qwen3-0.6b-2gpus qwen3-0.6b {_BF16} {both}"
