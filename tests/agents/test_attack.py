@@ -113,7 +113,7 @@ async def attacked(program: Program) -> tuple[Json, Json, bool]:
         for name, text in (("neighbor", _NEIGHBOR), ("attack", _ATTACKER))
     )
     settings = program(f"import sys\n{source}", "{prompt}", collect=["reward*"], max_processes=40, grace_s=1.0)
-    async with staged(lambda text, seed: "4", **settings, max_calls=60, episode_s=50) as stage:
+    async with staged(lambda text, seed: "4", **settings, max_calls=60, episode_s=240) as stage:
         bombs = asyncio.Event()
         bombs.set()
         says_of(stage, bombs)
