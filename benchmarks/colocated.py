@@ -13,7 +13,6 @@ the model is made and vLLM compiles it, which alone takes minutes where it never
 
 import argparse
 import asyncio
-import json
 import logging
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.learning import read_metrics
 from benchmarks.loop import kept
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep, keep_trace
@@ -97,8 +97,7 @@ def measure(config: Config) -> dict[str, list[float]]:
     log.addHandler(phases)
     log.setLevel(logging.INFO)
     asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "time/step_s" in line][_WARM_UP:]
+    steps = [line for line in read_metrics(config.run_dir) if "time/step_s" in line][_WARM_UP:]
     seconds = [step["time/step_s"] for step in steps]
     if max(seconds) > 2 * statistics.median(seconds):
         raise RuntimeError(f"a step takes over twice the median, as if something was compiled again: {seconds}")

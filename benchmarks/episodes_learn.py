@@ -4,15 +4,12 @@
 deploy/runs: tries.yaml (the default), lookup.yaml or search.yaml; its first lines say how to make its model and data.
 """
 
-import json
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
+from benchmarks.learning import accuracies, metrics
 from benchmarks.report import keep
 
 _CONFIG = "deploy/runs/tries.yaml"
@@ -30,17 +27,13 @@ def main() -> None:
     name, *overrides = sys.argv[1:]
     config = overrides.pop(0) if overrides and "=" not in overrides[0] else _CONFIG
     load_before = os.getloadavg()
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "services.coordinator", "run", config, *_COMMON, *overrides]
-        begin = time.monotonic()
-        subprocess.run([*command, f"runs_dir={directory}", "name=run"], check=True, stdout=subprocess.DEVNULL)
-        seconds = time.monotonic() - begin
-        lines = list(map(json.loads, (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()))
+    begin = time.monotonic()
+    lines = metrics(config, [*_COMMON, *overrides])
+    seconds = time.monotonic() - begin
     steps = [line for line in lines if "reward/mean" in line]
     samples = {label: [step[key] for step in steps] for key, label in _KEPT.items()}
-    for line in lines:
-        if "eval/held-out/reward" in line:
-            samples[f"held-out reward after {line['step']} steps"] = [line["eval/held-out/reward"]]
+    for step, accuracy in accuracies(lines).items():
+        samples[f"held-out reward after {step} steps"] = [accuracy]
     samples["whole run, with starting the services [s]"] = [seconds]
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     samples["processor time of the whole run [s]"] = [spent.ru_utime + spent.ru_stime]

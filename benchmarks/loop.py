@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.learning import read_metrics
 from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
@@ -56,8 +56,7 @@ def run(overrides: list[str], directory: Path) -> tuple[Path, dict[str, list[flo
     """
     config = load(Config, [_CONFIG, *overrides, f"runs_dir={directory}"])
     outcome = asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "time/step_s" in line]
+    steps = [line for line in read_metrics(config.run_dir) if "time/step_s" in line]
     whole = [step for step in steps if "time/generate_busy_s" in step]  # with a lag, the last ones generate nothing
     warm = whole[min(_WARM_UP, len(whole) - 1) :]  # at least one step, if the run was interrupted
     samples = kept(warm)

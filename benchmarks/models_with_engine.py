@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.learning import read_metrics
 from benchmarks.models import write_table
 from benchmarks.report import RESULTS, keep
 from tests.e2e.lockstep_command import LOCKSTEP, make_sums
@@ -96,8 +97,8 @@ def train(model: str, workspace: Path, options: Sequence[str]) -> list[float] | 
         return f"no three steps within {_RUN_S} s"
     if ended.returncode:
         return ended.stderr.strip().splitlines()[-1]
-    lines = (workspace / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    return [step["train/logprob_diff_max"] for step in map(json.loads, lines) if "train/logprob_diff_max" in step]
+    steps = read_metrics(workspace / "runs" / "run")
+    return [step["train/logprob_diff_max"] for step in steps if "train/logprob_diff_max" in step]
 
 
 def _run_config(workspace: Path) -> dict[str, Any]:

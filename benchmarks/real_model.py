@@ -4,7 +4,6 @@
 and data.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.learning import accuracies, read_metrics
 from benchmarks.loop import kept
 from benchmarks.report import keep
 
@@ -35,12 +35,11 @@ def main() -> None:
         samples["whole run, with starting the services [s]"] = [time.monotonic() - begin]
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
-        lines = list(map(json.loads, (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()))
+        lines = read_metrics(Path(directory) / "run")
     steps = [line for line in lines if "time/step_s" in line]
     samples |= kept(steps)
-    for line in lines:
-        if "eval/held-out/reward" in line:
-            samples[f"held-out reward after {line['step']} steps"] = [line["eval/held-out/reward"]]
+    for step, accuracy in accuracies(lines).items():
+        samples[f"held-out reward after {step} steps"] = [accuracy]
     keep(
         name,
         samples,
