@@ -7,8 +7,8 @@ log-probabilities and those of the trainer. It ends with an error if the bytes t
 another precision; if the quantized weights of an engine that was published to eight times, and slept twice, are not
 those of a new engine with the same weights; or if publications did not become direct copies.
 
-`python -m benchmarks.fp8 training NAME [--shapes SHAPE ...] [--updates 30]` trains a few layers of each shape with
-Megatron in each precision: tokens/s, MFU, memory and the curve of the loss (benchmarks.fp8_training).
+`python -m benchmarks.fp8 training NAME [--updates 30]` trains eight layers of the 8B shape with Megatron in each
+precision: tokens/s, MFU, memory and the curve of the loss (benchmarks.fp8_training).
 
 `python -m benchmarks.fp8 learning NAME [key=value ...]` runs the quickstart on one GPU with an engine of each precision
 and three seeds at the same time: held-out accuracy by step, and the difference between engine and trainer.
@@ -35,7 +35,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from benchmarks.fp8_training import SHAPES, train
+from benchmarks.fp8_training import train
 from benchmarks.learning import SEEDS, accuracies, metrics
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
@@ -311,8 +311,9 @@ def learning(name: str, overrides: Sequence[str]) -> None:
         changes = [*_LEARNING, *(f"rollout.{key}={value}" for key, value in settings.items()), *overrides]
         with ThreadPoolExecutor(len(SEEDS)) as pool:
             runs = list(pool.map(lambda seed, changes=changes: metrics(_QUICKSTART, [*changes, f"seed={seed}"]), SEEDS))
-        for step in accuracies(runs[0]):
-            kept[f"{precision}: held-out accuracy after {step} steps"] = [accuracies(rows)[step] for rows in runs]
+        curves = list(map(accuracies, runs))
+        for step in curves[0]:
+            kept[f"{precision}: held-out accuracy after {step} steps"] = [curve[step] for curve in curves]
         for label, key in _COMPARED_METRICS.items():
             kept[f"{precision}: {label}"] = [np.mean([row[key] for row in rows if key in row]).item() for rows in runs]
         keep(name, kept, libraries=("torch", "vllm", "transformers"), config=_QUICKSTART, overrides=changes)
@@ -335,7 +336,6 @@ def main() -> None:
     of_learning.add_argument("name")
     of_learning.add_argument("overrides", nargs="*")
     of_training.add_argument("name")
-    of_training.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     of_training.add_argument("--updates", type=int, default=30)
     of_training.add_argument("--tiny", action="store_true", help="use small models, for CPU")
     options = parser.parse_args()

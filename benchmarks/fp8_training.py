@@ -31,8 +31,7 @@ from services.common.weights.digest import WeightDigest
 from services.trainer.backend import Role
 from services.trainer.ranks.worker import Worker
 
-SHAPES: Mapping[str, int] = {"qwen3-8b": 8}
-"""Shapes of benchmarks.megatron_layouts.MODELS, and how many of their layers fit a GPU with 80 GB."""
+_SHAPE, _NUM_LAYERS = "qwen3-8b", 8  # as many as fit a GPU with 80 GB
 _KINDS = ("none", "tensorwise", "blockwise")
 _NAMES = {"none": "bf16"}
 _NUM_SAMPLES, _PROMPT_TOKENS, _COMPLETION_TOKENS = 32, 128, 896
@@ -42,15 +41,14 @@ _LAST = 5  # updates at the end whose losses are compared
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the precision of its products."""
+    """The precision of the model's products, and its size."""
 
-    shape: str
     fp8: str
     is_tiny: bool
 
     @property
     def name(self) -> str:
-        return f"{SHAPES[self.shape]} layers of {self.shape}, {_NAMES.get(self.fp8, f'fp8 {self.fp8}')}"
+        return f"{_NUM_LAYERS} layers of {_SHAPE}, {_NAMES.get(self.fp8, f'fp8 {self.fp8}')}"
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -68,8 +66,8 @@ class Case:
 
     def write_config(self, path: Path) -> None:
         """Writes config.json, without weights."""
-        kind, shape = MODELS[self.shape]
-        sizes = shape | {"num_hidden_layers": SHAPES[self.shape]} | (TINY if self.is_tiny else {})
+        kind, shape = MODELS[_SHAPE]
+        sizes = shape | {"num_hidden_layers": _NUM_LAYERS} | (TINY if self.is_tiny else {})
         AutoConfig.for_model(kind, **sizes).save_pretrained(path)
 
 
@@ -133,7 +131,7 @@ def train(options: argparse.Namespace) -> None:
     from benchmarks.train import PEAK_FLOPS
 
     kinds = _KINDS if torch.cuda.is_available() else _KINDS[:1]
-    cases = [Case(shape, fp8, options.tiny) for shape in options.shapes for fp8 in kinds]
+    cases = [Case(fp8, options.tiny) for fp8 in kinds]
     found: dict[Case, dict[str, Any]] = {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -154,7 +152,7 @@ def train(options: argparse.Namespace) -> None:
     for case, each in found.items():
         if each["loss"][-1] >= each["loss"][0] or not np.isfinite(each["loss"]).all():
             failed.append(f"{case.name}: the loss does not fall")
-        plain = found.get(Case(case.shape, "none", case.is_tiny))
+        plain = found.get(Case("none", case.is_tiny))
         if plain and each["digest"] != plain["digest"]:
             failed.append(f"{case.name}: other published weights before the first update")
     if failed:
@@ -169,7 +167,7 @@ def _libraries() -> tuple[str, ...]:
 def _samples(found: Mapping[Case, Mapping[str, Any]], peak: float) -> Iterator[tuple[str, list[float]]]:
     for case, each in found.items():
         seconds = each["seconds"][_WARM_UP:] or each["seconds"]
-        plain = found.get(Case(case.shape, "none", case.is_tiny))
+        plain = found.get(Case("none", case.is_tiny))
         yield f"{case.name}: update [s]", seconds
         yield f"{case.name}: tokens/s", [each["tokens"] / one for one in seconds]
         yield f"{case.name}: MFU against bfloat16's rate", [each["operations"] / one / peak for one in seconds]
