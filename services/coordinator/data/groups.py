@@ -298,12 +298,19 @@ def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """Returns `values` as Arrow. Lists of numbers are copied as a whole: Arrow would read them element by element."""
     if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type):
         return pa.array(values, kind)
-    dtype, distinct = kind.value_type.to_pandas_dtype(), {id(value): value for value in values}
-    arrays = {key: np.asarray(() if value is None else value, dtype) for key, value in distinct.items()}
-    parts = [arrays[id(value)] for value in values]  # samples of a prompt share its tokens
-    offsets = pa.array(np.cumsum([0, *map(len, parts)]), pa.int32())
-    flat = pa.array(np.concatenate([np.empty(0, dtype), *parts]), kind.value_type)
-    return pa.ListArray.from_arrays(offsets, flat, kind, mask=pa.array([value is None for value in values], pa.bool_()))
+    is_null = [value is None for value in values]
+    if all(is_null):
+        return pa.nulls(len(values), kind)
+    ends = np.cumsum([0 if value is None else len(value) for value in values], dtype=np.int32)
+    flat = np.empty(ends[-1], kind.value_type.to_pandas_dtype())
+    begin, before, copied = 0, None, flat[:0]
+    for value, end in zip(values, ends.tolist(), strict=True):
+        if value is not before:  # samples of a prompt share its tokens
+            before, copied = value, np.asarray(() if value is None else value, flat.dtype)
+        flat[begin:end] = copied
+        begin = end
+    offsets = pa.array(np.append(np.int32(0), ends))
+    return pa.ListArray.from_arrays(offsets, pa.array(flat), kind, mask=pa.array(is_null))
 
 
 def to_episodes(groups: Sequence[SampledGroup]) -> pa.Table | None:

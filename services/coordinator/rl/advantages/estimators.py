@@ -20,7 +20,7 @@ def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns r - mean. Dividing by the std would favor too easy and too hard prompts (arXiv 2503.20783)."""
-    return centered(samples.net_rewards_S, samples.group_S)[samples.sample_M]
+    return samples.to_tokens(centered(samples.net_rewards_S, samples.group_S))
 
 
 def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
@@ -30,20 +30,20 @@ def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
         size = np.bincount(samples.group_S)
         std = np.sqrt(np.bincount(samples.group_S, centered_S**2) / (size - 1))
         centered_S /= (std + config.eps)[samples.group_S]
-    return centered_S[samples.sample_M]
+    return samples.to_tokens(centered_S)
 
 
 def rloo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns r - mean of the others, which is n / (n - 1) * (r - mean of all n) (arXiv 2402.14740, section 2.2)."""
     size_S = np.bincount(samples.group_S)[samples.group_S]
     centered_S = centered(samples.net_rewards_S, samples.group_S)
-    return (centered_S * size_S / (size_S - 1))[samples.sample_M]
+    return samples.to_tokens(centered_S * size_S / (size_S - 1))
 
 
 def opo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns r - mean weighted by trained tokens, the baseline of least variance (arXiv 2505.23585)."""
     centered_S = centered(samples.net_rewards_S, samples.group_S)
-    return (centered_S - _mean(centered_S, samples.group_S, samples.count_S))[samples.sample_M]
+    return samples.to_tokens(centered_S - _mean(centered_S, samples.group_S, samples.count_S))
 
 
 def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
@@ -51,7 +51,7 @@ def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     mixed = np.bincount(samples.group_S, centered_S != 0) > 0
     num_mixed = np.count_nonzero(mixed[samples.group_S])
-    return (centered_S * (len(centered_S) / max(num_mixed, 1)))[samples.sample_M]
+    return samples.to_tokens(centered_S * (len(centered_S) / max(num_mixed, 1)))
 
 
 def _mean(numbers: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -74,9 +74,9 @@ def per_turn(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     (github.com/verl-project/verl/issues/7244). What is subtracted from a return here depends on nothing that the policy
     does from that turn on, apart from the sample's own part of the mean.
     """
-    starts_M = samples.turn_starts_M
+    starts_M, turn_rewards_K = samples.turns
     sample_K = samples.sample_M[starts_M]  # the sample of each of the batch's K turns
-    rewards_K = samples.turn_rewards_K.copy()
+    rewards_K = turn_rewards_K.copy()
     of_turns_S = np.bincount(sample_K, rewards_K, minlength=len(samples.rewards_S))
     rest_S = samples.net_rewards_S - of_turns_S
     is_last_K = np.append(np.diff(sample_K) > 0, True)[: len(sample_K)]
@@ -122,7 +122,7 @@ def remax(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """
     assert samples.baseline_S is not None
     penalties_M = discounted_sums(samples.penalty_M, samples.count_S, 1.0)
-    return (samples.rewards_S - samples.baseline_S)[samples.sample_M] - penalties_M
+    return samples.to_tokens(samples.rewards_S - samples.baseline_S) - penalties_M
 
 
 def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
@@ -144,7 +144,7 @@ def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
 def distill(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns 0, the advantage of no reward: `compute_advantages` adds the teacher's to every kind."""
-    return np.zeros(len(samples.position_M))
+    return np.zeros(len(samples.sample_M))
 
 
 _FIELD = "advantage.import_path"
@@ -158,10 +158,10 @@ def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """
     result = load_function(config.import_path, field=_FIELD)(samples, config, **config.kwargs)
     advantages_M = np.asarray(result, np.float64)
-    if advantages_M.shape != samples.position_M.shape or not np.isfinite(advantages_M).all():
+    if advantages_M.shape != samples.sample_M.shape or not np.isfinite(advantages_M).all():
         raise InvalidInput(
             f"{_FIELD}: {config.import_path} returned an array of shape {list(advantages_M.shape)}; it must return "
-            f"one finite number for each of the {samples.position_M.size} trained tokens",
+            f"one finite number for each of the {samples.sample_M.size} trained tokens",
             field=_FIELD,
         )
     return advantages_M
@@ -185,7 +185,7 @@ def whiten(advantages_M: np.ndarray, samples: Samples, config: AdvantageConfig) 
     """
     if config.whitening == "none" or not advantages_M.size:
         return advantages_M
-    group_M = samples.group_S[samples.sample_M]
+    group_M = samples.to_tokens(samples.group_S)
     if config.whitening == "batch":
         group_M = np.zeros_like(group_M)
     count = np.maximum(np.bincount(group_M), 1)  # the count is 0 if all tokens of a group are masked

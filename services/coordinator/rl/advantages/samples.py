@@ -5,6 +5,7 @@ A sample of an agent has several rows, R in all, whose trained tokens follow eac
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -44,16 +45,15 @@ class Samples:
     group_S: np.ndarray  # index of the sample's prompt group, from 0 without gaps
     count_S: np.ndarray  # number of trained tokens of each sample; may be 0
     truncated_S: np.ndarray  # whether the sample was cut off at max_tokens
+    mask_N: np.ndarray  # whether each token is trained on
     offsets_R: np.ndarray  # int32 [R + 1], index among all N of each row's first token
-    position_M: np.ndarray  # index of each trained token among all N
-    sample_M: np.ndarray  # index of its sample
+    begins_S: np.ndarray  # index among all N of each sample's first token
     penalty_M: np.ndarray  # KL penalty of each token, multiplied by the coefficient
     values_M: np.ndarray | None  # critic's value of the state before each token; None if the kind needs no critic
     teacher_kl_M: np.ndarray | None  # log policy - log teacher of each token; None if the run has no teacher
     baseline_S: np.ndarray | None  # reward of the prompt's greedy completion; None if the kind needs none
-    # Whether each trained token is the first of a turn: without an environment, of a run of trained tokens.
-    turn_starts_M: np.ndarray
-    turn_rewards_K: np.ndarray  # reward of each turn that has trained tokens; 0 without an environment
+    turn_begins: pa.ChunkedArray  # of each row; null without an environment
+    turn_rewards: pa.ChunkedArray
 
     @classmethod
     def of(cls, batch: pa.Table, config: AdvantageConfig, kl_coef: float) -> Self:
@@ -72,29 +72,52 @@ class Samples:
             )
         lengths_R: np.ndarray = pc.list_value_length(batch["tokens"]).to_numpy()
         offsets_R = np.concatenate([[0], np.cumsum(lengths_R)]).astype(np.int32)
-        num_samples, mask_N = len(first_S), trained_mask(batch)
-        position_M = np.flatnonzero(mask_N)
-        begins_S = offsets_R[first_S]
-        sample_M = np.repeat(np.arange(num_samples), np.diff(begins_S, append=len(mask_N)))[mask_N]
+        mask_N, begins_S = trained_mask(batch), offsets_R[first_S]
         kind = f"advantage.kind {config.kind}"
-        values_M = per_token(batch, "values", kind)[position_M] if config.needs_values else None
-        kl_M = kl_of(batch, config.kl.kind) if config.needs_reference else np.zeros(len(position_M))
-        turn_starts_M, turn_rewards_K = _turns(batch, offsets_R, begins_S, mask_N)
+        # Estimators of a sample's advantage read nothing of a token: batches have 10^8 of them.
+        spans = zip(begins_S, np.append(begins_S[1:], len(mask_N)), strict=False)
+        count_S = np.array([np.count_nonzero(mask_N[begin:end]) for begin, end in spans], np.int64)
+        no_penalty_M = np.broadcast_to(0.0, count_S.sum())
         return cls(
             rewards_S=batch["reward"].to_numpy()[first_S],
             group_S=group_S,
-            count_S=np.bincount(sample_M, minlength=num_samples),
+            count_S=count_S,
             truncated_S=pc.equal(batch["finish_reason"], "length").to_numpy()[first_S],
+            mask_N=mask_N,
             offsets_R=offsets_R,
-            position_M=position_M,
-            sample_M=sample_M,
-            penalty_M=kl_coef * kl_M,
-            values_M=values_M,
+            begins_S=begins_S,
+            penalty_M=kl_coef * kl_of(batch, config.kl.kind) if config.needs_reference else no_penalty_M,
+            values_M=per_token(batch, "values", kind)[mask_N] if config.needs_values else None,
             teacher_kl_M=kl_of(batch, "k1", "teacher_logprobs") if config.needs_teacher else None,
             baseline_S=_required(batch, "baseline", kind).to_numpy()[first_S] if config.needs_baseline else None,
-            turn_starts_M=turn_starts_M,
-            turn_rewards_K=turn_rewards_K,
+            turn_begins=batch["turn_begins"],
+            turn_rewards=batch["turn_rewards"],
         )
+
+    def to_tokens(self, numbers_S: np.ndarray) -> np.ndarray:
+        """Returns the number of its sample for each trained token, [M]."""
+        return np.repeat(numbers_S, self.count_S)
+
+    @cached_property
+    def sample_M(self) -> np.ndarray:
+        """Returns the index of each trained token's sample."""
+        return self.to_tokens(np.arange(len(self.count_S)))
+
+    @cached_property
+    def turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where turns start, bool [M], and the reward of each turn that has trained tokens, float64 [K].
+
+        Without an environment, each run of trained tokens is a turn, with a reward of 0.
+        """
+        mask_N = self.mask_N
+        counts_R = pc.fill_null(pc.list_value_length(self.turn_begins), 0).to_numpy()
+        begins_K = np.repeat(self.offsets_R[:-1], counts_R) + pc.list_flatten(self.turn_begins).to_numpy()
+        starts_N = np.append(True, ~mask_N[:-1])[: len(mask_N)]
+        starts_N[self.begins_S[self.begins_S < len(mask_N)]] = True
+        starts_N[begins_K] = True  # turns between which the environment added nothing
+        rewards_N = np.zeros(len(mask_N))
+        rewards_N[begins_K] = pc.list_flatten(self.turn_rewards).to_numpy()
+        return starts_N[mask_N], rewards_N[starts_N & mask_N]
 
     @property
     def net_rewards_S(self) -> np.ndarray:
@@ -119,35 +142,21 @@ class Samples:
         That is the environment's reward of a turn at the turn's last trained token, and the rest of the sample's reward
         at the sample's last one.
         """
-        starts, rewards_M = np.flatnonzero(self.turn_starts_M), -self.penalty_M
+        turn_starts_M, turn_rewards_K = self.turns
+        starts, rewards_M = np.flatnonzero(turn_starts_M), -self.penalty_M
         ends = np.append(starts[1:], len(rewards_M))[: len(starts)] - 1
-        rewards_M[ends] += self.turn_rewards_K
-        of_turns_S = np.bincount(self.sample_M[starts], self.turn_rewards_K, minlength=len(self.rewards_S))
+        rewards_M[ends] += turn_rewards_K
+        of_turns_S = np.bincount(self.sample_M[starts], turn_rewards_K, minlength=len(self.rewards_S))
         rewards_M[self.last] += (self.rewards_S - of_turns_S)[self.trained_S]
         return rewards_M
 
     def to_lists(self, numbers_M: np.ndarray) -> pa.Array:
         """Returns list<float> [R]: `numbers_M` at the trained tokens, 0 at the others."""
-        flat_N = np.zeros(self.offsets_R[-1], np.float32)
-        # Without masked tokens, a copy is four times as fast.
-        flat_N[self.position_M if len(numbers_M) < len(flat_N) else ...] = numbers_M
+        flat_N = numbers_M.astype(np.float32)
+        if len(flat_N) < len(self.mask_N):
+            flat_N = np.zeros(len(self.mask_N), np.float32)
+            flat_N[self.mask_N] = numbers_M
         return pa.ListArray.from_arrays(pa.array(self.offsets_R), pa.array(flat_N))
-
-
-def _turns(
-    batch: pa.Table, offsets_R: np.ndarray, begins_S: np.ndarray, mask_N: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where turns start, bool [M], and the reward of each turn that has trained tokens, float64 [K]."""
-    begins, rewards = batch["turn_begins"], batch["turn_rewards"]
-    counts_R = pc.fill_null(pc.list_value_length(begins), 0).to_numpy()
-    begins_K = np.repeat(offsets_R[:-1], counts_R) + pc.list_flatten(begins).to_numpy()
-    starts_N = np.append(True, ~mask_N[:-1])[: len(mask_N)]
-    starts_N[begins_S[begins_S < len(mask_N)]] = True
-    starts_N[begins_K] = True  # turns between which the environment added nothing
-    starts_M = starts_N[mask_N]
-    rewards_N = np.zeros(len(mask_N))
-    rewards_N[begins_K] = pc.list_flatten(rewards).to_numpy()
-    return starts_M, rewards_N[starts_N & mask_N]
 
 
 def trained_mask(batch: pa.Table) -> np.ndarray:
@@ -160,6 +169,8 @@ def trained_mask(batch: pa.Table) -> np.ndarray:
     has_mask_S = column.is_valid().to_numpy()
     _refuse(has_mask_S & (pc.fill_null(pc.list_value_length(column), 0).to_numpy() != lengths_S), "loss_mask")
     mask_N = np.ones(lengths_S.sum(), bool)
+    if not has_mask_S.any():
+        return mask_N
     mask_N[np.repeat(has_mask_S, lengths_S)] = pc.list_flatten(column).to_numpy()
     return mask_N
 
