@@ -7,7 +7,6 @@ is compared with the recorded copies byte by byte. From the third publication on
 an engine processes weights after loading in another way (packing, absorbed projections), it keeps using the reload.
 """
 
-import itertools
 import logging
 import math
 from collections import defaultdict
@@ -172,11 +171,13 @@ class DirectMap:
     """All copies of a publication, ready to run."""
 
     def __init__(self, copies: Sequence[Copy], num_buckets: int, layers: Sequence[LayerMap] = ()):
-        self.layers: list[list[LayerMap]] = [[] for _ in range(num_buckets)]
-        """The layers that are quantized, by the buckets that have a part of them."""
+        self.layers = layers
+        """The layers that are quantized."""
+        self.layers_of: list[list[LayerMap]] = [[] for _ in range(num_buckets)]
+        """Those of which each bucket has a part."""
         for layer in layers:
             for index in layer.buckets:
-                self.layers[index].append(layer)
+                self.layers_of[index].append(layer)
         self._pieces: list[list[Piece]] = [[] for _ in range(num_buckets)]
         self._targets: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
         # Of each bucket: the address of its bytes when it was loaded last, and the copies from views of them. Both are
@@ -188,7 +189,7 @@ class DirectMap:
 
     def load(self, index: int, flat: torch.Tensor) -> None:
         """Copies bucket `index` from its bytes (uint8 [num_bytes]) into the engine."""
-        for layer in self.layers[index]:
+        for layer in self.layers_of[index]:
             layer.load(index, flat)
         if not self._targets[index]:
             return
@@ -200,12 +201,12 @@ class DirectMap:
 
     def begin(self) -> None:
         """Forgets a publication that broke off."""
-        for layer in itertools.chain(*self.layers):
+        for layer in self.layers:
             layer.begin()
 
     def starts(self, part_bytes: int) -> dict[tuple[LayerMap, int], int]:
         """Returns a place in a hash for each layer's part of each bucket."""
-        parts = [(layer, index) for index, layers in enumerate(self.layers) for layer in layers]
+        parts = [(layer, index) for index, layers in enumerate(self.layers_of) for layer in layers]
         return {part: number * part_bytes for number, part in enumerate(parts, 1)}
 
     def forget_buffers(self) -> None:
@@ -330,13 +331,14 @@ class Loading:
         def see(index: int, bucket: Bucket, flat: torch.Tensor) -> None:
             # What has arrived is hashed at once, because its memory may be gone when all is loaded.
             _add(received, direct.received(index, flat), bucket.start)
-            for layer in direct.layers[index]:
+            for layer in direct.layers_of[index]:
                 _add(received, layer.received(index, flat), starts[layer, index])
 
         def see_quantizing(layer: nn.Module) -> None:
-            for (known, index), start in starts.items():
-                if known.layer is layer:
-                    _add(loaded, known.loaded(index), start)
+            (known,) = (known for known in direct.layers if known.layer is layer)
+            known.expect_rows()
+            for index in known.buckets:
+                _add(loaded, known.loaded(index), starts[known, index])
 
         with before_quantizing(self._model, see_quantizing):
             self._reload(arrivals, see)
@@ -345,6 +347,9 @@ class Loading:
         self._is_checked = loaded.hexdigest() == received.hexdigest()
         if not self._is_checked:
             self._give_up("the reload wrote other bytes than the recorded copies would")
+            return
+        for layer in direct.layers:
+            layer.take_rows()
 
     def _give_up(self, problem: str) -> None:
         self._problem, self._map = problem, None

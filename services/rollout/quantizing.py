@@ -2,12 +2,14 @@
 
 vLLM's reload finds out anew in every publication which bytes go where. A `LayerMap` knows it from a recorded reload: it
 copies a layer's received bytes to parameters as the checkpoint has them, and lets vLLM quantize these to what kernels
-read. There is memory for only a few layers that are not quantized at a time.
+read. There is memory for only a few layers that are not quantized at a time. Where each row of a weight has a scale of
+its own, and this was checked to give vLLM's bytes, received rows are quantized to where kernels read them.
 """
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +19,19 @@ from torch import nn
 
 from services.common.compat.torch import Copies
 from services.common.weights.digest import WeightDigest
-from services.common.weights.plan import ALIGN_BYTES
-from services.rollout.compat.vllm.worker import begin_quantizing, finish_quantizing, is_quantized, loaded_tensors
+from services.common.weights.plan import ALIGN_BYTES, contiguous_stride
+from services.rollout.compat.vllm.worker import (
+    SCALE,
+    WEIGHT,
+    begin_quantizing,
+    finish_quantizing,
+    is_quantized,
+    loaded_tensors,
+    row_quantizer,
+)
+
+# The hash joins tensors with fewer bytes than this, as one of a few bytes takes as long as one of a megabyte.
+_SMALL_BYTES = 1 << 20
 
 
 class Place(NamedTuple):
@@ -51,6 +64,16 @@ class Fill:
     name: str
     place: Place
 
+    def rows(self, columns: int) -> slice | None:
+        """Returns which rows of a matrix with that many columns are filled; None if it is not whole rows."""
+        (first, before), (last, after) = (divmod(at, columns) for at in (self.place.offset, self._end))
+        is_dense = self.place.stride == self.piece.place.stride == contiguous_stride(self.place.size)
+        return slice(first, last) if is_dense and before == after == 0 else None
+
+    @property
+    def _end(self) -> int:
+        return self.place.offset + math.prod(self.place.size)
+
 
 class LayerMap:
     """All copies of a publication into one layer that vLLM quantizes."""
@@ -61,6 +84,8 @@ class LayerMap:
         for fill in fills:
             self._fills[fill.piece.bucket].append(fill)
         self._left: set[int] = set()  # buckets that have not arrived; empty if the layer is quantized
+        self._quantize, self._expected = row_quantizer(layer), ""
+        self._kernel_tensors: dict[str, torch.Tensor] = {}  # empty if vLLM quantizes the layer
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -72,6 +97,10 @@ class LayerMap:
 
     def load(self, index: int, flat: torch.Tensor) -> None:
         """Copies the layer's part of a bucket, and quantizes the layer with its last part."""
+        if self._kernel_tensors:
+            for fill in self._fills[index]:
+                self._load_rows(fill, fill.piece.of(flat))
+            return
         if not self._left:
             begin_quantizing(self.layer)
             self._left = set(self._fills)
@@ -94,30 +123,74 @@ class LayerMap:
             for fill in self._fills[index]
         ]
 
+    def expect_rows(self) -> None:
+        """Quantizes the rows of the loaded layer, which vLLM quantizes next, for `take_rows` to compare with."""
+        tensors = dict(loaded_tensors(self.layer))
+        if self._quantize is None or WEIGHT not in tensors:
+            return
+        columns = tensors[WEIGHT].shape[-1]
+        fills = (fill for fills in self._fills.values() for fill in fills)
+        if all(fill.name != WEIGHT or fill.rows(columns) for fill in fills):
+            quantized, tensors[SCALE] = self._quantize(tensors[WEIGHT], None)
+            tensors[WEIGHT] = quantized.t()
+            self._expected = _digest(tensors.items(), quantized.device)
+
+    def take_rows(self) -> None:
+        """From here on quantizes rows as they arrive, if vLLM's quantization gave the same bytes."""
+        tensors = {name: tensor.detach() for name, tensor in loaded_tensors(self.layer).items()}
+        if self._expected and self._expected == _digest(tensors.items(), tensors[WEIGHT].device):
+            self._kernel_tensors = tensors
+
+    def _load_rows(self, fill: Fill, received: torch.Tensor) -> None:
+        target = self._kernel_tensors[fill.name]
+        rows = fill.rows(target.shape[0]) if fill.name == WEIGHT else None
+        if rows is None or self._quantize is None:
+            offset = int(target.storage_offset()) + fill.place.offset
+            target.as_strided(fill.place.size, fill.place.stride, offset).copy_(received, non_blocking=True)
+            return
+        _, scale = self._quantize(received.view(-1, target.shape[0]), target.t()[rows])
+        self._kernel_tensors[SCALE][rows].copy_(scale, non_blocking=True)
+
 
 def quantized_digest(model: nn.Module, device: torch.device) -> str:
     """Returns the hash of all that the model's quantized layers have, with their scales; "" if none is quantized."""
+    return _digest(_quantized_tensors(model), device)
+
+
+def _quantized_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, layer in model.named_modules():
+        if is_quantized(layer):
+            for key, tensor in loaded_tensors(layer).items():
+                yield f"{name}.{key}", tensor
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> str:
+    """Returns the hash of tensors with their names and layouts; "" without a byte."""
     names, start, digest = hashlib.blake2b(digest_size=16), 0, WeightDigest("", device)
-    for name, tensor in _quantized_tensors(model):
+    small: list[torch.Tensor] = []
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         names.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}\n".encode())
         flat = _flat_bytes(tensor)
-        digest.update(flat, start=start)
-        start += flat.numel()
+        if flat.numel() < _SMALL_BYTES:
+            small.append(flat)
+            continue
+        start += _update(digest, flat, start)
+    start += _update(digest, torch.cat(small), start) if small else 0
     if not start:
         return ""
     names.update(digest.hexdigest().encode())
     return names.hexdigest()
 
 
-def _quantized_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, layer in model.named_modules():
-        if is_quantized(layer):
-            for key, tensor in sorted(loaded_tensors(layer).items()):
-                yield f"{name}.{key}", tensor
+def _update(digest: WeightDigest, flat: torch.Tensor, start: int) -> int:
+    """Adds `flat` to the hash; returns the number of its bytes, with which the hash pads it."""
+    missing = -flat.numel() % ALIGN_BYTES
+    padded = F.pad(flat, (0, missing)) if missing else flat  # which would copy it also for nothing
+    digest.update(padded, start=start)
+    return padded.numel()
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the content of a tensor in the order of its memory, padded to a multiple of 16 bytes."""
+    """Returns the content of a tensor in the order of its memory."""
     axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # kernels read transposed weights
-    flat = tensor.detach().permute(axes).reshape(-1).view(torch.uint8)
-    return F.pad(flat, (0, -flat.numel() % ALIGN_BYTES))
+    return tensor.detach().permute(axes).reshape(-1).view(torch.uint8)

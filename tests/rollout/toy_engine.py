@@ -63,11 +63,17 @@ class Online(Method):
 
 def _quantize(layer: nn.Module) -> None:
     for name in [name for name in dict(layer.named_parameters()) if name != "bias"]:
-        weight = getattr(layer, name).data.float()
-        scale = weight.abs().amax(-1, keepdim=True) / 127
-        quantized = (weight / scale).round().to(torch.int8).transpose(-1, -2)
-        setattr(layer, name, nn.Parameter(quantized, requires_grad=False))
+        quantized, scale = quantize_rows(getattr(layer, name).data)
+        setattr(layer, name, nn.Parameter(quantized.transpose(-1, -2), requires_grad=False))
         layer.register_parameter(f"{name}_scale", nn.Parameter(scale, requires_grad=False))
+
+
+def quantize_rows(rows: torch.Tensor, quantized: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns int8 numbers, in the memory of `quantized` if it is given, and the scale of each row."""
+    weight = rows.float()
+    scale = weight.abs().amax(-1, keepdim=True) / 127
+    made = (weight / scale).round().to(torch.int8)
+    return (made if quantized is None else quantized.copy_(made)), scale
 
 
 class Layer(nn.Module):

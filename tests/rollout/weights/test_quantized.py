@@ -10,11 +10,11 @@ from vllm.model_executor.layers.quantization.online.base import OnlineQuantizati
 
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import PreconditionFailed, Reason
-from services.rollout import arguments, loading
+from services.rollout import arguments, loading, quantizing
 from services.rollout.arguments import check_precision, engine_arguments
 from services.rollout.compat.vllm.worker import reload_weights
 from services.rollout.quantizing import LayerMap, quantized_digest
-from tests.rollout.toy_engine import CPU, Online, Toy, Worker, checkpoint
+from tests.rollout.toy_engine import CPU, Online, Toy, Worker, checkpoint, quantize_rows
 from tests.support import raises
 
 # One bucket for each tensor, buckets of several tensors, and one bucket for all.
@@ -85,6 +85,47 @@ def test_every_layer_is_quantized_once_and_few_at_a_time():
         worker.publish(seed)
         assert [method.num_calls - calls for method, calls in zip(methods, before, strict=True)] == [number] * 5
         assert all("process_weights_after_loading" not in vars(method) for method in methods)
+
+
+def _num_calls(worker: Worker) -> dict[str, int]:
+    layers = worker.model.named_children()
+    return {name: layer.quant_method.num_calls for name, layer in layers if isinstance(layer.quant_method, Online)}
+
+
+# Whole rows arrive of these. Of the others a rank has columns, or several matrices.
+_BY_ROWS = {"qkv", "gate_up", "odd"}
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
+def test_rows_are_quantized_to_where_kernels_read(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantizing, "row_quantizer", lambda layer: quantize_rows)
+    worker = Worker(Toy(quantizes=True), bucket_bytes)
+    addresses = {name: tensor.data_ptr() for name, tensor in worker.model.state_dict().items()}
+    digests = [worker.publish(seed)["quantized_digest"] for seed in (1, 2)]
+    before = _num_calls(worker)
+    for seed in (3, 4, 1):
+        published = worker.publish(seed)
+        assert_exact(worker, seed, published)
+        digests.append(published["quantized_digest"])
+    assert digests[0] == digests[-1]
+    assert {name for name, calls in _num_calls(worker).items() if calls == before[name]} == _BY_ROWS
+    assert {name: tensor.data_ptr() for name, tensor in worker.model.state_dict().items()} == addresses
+    assert "Broken" in worker.publish(10, breaks_after=worker.num_buckets // 2)["error"]
+    assert_exact(worker, 11, worker.publish(11))
+
+
+def _scaled_down(rows: torch.Tensor, quantized: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    made, scale = quantize_rows(rows, quantized)
+    return made, scale * (1 - 1e-7)
+
+
+def test_rows_that_vllm_quantizes_otherwise_are_left_to_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantizing, "row_quantizer", lambda layer: _scaled_down)
+    worker = Worker(Toy(quantizes=True), 700)
+    before = _num_calls(worker)
+    for number, seed in enumerate((1, 2, 3, 4), 1):
+        assert_exact(worker, seed, worker.publish(seed))
+        assert {calls - before[name] for name, calls in _num_calls(worker).items()} == {number}
 
 
 def _swapped(self: LayerMap, index: int) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from vllm import _custom_ops as ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
@@ -29,6 +30,12 @@ _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Unqu
 _PLAIN_ATTENTION = ("Attention",)
 # Tensors of a layer that its checkpoint does not have: where experts are.
 _NEVER_LOADED: set[str] = vars(reload_meta).get("SKIP_LOAD_TENSORS") or reload_meta.SKIP_TENSORS
+# The method that gives each row of a weight its own scale.
+_BY_ROW = "Fp8PtpcOnlineLinearMethod"
+WEIGHT, SCALE = "weight", "weight_scale"
+"""What such layers call their weight and its scales, [N, 1]. For kernels the weight is transposed."""
+# Rows [N, K], and memory [N, K] for the quantized ones -> these and their scales.
+RowQuantizer = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 # Parameters that a model's `load_weights` copies to without their weight loader.
 _COPIED_DIRECTLY = {"GptOssForCausalLM": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 
@@ -228,6 +235,18 @@ def begin_quantizing(layer: nn.Module) -> None:
     layerwise.restore_layer_on_meta(layer, info)
     info.load_numel_total = layerwise.get_layer_size(layer)  # for abort_reload
     layerwise.materialize_layer(layer, info)
+
+
+def row_quantizer(layer: nn.Module) -> RowQuantizer | None:
+    """Returns what quantizes rows of the layer's weight; None if vLLM does not quantize it row by row.
+
+    Without given memory, it returns new tensors, of shapes [N, K] and [N, 1]. Rows that a tensor-parallel rank has
+    only a part of are excluded: newer versions take their scale over all ranks.
+    """
+    is_by_row = type(getattr(layer, "quant_method", None)).__name__ == _BY_ROW
+    if not is_by_row or getattr(layer, "input_size", None) != getattr(layer, "input_size_per_partition", None):
+        return None
+    return lambda rows, quantized: ops.scaled_fp8_quant(rows, use_per_token_if_dynamic=True, output=quantized)
 
 
 def finish_quantizing(layer: nn.Module) -> None:
