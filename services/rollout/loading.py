@@ -212,6 +212,8 @@ class DirectMap:
     def forget_buffers(self) -> None:
         """Drops the views of the memory that buckets arrived in."""
         self._copies.clear()
+        for layer in self.layers:
+            layer.forget_buffers()
 
     def received(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the parts of a received bucket that the map copies, as views."""

@@ -6,10 +6,11 @@ read. There is memory for only a few layers that are not quantized at a time. Wh
 its own, and this was checked to give vLLM's bytes, received rows are quantized to where kernels read them.
 """
 
+import functools
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +87,9 @@ class LayerMap:
         self._left: set[int] = set()  # buckets that have not arrived; empty if the layer is quantized
         self._quantize, self._expected = row_quantizer(layer), ""
         self._kernel_tensors: dict[str, torch.Tensor] = {}  # empty if vLLM quantizes the layer
+        # Of each bucket: the address of its bytes when it was loaded last, and what loads them. Both are kept as in a
+        # DirectMap: to make the views takes longer than to use them.
+        self._calls: dict[int, tuple[int, list[Callable[[], object]]]] = {}
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -98,8 +102,12 @@ class LayerMap:
     def load(self, index: int, flat: torch.Tensor) -> None:
         """Copies the layer's part of a bucket, and quantizes the layer with its last part."""
         if self._kernel_tensors:
-            for fill in self._fills[index]:
-                self._load_rows(fill, fill.piece.of(flat))
+            address, calls = self._calls.get(index, (0, []))
+            if address != flat.data_ptr():
+                calls = [self._loader(fill, fill.piece.of(flat)) for fill in self._fills[index]]
+                self._calls[index] = flat.data_ptr(), calls
+            for call in calls:
+                call()
             return
         if not self._left:
             begin_quantizing(self.layer)
@@ -108,6 +116,10 @@ class LayerMap:
         self._left.remove(index)
         if not self._left:
             finish_quantizing(self.layer)
+
+    def forget_buffers(self) -> None:
+        """Drops the views of the memory that buckets arrived in."""
+        self._calls.clear()
 
     def received(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the layer's parts of a received bucket, as views."""
@@ -131,7 +143,7 @@ class LayerMap:
         columns = tensors[WEIGHT].shape[-1]
         fills = (fill for fills in self._fills.values() for fill in fills)
         if all(fill.name != WEIGHT or fill.rows(columns) for fill in fills):
-            quantized, tensors[SCALE] = self._quantize(tensors[WEIGHT], None)
+            quantized, tensors[SCALE] = self._quantize(tensors[WEIGHT])
             tensors[WEIGHT] = quantized.t()
             self._expected = _digest(tensors.items(), quantized.device)
 
@@ -141,15 +153,16 @@ class LayerMap:
         if self._expected and self._expected == _digest(tensors.items(), tensors[WEIGHT].device):
             self._kernel_tensors = tensors
 
-    def _load_rows(self, fill: Fill, received: torch.Tensor) -> None:
+    def _loader(self, fill: Fill, received: torch.Tensor) -> Callable[[], object]:
+        """Returns what loads `received`: quantizes rows of the weight, or copies another tensor, such as a bias."""
         target = self._kernel_tensors[fill.name]
         rows = fill.rows(target.shape[0]) if fill.name == WEIGHT else None
         if rows is None or self._quantize is None:
             offset = int(target.storage_offset()) + fill.place.offset
-            target.as_strided(fill.place.size, fill.place.stride, offset).copy_(received, non_blocking=True)
-            return
-        _, scale = self._quantize(received.view(-1, target.shape[0]), target.t()[rows])
-        self._kernel_tensors[SCALE][rows].copy_(scale, non_blocking=True)
+            target = target.as_strided(fill.place.size, fill.place.stride, offset)
+            return functools.partial(target.copy_, received, non_blocking=True)
+        kernel_rows = target.t()[rows], self._kernel_tensors[SCALE][rows]
+        return functools.partial(self._quantize, received.view(-1, target.shape[0]), kernel_rows)
 
 
 def quantized_digest(model: nn.Module, device: torch.device) -> str:

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from services.common.weights.buckets import pack
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Bucket, NamedTensors, Plan
+from services.rollout.compat.vllm.worker import Rows
 from services.rollout.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
@@ -68,12 +69,14 @@ def _quantize(layer: nn.Module) -> None:
         layer.register_parameter(f"{name}_scale", nn.Parameter(scale, requires_grad=False))
 
 
-def quantize_rows(rows: torch.Tensor, quantized: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 numbers, in the memory of `quantized` if it is given, and the scale of each row."""
+def quantize_rows(rows: torch.Tensor, target: Rows | None = None, /) -> Rows:
+    """Makes rows int8, with a scale for each."""
     weight = rows.float()
     scale = weight.abs().amax(-1, keepdim=True) / 127
-    made = (weight / scale).round().to(torch.int8)
-    return (made if quantized is None else quantized.copy_(made)), scale
+    made = (weight / scale).round().to(torch.int8), scale
+    for into, new in zip(target or made, made, strict=True):
+        into.copy_(new)
+    return target or made
 
 
 class Layer(nn.Module):

@@ -12,7 +12,7 @@ from services.common.config.rollout import RolloutConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.rollout import arguments, loading, quantizing
 from services.rollout.arguments import check_precision, engine_arguments
-from services.rollout.compat.vllm.worker import reload_weights
+from services.rollout.compat.vllm.worker import Rows, reload_weights
 from services.rollout.quantizing import LayerMap, quantized_digest
 from tests.rollout.toy_engine import CPU, Online, Toy, Worker, checkpoint, quantize_rows
 from tests.support import raises
@@ -114,9 +114,10 @@ def test_rows_are_quantized_to_where_kernels_read(bucket_bytes: int, monkeypatch
     assert_exact(worker, 11, worker.publish(11))
 
 
-def _scaled_down(rows: torch.Tensor, quantized: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    made, scale = quantize_rows(rows, quantized)
-    return made, scale * (1 - 1e-7)
+def _scaled_down(rows: torch.Tensor, target: Rows | None = None, /) -> Rows:
+    made = quantize_rows(rows, target)
+    made[1].mul_(1 - 1e-7)
+    return made
 
 
 def test_rows_that_vllm_quantizes_otherwise_are_left_to_it(monkeypatch: pytest.MonkeyPatch):

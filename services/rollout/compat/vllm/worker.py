@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from vllm import _custom_ops as ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
@@ -19,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 from vllm.model_executor.model_loader.reload import meta as reload_meta
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.platforms import current_platform
 
 from services.common.compat.torch import OperatorWatch, OpOverload
 
@@ -34,8 +34,16 @@ _NEVER_LOADED: set[str] = vars(reload_meta).get("SKIP_LOAD_TENSORS") or reload_m
 _BY_ROW = "Fp8PtpcOnlineLinearMethod"
 WEIGHT, SCALE = "weight", "weight_scale"
 """What such layers call their weight and its scales, [N, 1]. For kernels the weight is transposed."""
-# Rows [N, K], and memory [N, K] for the quantized ones -> these and their scales.
-RowQuantizer = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Quantized rows [N, K] and their scales [N, 1]."""
+
+
+class RowQuantizer(Protocol):
+    """Quantizes rows [N, K], to new memory unless some is given, which must be dense."""
+
+    def __call__(self, rows: torch.Tensor, target: Rows | None = None, /) -> Rows: ...
+
+
 # Parameters that a model's `load_weights` copies to without their weight loader.
 _COPIED_DIRECTLY = {"GptOssForCausalLM": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 
@@ -240,13 +248,20 @@ def begin_quantizing(layer: nn.Module) -> None:
 def row_quantizer(layer: nn.Module) -> RowQuantizer | None:
     """Returns what quantizes rows of the layer's weight; None if vLLM does not quantize it row by row.
 
-    Without given memory, it returns new tensors, of shapes [N, K] and [N, 1]. Rows that a tensor-parallel rank has
-    only a part of are excluded: newer versions take their scale over all ranks.
+    Rows that a tensor-parallel rank has only a part of are excluded: newer versions take their scale over all ranks.
     """
     is_by_row = type(getattr(layer, "quant_method", None)).__name__ == _BY_ROW
-    if not is_by_row or getattr(layer, "input_size", None) != getattr(layer, "input_size_per_partition", None):
-        return None
-    return lambda rows, quantized: ops.scaled_fp8_quant(rows, use_per_token_if_dynamic=True, output=quantized)
+    has_whole_rows = getattr(layer, "input_size", None) == getattr(layer, "input_size_per_partition", None)
+    return _quantize_rows if is_by_row and has_whole_rows else None
+
+
+def _quantize_rows(rows: torch.Tensor, target: Rows | None = None, /) -> Rows:
+    if target is None:
+        scale = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
+        target = torch.empty_like(rows, dtype=current_platform.fp8_dtype()), scale
+    # What `scaled_fp8_quant` calls, which would allocate the scales.
+    torch.ops._C.dynamic_per_token_scaled_fp8_quant(target[0], rows, target[1], None)  # pyright: ignore[reportPrivateUsage]
+    return target
 
 
 def finish_quantizing(layer: nn.Module) -> None:
