@@ -43,14 +43,14 @@ def _sums(words_ptr, sums_ptr, num_words, first, num_rounds, POSITION: tl.conste
     added_0, added_1 = _mixed(tl.load(words_ptr + index, mask=is_word, other=0), position, MIX_1, MIX_2)
     sum_0 += tl.where(is_word, added_0, 0)
     sum_1 += tl.where(is_word, added_1, 0)
-    tl.store(sums_ptr + program * 2, tl.sum(sum_0, 0))
-    tl.store(sums_ptr + program * 2 + 1, tl.sum(sum_1, 0))
+    # The order in which programs add does not matter: integers wrap around.
+    tl.atomic_add(sums_ptr, tl.sum(sum_0, 0), sem="relaxed")
+    tl.atomic_add(sums_ptr + 1, tl.sum(sum_1, 0), sem="relaxed")
 
 
 def add_sums(sums_2: torch.Tensor, words: torch.Tensor, first: int, constants: tuple[int, int, int]) -> None:
     """Adds the two sums over `words` (int64) to `sums_2`. `first` is the index of the first word in the content."""
-    partial = torch.empty(_PROGRAMS, 2, dtype=torch.int64, device=words.device)
-    num_rounds = words.numel() // WORDS_PER_ROUND
+    num_programs = max(1, min(_PROGRAMS, triton.cdiv(words.numel(), _BLOCK)))
+    num_rounds = words.numel() // (num_programs * _BLOCK)
     with torch.cuda.device(words.device):
-        _sums[(_PROGRAMS,)](words, partial, words.numel(), first, num_rounds, *constants, BLOCK=_BLOCK)
-    sums_2 += partial.sum(0)
+        _sums[(num_programs,)](words, sums_2, words.numel(), first, num_rounds, *constants, BLOCK=_BLOCK)
