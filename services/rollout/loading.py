@@ -29,7 +29,7 @@ from services.rollout.compat.vllm.worker import (
     not_plain,
     reload_weights,
 )
-from services.rollout.quantizing import Fill, LayerMap, Piece, Place
+from services.rollout.quantizing import Fill, LayerMap, Piece, Place, QuantizedTensors
 
 log = logging.getLogger(__name__)
 
@@ -275,6 +275,7 @@ class Loading:
         self._map: DirectMap | None = None
         self._is_checked = False
         self._problem = not_plain(model)
+        self._quantized: QuantizedTensors | None = None
 
     @property
     def reads_in_place(self) -> bool:
@@ -299,6 +300,13 @@ class Loading:
             self._reload_and_watch(arrivals)
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
+
+    def quantized_digest(self) -> str:
+        """Returns the hash of what is loaded in the layers that the engine quantizes; "" if there are none."""
+        quantized = self._quantized or QuantizedTensors.of(self._model, self._device)
+        # Direct copies rely on the engine's addresses too.
+        self._quantized = quantized if self.reads_in_place and quantized.are_views else None
+        return quantized.digest()
 
     def abort(self) -> None:
         """Makes the engine reloadable again after an incomplete publication."""

@@ -10,9 +10,9 @@ import functools
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -145,12 +145,12 @@ class LayerMap:
         if all(fill.name != WEIGHT or fill.rows(columns) for fill in fills):
             quantized, tensors[SCALE] = self._quantize(tensors[WEIGHT])
             tensors[WEIGHT] = quantized.t()
-            self._expected = _digest(tensors.items(), quantized.device)
+            self._expected = QuantizedTensors(tensors.items(), quantized.device).digest()
 
     def take_rows(self) -> None:
         """From here on quantizes rows as they arrive, if vLLM's quantization gave the same bytes."""
         tensors = {name: tensor.detach() for name, tensor in loaded_tensors(self.layer).items()}
-        if self._expected and self._expected == _digest(tensors.items(), tensors[WEIGHT].device):
+        if self._expected and self._expected == QuantizedTensors(tensors.items(), tensors[WEIGHT].device).digest():
             self._kernel_tensors = tensors
 
     def _loader(self, fill: Fill, received: torch.Tensor) -> Callable[[], object]:
@@ -165,34 +165,43 @@ class LayerMap:
         return functools.partial(self._quantize, received.view(-1, target.shape[0]), kernel_rows)
 
 
-def quantized_digest(model: nn.Module, device: torch.device) -> str:
-    """Returns the hash of all that the model's quantized layers have, with their scales; "" if none is quantized."""
-    return _digest(_quantized_tensors(model), device)
+class QuantizedTensors:
+    """All that a model's quantized layers have for kernels, with the scales, as it is in their memory."""
 
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device):
+        self._device, self._names = device, hashlib.blake2b(digest_size=16)
+        self._flats: list[torch.Tensor] = []
+        self._small: list[torch.Tensor] = []
+        self.are_views = True
+        """Whether the hash can be computed again after the content has changed."""
+        for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+            self._add(name, tensor)
 
-def _quantized_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, layer in model.named_modules():
-        if is_quantized(layer):
-            for key, tensor in loaded_tensors(layer).items():
-                yield f"{name}.{key}", tensor
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device) -> Self:
+        layers = [(name, layer) for name, layer in model.named_modules() if is_quantized(layer)]
+        return cls(
+            ((f"{name}.{key}", loaded) for name, layer in layers for key, loaded in loaded_tensors(layer).items()),
+            device,
+        )
 
-
-def _digest(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> str:
-    """Returns the hash of tensors with their names and layouts; "" without a byte."""
-    names, start, digest = hashlib.blake2b(digest_size=16), 0, WeightDigest("", device)
-    small: list[torch.Tensor] = []
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        names.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}\n".encode())
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self._names.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}\n".encode())
         flat = _flat_bytes(tensor)
-        if flat.numel() < _SMALL_BYTES:
-            small.append(flat)
-            continue
-        start += _update(digest, flat, start)
-    start += _update(digest, torch.cat(small), start) if small else 0
-    if not start:
-        return ""
-    names.update(digest.hexdigest().encode())
-    return names.hexdigest()
+        self.are_views &= flat.data_ptr() == tensor.data_ptr()
+        (self._small if flat.numel() < _SMALL_BYTES else self._flats).append(flat)
+
+    def digest(self) -> str:
+        """Returns the hash of the content with names and layouts; "" if no layer is quantized."""
+        joined = [torch.cat(self._small)] if self._small else []
+        digest, start = WeightDigest("", self._device), 0
+        for flat in (*self._flats, *joined):
+            start += _update(digest, flat, start)
+        if not start:
+            return ""
+        names = self._names.copy()
+        names.update(digest.hexdigest().encode())
+        return names.hexdigest()
 
 
 def _update(digest: WeightDigest, flat: torch.Tensor, start: int) -> int:

@@ -27,7 +27,6 @@ from services.common.weights.plan import Plan
 from services.rollout.compat.vllm import worker
 from services.rollout.compat.vllm.recorded import record_experts, record_masks
 from services.rollout.loading import Arrivals, Loading
-from services.rollout.quantizing import quantized_digest
 
 ReceivingMember = WeightGroup | PairReceiver
 
@@ -161,7 +160,7 @@ class WeightReceiver(worker.WorkerExtension):
             if next(arrivals, None) is not None:  # the last bucket ends only when another one is asked for
                 raise InternalError("more buckets arrived than the plan has")
             with cost.hashing():
-                quantized = quantized_digest(worker.model_of(self), self.device)
+                quantized = loading.quantized_digest()
             content = digest.hexdigest()
             group.acknowledge(version, content)
         except Exception as error:  # noqa: BLE001 the engine must stay reloadable after any error

@@ -13,7 +13,7 @@ from services.common.errors import PreconditionFailed, Reason
 from services.rollout import arguments, loading, quantizing
 from services.rollout.arguments import check_precision, engine_arguments
 from services.rollout.compat.vllm.worker import Rows, reload_weights
-from services.rollout.quantizing import LayerMap, quantized_digest
+from services.rollout.quantizing import LayerMap, QuantizedTensors
 from tests.rollout.toy_engine import CPU, Online, Toy, Worker, checkpoint, quantize_rows
 from tests.support import raises
 
@@ -28,6 +28,10 @@ def fresh(seed: int) -> Toy:
     return model
 
 
+def quantized_digest(model: Toy) -> str:
+    return QuantizedTensors.of(model, CPU).digest()
+
+
 def assert_exact(worker: Worker, seed: int, published: dict) -> None:
     assert "error" not in published, published
     ours, theirs = worker.model.state_dict(), fresh(seed).state_dict()
@@ -37,7 +41,7 @@ def assert_exact(worker: Worker, seed: int, published: dict) -> None:
         assert ours[name].stride() == tensor.stride(), name
     assert ours["qkv.weight"].dtype is torch.int8
     assert ours["embed.weight"].dtype is torch.float32
-    assert published["quantized_digest"] == quantized_digest(fresh(seed), CPU) != ""
+    assert published["quantized_digest"] == quantized_digest(fresh(seed)) != ""
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
@@ -154,18 +158,20 @@ def _changes(model: Toy) -> Iterator[torch.Tensor]:
     yield model.experts.w2.data
 
 
-def test_the_hash_tells_any_change_of_what_was_quantized():
+@pytest.mark.parametrize("small_bytes", [0, 100, 1 << 20])
+def test_the_hash_tells_any_change_of_what_was_quantized(small_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantizing, "_SMALL_BYTES", small_bytes)
     model = fresh(1)
-    digests = {quantized_digest(model, CPU)}
+    digests = {quantized_digest(model)}
     for tensor in _changes(model):
         tensor[(0,) * tensor.ndim] += 1
-        digests.add(quantized_digest(model, CPU))
+        digests.add(quantized_digest(model))
     assert len(digests) == 4
     model.embed.weight.data.add_(1)  # which is not quantized: the stamp is its hash
-    assert quantized_digest(model, CPU) in digests
+    assert quantized_digest(model) in digests
     model.o.weight.data = model.o.weight.data.contiguous()  # other memory behind the same numbers
-    assert quantized_digest(model, CPU) not in digests
-    assert quantized_digest(Toy(), CPU) == ""
+    assert quantized_digest(model) not in digests
+    assert quantized_digest(Toy()) == ""
 
 
 def test_an_engine_whose_quantization_differs_reports_another_hash(monkeypatch: pytest.MonkeyPatch):
