@@ -65,6 +65,11 @@ class Fill:
     name: str
     place: Place
 
+    def target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the place as a view of the layer's parameter."""
+        offset = int(tensor.storage_offset()) + self.place.offset
+        return tensor.as_strided(self.place.size, self.place.stride, offset)
+
     def rows(self, columns: int) -> slice | None:
         """Returns which rows of a matrix with that many columns are filled; None if it is not whole rows."""
         (first, before), (last, after) = (divmod(at, columns) for at in (self.place.offset, self._end))
@@ -128,16 +133,11 @@ class LayerMap:
     def loaded(self, index: int) -> list[torch.Tensor]:
         """Returns the layer's tensors that these are copied to, while the layer is not quantized yet."""
         tensors = loaded_tensors(self.layer)
-        return [
-            tensors[fill.name].as_strided(
-                fill.place.size, fill.place.stride, int(tensors[fill.name].storage_offset()) + fill.place.offset
-            )
-            for fill in self._fills[index]
-        ]
+        return [fill.target(tensors[fill.name]) for fill in self._fills[index]]
 
     def expect_rows(self) -> None:
         """Quantizes the rows of the loaded layer, which vLLM quantizes next, for `take_rows` to compare with."""
-        tensors = dict(loaded_tensors(self.layer))
+        tensors = loaded_tensors(self.layer)
         if self._quantize is None or WEIGHT not in tensors:
             return
         columns = tensors[WEIGHT].shape[-1]
@@ -158,9 +158,7 @@ class LayerMap:
         target = self._kernel_tensors[fill.name]
         rows = fill.rows(target.shape[0]) if fill.name == WEIGHT else None
         if rows is None or self._quantize is None:
-            offset = int(target.storage_offset()) + fill.place.offset
-            target = target.as_strided(fill.place.size, fill.place.stride, offset)
-            return functools.partial(target.copy_, received, non_blocking=True)
+            return functools.partial(fill.target(target).copy_, received, non_blocking=True)
         kernel_rows = target.t()[rows], self._kernel_tensors[SCALE][rows]
         return functools.partial(self._quantize, received.view(-1, target.shape[0]), kernel_rows)
 
