@@ -152,10 +152,9 @@ class Samples:
 
     def to_lists(self, numbers_M: np.ndarray) -> pa.Array:
         """Returns list<float> [R]: `numbers_M` at the trained tokens, 0 at the others."""
-        flat_N = numbers_M.astype(np.float32)
-        if len(flat_N) < len(self.mask_N):
-            flat_N = np.zeros(len(self.mask_N), np.float32)
-            flat_N[self.mask_N] = numbers_M
+        flat_N = np.zeros(len(self.mask_N), np.float32)
+        # Without masked tokens, a copy is several times as fast.
+        flat_N[self.mask_N if len(numbers_M) < len(flat_N) else ...] = numbers_M
         return pa.ListArray.from_arrays(pa.array(self.offsets_R), pa.array(flat_N))
 
 
