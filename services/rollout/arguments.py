@@ -16,6 +16,7 @@ from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES
 from services.common.process import require_suffix_decoding
 from services.rollout.compat.vllm.client import device_capability
+from services.rollout.compat.vllm.engine_fork import forks_engines
 from services.rollout.compat.vllm.recorded import EngineArguments
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.receiver import WeightReceiver
@@ -61,6 +62,10 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
         arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
         if config.torch_compile is False:
             arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if forks_engines() and config.engine.get("data_parallel_size", 1) == 1 and not config.speculation:
+            # The scheduler and the model runner get a CPU core each: with a small model, these limit an engine. What
+            # drafts is timed in the scheduler's process.
+            arguments["distributed_executor_backend"] = "mp"
         if needs.can_sleep:
             # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
             arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": SHARED_UTILIZATION}

@@ -5,7 +5,7 @@ import os
 import select
 import threading
 
-from services.rollout.compat.vllm.patches import copy_temperatures, ignore_model_path, tell_stages
+from services.rollout.compat.vllm.patches import copy_temperatures, ignore_model_path, keep_sockets_together, tell_stages
 
 
 def install() -> None:
@@ -13,6 +13,7 @@ def install() -> None:
     ignore_model_path()
     copy_temperatures()
     tell_stages()
+    keep_sockets_together()
     _exit_with_parent()
 
 

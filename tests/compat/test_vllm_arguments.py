@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -24,3 +25,22 @@ def test_recurrent_states_are_cached_only_with_parts_of_prompts(tmp_path: Path) 
         as_it_is.create_engine_config()
     assert without.create_engine_config().cache_config.enable_prefix_caching is False
     assert made["qwen3"][1].enable_prefix_caching is None
+
+
+@pytest.mark.parametrize(
+    ("forks", "settings", "backend"),
+    [
+        (True, {}, "mp"),
+        (False, {}, None),  # a worker in a new interpreter would import everything again
+        (True, {"engine": {"data_parallel_size": 2}}, None),
+        (True, {"speculation": {"kind": "ngram"}}, None),
+        (True, {"engine": {"distributed_executor_backend": "uni"}}, "uni"),
+    ],
+)
+def test_on_a_gpu_a_forked_worker_has_a_process_of_its_own(
+    forks: bool, settings: dict[str, object], backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("services.rollout.arguments.forks_engines", lambda: forks)
+    made = engine_arguments(RolloutConfig.model_validate(settings), "model", seed=0)
+    assert made.get("distributed_executor_backend") == backend

@@ -44,9 +44,17 @@ async def opened(mortals: list, model: Callable) -> list[tuple[Replica, object]]
     return mortals
 
 
-async def test_an_engine_that_ends_in_order_leaves_no_files(mortals: list, temporary: Path, model: Callable):
-    replica, _ = mortals[1]
-    await replica.open(model("untied"), "first")
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+async def test_an_engine_that_ends_in_order_leaves_no_files(
+    mortals: list, temporary: Path, model: Callable, backend: str
+):
+    replica, process = mortals[1]
+    await replica.open(model("untied"), "first", engine={"distributed_executor_backend": backend})
+    titles = descendants(process.pid)
+    assert sum("Worker" in title for title in titles.values()) == (backend == "mp")
+    forks = [process.pid, *(pid for pid, title in titles.items() if "VLLM" in title)]
+    sizes = {len(Path(f"/proc/{pid}/environ").read_bytes()) for pid in forks}
+    assert len(sizes) == 1, "a process has an environment of its own, so it is a new interpreter"
     sockets = {path for path in temporary.rglob("*") if path.is_socket() and path.name != "engines"}
     assert sockets, "vLLM makes its sockets elsewhere"
     await replica.client.call(RolloutService.CloseRun, CloseRunRequest(run_id="first"), timeout_s=PATIENCE_S)

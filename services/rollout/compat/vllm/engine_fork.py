@@ -36,6 +36,11 @@ def fork_engines() -> None:
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "forkserver"
 
 
+def forks_engines() -> bool:
+    """Returns whether vLLM starts its processes as forks of one that has imported it."""
+    return vllm.envs.VLLM_WORKER_MULTIPROC_METHOD == "forkserver"
+
+
 def spawn_engines() -> None:
     """Makes vLLM start its processes from new interpreters.
 
@@ -46,6 +51,8 @@ def spawn_engines() -> None:
 
 
 def _serve(listener: int, alive: int) -> None:
+    # An engine forks its workers itself: multiprocessing would start another server for them.
+    vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     try:
         forkserver.main(listener, alive, [])
     finally:

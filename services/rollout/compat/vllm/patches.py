@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 from vllm.config import ModelConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from services.common.compat.versions import require_version
 
@@ -98,3 +99,21 @@ def _tell_before(method: str, stage: str) -> None:
         return original(self, *args, **kwargs)
 
     setattr(Executor, method, telling)
+
+
+def keep_sockets_together() -> None:
+    """Makes the sockets between an engine and its workers in the directory that the service removes with the engine.
+
+    Reason: vLLM never removes them, and a process forked for an engine does not see the service's environment. Seen
+    with vLLM 0.32.0.
+    """
+    original = MultiprocExecutor._init_executor
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def beginning(self: MultiprocExecutor) -> None:
+        os.environ["VLLM_RPC_BASE_PATH"] = self.model_config.model
+        original(self)
+
+    MultiprocExecutor._init_executor = beginning
