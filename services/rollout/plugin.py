@@ -5,7 +5,12 @@ import os
 import select
 import threading
 
-from services.rollout.compat.vllm.patches import copy_temperatures, ignore_model_path, keep_sockets_together, tell_stages
+from services.rollout.compat.vllm.patches import (
+    copy_temperatures,
+    ignore_model_path,
+    keep_sockets_together,
+    tell_stages,
+)
 
 
 def install() -> None:
