@@ -12,6 +12,7 @@ all samples alone.
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import random
@@ -164,6 +165,7 @@ async def _step(case: Case, addresses: list[str], directory: Path) -> _Times:
     prompts = [make_prompt(index, _PROMPT_TOKENS) for index in range(num_prompts)]
     request = PromptRequest(_GROUP, config.rollout.sampling, _STAMP, 0)
     record = RunRecord(directory, Ledger(directory / "ledger.sqlite"))
+    gc.freeze()  # as a run does before its first step
     for version in range(2 if case[1] * num_tokens < 50_000_000 else 1):
         with times.of("collect"):
             collected = await gather(collector.one(index, prompt, request) for index, prompt in enumerate(prompts))

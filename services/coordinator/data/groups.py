@@ -305,9 +305,9 @@ def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     flat = np.empty(ends[-1], kind.value_type.to_pandas_dtype())
     begin, before, copied = 0, None, flat[:0]
     for value, end in zip(values, ends.tolist(), strict=True):
-        if value is not before:  # samples of a prompt share its tokens
-            before, copied = value, np.asarray(() if value is None else value, flat.dtype)
-        flat[begin:end] = copied
+        if value is not None:
+            flat[begin:end] = copied if value is before else value  # samples of a prompt share its tokens
+            before, copied = value, flat[begin:end]
         begin = end
     offsets = pa.array(np.append(np.int32(0), ends))
     return pa.ListArray.from_arrays(offsets, pa.array(flat), kind, mask=pa.array(is_null))

@@ -17,9 +17,9 @@ from typing import cast
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.blocks import begins_of_groups, blocks_of
+from services.common.batches.blocks import begins_of_groups
 from services.common.config.run import Config
-from services.common.config.streaming import block_cutter, streams
+from services.common.config.streaming import streams
 from services.common.errors import DataLoss, LockstepError, PreconditionFailed, Reason
 from services.common.families.registry import ENGINE_DIFFERENCES
 from services.common.files.storage import JsonObject, parse_object
@@ -283,12 +283,10 @@ async def collect(
 def samples_of(config: Config, groups: Sequence[ScoredGroup], coef: float) -> pa.Table:
     """Returns the samples of `groups` with their advantages; `coef` is that of the KL penalty in the reward.
 
-    Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
+    A streamed step calls this for each block: there, no group's advantages depend on another group.
     """
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
-    cutter = block_cutter(config)
-    blocks = blocks_of(samples, cutter) if cutter else [samples]
-    return pa.concat_tables(compute_advantages(block, config.advantage, kl_coef=coef) for block in blocks)
+    return compute_advantages(samples, config.advantage, kl_coef=coef)
 
 
 def kl_coef(run: Run, version: int) -> float:
