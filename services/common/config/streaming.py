@@ -14,7 +14,7 @@ _MAX_BLOCKS = 8
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
 _MICROBATCHES_PER_STAGE = 4
 # The kinds of advantage that depend on no other group of the batch.
-_GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax", "distill"}
+STREAMED_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax", "distill"}
 
 
 def tokens_per_block(config: Config) -> int:
@@ -108,7 +108,7 @@ def _is_exact(config: Config) -> bool:
     return (
         trainer.adds_blocks
         and config.critic is None
-        and advantage.kind in _GROUP_KINDS
+        and advantage.kind in STREAMED_KINDS
         and advantage.whitening != "batch"
         and config.selection.over_sampling.keep == "index"
         # A block may be a single group, which must have a sample for every rank.

@@ -5,6 +5,7 @@ import copy
 import functools
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,23 +83,11 @@ def tell_stages() -> None:
     Reason: an engine may take minutes to start, and vLLM only logs what it does. Seen with vLLM 0.26.0 (CUDA) and
     0.32.0 (CPU).
     """
-    _tell_before("determine_available_memory", "compile the model and measure its memory")
-    _tell_before("initialize_from_config", "set up caches and warm up")
-
-
-def _tell_before(method: str, stage: str) -> None:
-    original = getattr(Executor, method)
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def telling(self: Executor, *args: Any, **kwargs: Any) -> Any:
-        path = os.path.join(self.model_config.model, STAGES_SOCKET)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):  # nobody listens
-            sender.sendto(stage.encode(), path)
-        return original(self, *args, **kwargs)
-
-    setattr(Executor, method, telling)
+    for method, stage in (
+        ("determine_available_memory", "compile the model and measure its memory"),
+        ("initialize_from_config", "set up caches and warm up"),
+    ):
+        _do_before(Executor, method, functools.partial(_tell, stage))
 
 
 def keep_sockets_together() -> None:
@@ -107,13 +96,28 @@ def keep_sockets_together() -> None:
     Reason: vLLM never removes them, and a process forked for an engine does not see the service's environment. Seen
     with vLLM 0.32.0.
     """
-    original = MultiprocExecutor._init_executor
+    _do_before(MultiprocExecutor, "_init_executor", _make_sockets_beside_model_card)
+
+
+def _tell(stage: str, executor: Executor) -> None:
+    path = os.path.join(executor.model_config.model, STAGES_SOCKET)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):  # nobody listens
+        sender.sendto(stage.encode(), path)
+
+
+def _make_sockets_beside_model_card(executor: Executor) -> None:
+    os.environ["VLLM_RPC_BASE_PATH"] = executor.model_config.model
+
+
+def _do_before(kind: type[Executor], method: str, action: Callable[[Executor], None]) -> None:
+    """Makes `method` of the executors of a kind call `action` first; a second call changes nothing."""
+    original = getattr(kind, method)
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
-    def beginning(self: MultiprocExecutor) -> None:
-        os.environ["VLLM_RPC_BASE_PATH"] = self.model_config.model
-        original(self)
+    def after_action(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        action(self)
+        return original(self, *args, **kwargs)
 
-    MultiprocExecutor._init_executor = beginning
+    setattr(kind, method, after_action)

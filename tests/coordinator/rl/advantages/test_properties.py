@@ -1,13 +1,15 @@
 """Tests every estimator against a slow reference implementation, and properties that hold for any batch."""
 
+import itertools
 import statistics
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from services.common.config.advantage import AdvantageConfig
+from services.common.config.streaming import STREAMED_KINDS
 from services.coordinator.rl.advantages import compute_advantages
 from tests.coordinator.rl.advantages.harness import (
     KINDS,
@@ -53,6 +55,26 @@ def test_order_of_samples_and_names_of_groups_do_not_matter(rows: list, config: 
     moved = compute_advantages(table(renamed), config)["advantages"].to_pylist()
     before = compute_advantages(table(rows), config)["advantages"].to_pylist()
     assert_close(moved, [before[index] for index in order])
+
+
+@settings(quickly, max_examples=150)
+@given(batches, configs())
+def test_advantages_of_streamed_kinds_are_those_of_each_group_alone(rows: list[Row], config: AdvantageConfig) -> None:
+    """A streamed step computes them for each block, and the trainer compares these with the whole batch's, so they are
+    equal to the last bit."""
+    assume(config.kind in STREAMED_KINDS and config.whitening != "batch")
+    rows = sorted((inexact(one) for one in rows), key=lambda one: one["group"])
+    whole = compute_advantages(table(rows), config)["advantages"].to_pylist()
+    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda one: one["group"])]
+    alone = [compute_advantages(table(group), config)["advantages"].to_pylist() for group in groups]
+    assert whole == flat(alone)
+
+
+def inexact(one: Row) -> Row:
+    """Returns the row with numbers whose sums are rounded."""
+    names = ("logprobs", "ref_logprobs", "teacher_logprobs")
+    changed = {name: [number / 3 for number in one[name]] for name in names}
+    return one | changed | {name: one[name] / 3 for name in ("reward", "baseline")}
 
 
 @quickly
