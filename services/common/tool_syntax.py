@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from services.common.json_values import JsonMapping
 
 MAX_CALLS = 8  # in one turn. Each further one is answered with an error, up to as many again
 THINK = ("<think>", "</think>")
@@ -256,7 +257,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, pars
 # Finds the end of a value whose content may be refused.
 _SPAN = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, strict=False)
 
-Schema = Mapping[str, Any]
+Schema = JsonMapping
 _CLASSES: Mapping[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,),
     "array": (list,), "null": (type(None),),

@@ -9,13 +9,13 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from services.common.json_values import JsonObject
 from services.trainer.structure import make_model, structure_of
 from services.trainer.updates.packing import Microbatch
 
@@ -41,7 +41,7 @@ _SMALLER: Mapping[str, int] = {
 }
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "video_token_id")
 
-_Content = dict[str, Any]
+_Content = JsonObject
 
 
 @dataclass(frozen=True)

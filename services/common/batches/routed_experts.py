@@ -8,7 +8,6 @@ uint16 if there are more than 256 experts. Those of a dense layer are 0.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from lockstep.rollout.v1.rollout_pb2 import CompletionPart
@@ -27,7 +26,7 @@ class RoutedExpertsShape:
     dense_layers: frozenset[int] = frozenset()
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         return np.dtype(np.uint8 if self.num_experts <= 256 else "<u2")
 
     @property

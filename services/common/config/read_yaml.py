@@ -26,7 +26,7 @@ class KeySetTwiceError(yaml.YAMLError):
 class _Loader(yaml.SafeLoader):
     """Refuses what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply its keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

@@ -7,7 +7,7 @@ from typing import cast
 
 from services.common.errors import InvalidInput
 from services.common.families.registry import FAMILIES, Family
-from services.common.files.storage import JsonObject
+from services.common.json_values import JsonObject
 
 # Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")

@@ -12,7 +12,8 @@ from typing import cast
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.storage import JsonObject, is_there, parse_object, read_regular
+from services.common.files.storage import is_there, parse_object, read_regular
+from services.common.json_values import JsonObject
 
 _REQUIRED = "config.json"
 _OPTIONAL = (

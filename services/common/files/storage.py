@@ -7,12 +7,10 @@ import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-
-JsonObject = dict[str, Any]
-"""A JSON object whose values were not checked."""
+from services.common.json_values import JsonObject
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FIXES = {

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
-from typing import Any
 
 import grpc
 from lockstep.progress.v1 import progress_pb2 as pb
@@ -54,7 +53,7 @@ class Progress(progress_pb2_grpc.ProgressServiceServicer):
             self._send(None)
 
     async def Watch(
-        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[pb.WatchResponse]:
         yield pb.WatchResponse()  # the service answers
         queue = asyncio.Queue[pb.WatchResponse | None]()

@@ -86,7 +86,7 @@ def _incarnation_of(pid: int) -> str:
     return uuid.uuid4().hex  # by pid, because a fork is another process
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = grpc.aio.ServicerContext[object, object]
 
 _HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lockstep.types.v1.types_pb2 import PublicationCost
 
 from services.common.compat.torch import Copies
 from services.common.errors import InternalError
+from services.common.json_values import JsonObject
 from services.common.weights.plan import ALIGN_BYTES, Bucket, NamedTensors, Place, Plan, contiguous_stride
 
 
@@ -31,7 +31,7 @@ class Computed:
     """A weight that is computed where it is needed, in the bucket, so that no copy of it is made."""
 
     like: torch.Tensor
-    """Any tensor with the weight's shape and dtype."""
+    """A tensor with the weight's shape and dtype."""
     write: Callable[[torch.Tensor], None]
     """Writes the weight into a tensor of that shape and dtype."""
 
@@ -257,6 +257,6 @@ class Cost:
         return {"digest_s": digest_s, "extra_bytes": extra}
 
 
-def highest_cost(costs: Sequence[dict[str, Any]]) -> PublicationCost:
+def highest_cost(costs: Sequence[JsonObject]) -> PublicationCost:
     """Returns the largest of each cost over members, which work at the same time."""
     return PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})

@@ -11,13 +11,14 @@ from rich.console import Console
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
 from services.common.counted import counted
+from services.common.json_values import JsonMapping
 from services.coordinator.clients.environment import episode_failed
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.fleet.probes import AgentProbe
 from services.coordinator.rl.sampling.agents import AgentEpisode, Sampled, begin_of
 from services.coordinator.rl.sampling.collect import PromptRequest
-from services.coordinator.text.threads import Call, Json, Renderer
+from services.coordinator.text.threads import Call, Renderer
 from services.coordinator.text.tokenizer import Tokenizer
 
 
@@ -94,7 +95,7 @@ async def _play(probe: AgentProbe, episode: AgentEpisode, begin: Begin, console:
     return response
 
 
-def _show_message(console: Console, message: Json) -> None:
+def _show_message(console: Console, message: JsonMapping) -> None:
     if reasoning := message.get("reasoning"):
         say(console, "reasoning", reasoning)
     if message["content"] or not message.get("tool_calls"):

@@ -6,13 +6,11 @@ An agent sends its whole conversation with each call, so equal messages are kept
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 from lockstep.reward.v1.agent_pb2 import AgentCall
 
-Json = Mapping[str, Any]
-"""A request without dialect (reward/agents/dialect.py), or a recorded call or episode."""
+from services.common.json_values import JsonMapping, JsonObject
 
 _MOST = 2**31 - 1
 COUNTED = "counted"
@@ -56,7 +54,7 @@ EPISODE_SCHEMA = pa.schema(
 class CallLog:
     """The calls of an episode, in the order in which they came."""
 
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
     num_answered: int = 0
     _places: dict[str, int] = field(default_factory=dict)
 
@@ -64,7 +62,7 @@ class CallLog:
     def texts(self) -> list[str]:
         return list(self._places)
 
-    def ask(self, asked: AgentCall, said: Json) -> dict[str, Any]:
+    def ask(self, asked: AgentCall, said: JsonMapping) -> JsonObject:
         """Adds a call, whose request is `said`. Returns its entry, which gets the other fields of a recorded call."""
         entry = {
             "number": asked.number,
@@ -77,7 +75,7 @@ class CallLog:
         self.calls.append(entry)
         return entry
 
-    def answer(self, entry: dict[str, Any], message: Json, finish_reason: str) -> None:
+    def answer(self, entry: JsonObject, message: JsonMapping, finish_reason: str) -> None:
         entry |= {"answer": self._place(message), "status": finish_reason, "answered": self.num_answered}
         self.num_answered += 1
 
@@ -96,21 +94,21 @@ class Left:
     """Number of tokens that the policy sampled."""
     log: CallLog = field(default_factory=CallLog)
 
-    def row(self, prompt_id: str, group: int, sample: int) -> dict[str, Any]:
+    def row(self, prompt_id: str, group: int, sample: int) -> JsonObject:
         """Returns the episode as a row of EPISODE_SCHEMA."""
         left = {"text": self.text, "exit_code": self.exit_code, "files": list(self.files.items())}
         calls = {"num_tokens": self.num_tokens, "texts": self.log.texts, "calls": self.log.calls}
         return {"prompt_id": prompt_id, "group": group, "sample": sample, **left, **calls}
 
     @classmethod
-    def of(cls, row: Json) -> "Left":
+    def of(cls, row: JsonMapping) -> "Left":
         """Returns what the agent of a row of EPISODE_SCHEMA left behind, without its calls."""
         return cls(row["text"], row["exit_code"], dict(row["files"]), row["num_tokens"])
 
 
-def requests_of(episode: Json) -> Iterator[tuple[Json, Json]]:
+def requests_of(episode: JsonMapping) -> Iterator[tuple[JsonMapping, JsonMapping]]:
     """Yields the calls of a row of EPISODE_SCHEMA, each with its request."""
-    texts: Sequence[Any] = list(map(json.loads, episode["texts"]))
+    texts: Sequence[JsonObject] = list(map(json.loads, episode["texts"]))
     for call in episode["calls"]:
         messages = [texts[place] for place in call["messages"]]
         yield call, {**call, "messages": messages, "tools": texts[call["tools"]]}

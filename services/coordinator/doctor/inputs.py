@@ -18,7 +18,7 @@ from services.common.families.kernels import choose
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import ASK_FSDP
 from services.common.files.model_card import read_model_card, require_whole_weights
-from services.common.files.storage import JsonObject
+from services.common.json_values import JsonObject
 from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.order import environment_seed

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 from lockstep.reward.v1.agent_pb2 import PlayRequest, PlayResponse
@@ -24,11 +24,12 @@ from services.common.config.environment import AgentEnvironmentConfig, BaseEnvir
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError, PreconditionFailed
+from services.common.json_values import JsonMapping
 from services.coordinator.fleet.launch import Addresses
 
 Tools = Sequence[Mapping[str, object]]
 """JSON schemas, as chat templates take them."""
-Answer = Mapping[str, Any]
+Answer = JsonMapping
 """A line of JSON from a probe."""
 
 SANDBOX, SCORERS, ENVIRONMENT, AGENT = (

@@ -5,14 +5,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 import pyarrow as pa
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.data.calls import Json, requests_of
+from services.common.json_values import JsonMapping
+from services.coordinator.data.calls import requests_of
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.replay.record import Difference, compare
 from services.coordinator.rl.sampling.agents import message_of
@@ -31,10 +31,10 @@ class _Tokens:
 
 
 def replay_calls(
-    samples: pa.Table, episodes: Sequence[Json], tokenizer: Tokenizer, config: Config
+    samples: pa.Table, episodes: Sequence[JsonMapping], tokenizer: Tokenizer, config: Config
 ) -> tuple[int, list[Difference]]:
     """Returns the number of calls that were mapped, and the first difference of each episode."""
-    rows: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    rows: dict[tuple[int, int], list[JsonMapping]] = {}
     columns = ["group", "sample", "prompt_tokens", "tokens", "turn_begins", "turn_ends", "calls"]
     for row in samples.select(columns).to_pylist():
         rows.setdefault((row["group"], row["sample"]), []).append(row)
@@ -51,7 +51,7 @@ class _Mapper:
         self._renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
         self._dialog = Dialog(tokenizer, (), config)
 
-    def differences(self, episode: Json, rows: Sequence[Json]) -> Iterator[Difference]:
+    def differences(self, episode: JsonMapping, rows: Sequence[JsonMapping]) -> Iterator[Difference]:
         """Yields how the calls of an episode differ from its rows. All after the first may follow from it."""
         at, threads = f"prompt {episode['prompt_id']} sample {episode['sample']}", Threads(self._renderer)
         recorded, texts = _tokens_of(rows), [json.loads(text) for text in episode["texts"]]
@@ -83,9 +83,9 @@ class _Mapper:
         self,
         at: str,
         mapped: Mapping[int, Call],
-        earlier: tuple[Json, Json],
+        earlier: tuple[JsonMapping, JsonMapping],
         recorded: Mapping[int, _Tokens],
-        texts: Sequence[Any],
+        texts: Sequence[JsonMapping],
     ) -> Iterator[Difference]:
         """Gives a call its recorded tokens as the answer, and compares what they say."""
         (call, said), answer = earlier, texts[earlier[0]["answer"]]
@@ -95,7 +95,7 @@ class _Mapper:
         close(made, tokens, answer, None)
 
 
-def _tokens_of(rows: Sequence[Json]) -> dict[int, _Tokens]:
+def _tokens_of(rows: Sequence[JsonMapping]) -> dict[int, _Tokens]:
     """Returns the tokens of each call by its number."""
     found: dict[int, _Tokens] = {}
     for row in rows:

@@ -11,11 +11,12 @@ from services.common.batches.blocks import begins_of_samples
 from services.common.config.environment import BaseEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, NotFound, PreconditionFailed, Reason
+from services.common.json_values import JsonMapping
 from services.common.rewards import total, weighted_sum
 from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards
-from services.coordinator.data.calls import Json, Left
+from services.coordinator.data.calls import Left
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.groups import FINISH_REASONS, Episode, SampledGroup
 from services.coordinator.data.order import environment_seed
@@ -28,7 +29,7 @@ _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
 
 
 async def replay_rewards(
-    batch: Batch, rewards: Rewards, data: PromptDataset, tokenizer: Tokenizer, episodes: Sequence[Json] = ()
+    batch: Batch, rewards: Rewards, data: PromptDataset, tokenizer: Tokenizer, episodes: Sequence[JsonMapping] = ()
 ) -> tuple[int, list[Difference]]:
     """Scores every group of `batch` with the opened `rewards`. Returns the number of samples and the differences.
 

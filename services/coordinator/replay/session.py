@@ -15,10 +15,10 @@ from services.common.config.run import Config
 from services.common.config.trainer import ReferenceConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonMapping
 from services.coordinator.clients.environment import Environments, open_environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.trainer import Model, Trainer
-from services.coordinator.data.calls import Json
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run
@@ -147,7 +147,7 @@ class _Session:
             number, differences = await replay_rewards(batch, rewards, data, tokenizer, episodes)
             return number, [*damaged, *differences]
 
-    def _episodes(self) -> tuple[list[Json], Sequence[Difference]]:
+    def _episodes(self) -> tuple[list[JsonMapping], Sequence[Difference]]:
         table, damaged = self.record.episodes(self.step)
         return table.to_pylist(), damaged
 

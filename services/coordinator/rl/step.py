@@ -22,7 +22,8 @@ from services.common.config.run import Config
 from services.common.config.streaming import streams
 from services.common.errors import DataLoss, LockstepError, PreconditionFailed, Reason
 from services.common.families.registry import ENGINE_DIFFERENCES
-from services.common.files.storage import JsonObject, parse_object
+from services.common.files.storage import parse_object
+from services.common.json_values import JsonObject
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer
 from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_episodes, to_table

@@ -15,13 +15,14 @@ from pydantic import ConfigDict, Json, TypeAdapter, create_model
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.storage import writing
+from services.common.json_values import JsonObject
 from services.common.rpc.history import note_row
 from services.coordinator.runs.database import Database, damaged, is_shared, reading
 
 LEDGER = "ledger.sqlite"
 """Name of the file in a run's directory."""
 
-Decision = dict[str, Any]
+Decision = JsonObject
 """A decision read from the ledger: its `version`, and the fields given to `Ledger.record`, as JSON values."""
 
 
@@ -56,7 +57,7 @@ _DATASET = {"dataset": str}
 _METRICS = TypeAdapter(dict[str, float])
 _CHECKPOINT = _fields(path=str, manifest_digest=str)
 _BODIES: Mapping[str, TypeAdapter[Any]] = {
-    Kind.OPENED: _fields(run_id=str, config=Json[dict[str, Any]], checkpoint=str, versions=(dict[str, str], {})),
+    Kind.OPENED: _fields(run_id=str, config=Json[JsonObject], checkpoint=str, versions=(dict[str, str], {})),
     Kind.PUBLISHED: _fields(digest=str, received=(dict[str, str], {})),
     Kind.SELECTED: _fields(metrics=(dict[str, float], {})),
     Kind.COLLECTED: _fields(

@@ -122,7 +122,7 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
     def _read(self, where: str, number: int, record: Record) -> Row:
         config, tools = self.config, record.get(self.config.tools_column or "")
         if config.messages_column:
-            content: Any = record.get(config.messages_column)
+            content: object = record.get(config.messages_column)
             messages, trained = _without_flags(columns.as_conversation(content))
         else:
             content = prompt, response = record.get(config.prompt_column), record.get(config.response_column)

@@ -6,12 +6,13 @@ They begin with a stop token. A tokenizer splits text at such an added token bef
 the same as within the tokenized whole, and the policy's own tokens stay as they were sampled.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from itertools import cycle, islice, product
 from typing import Any, NoReturn
 
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonMapping
 from services.coordinator.text.chat_template import Message, TemplateRefusal, show_difference
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ class Bridge:
         InvalidInput: There are `tools` and the chat template does not show any.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: JsonMapping | None = None):
         self._tokenizer = tokenizer.with_tools(tools) if tools else tokenizer
         self._variables = dict(variables or {})
 

@@ -6,15 +6,16 @@ resumed run sees the same prompts.
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jinja2
 from jinja2.meta import find_undeclared_variables
 
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonMapping
 from services.coordinator.compat.transformers import compile_template
 
-Message = Mapping[str, Any]
+Message = JsonMapping
 """`role`, `content` and any other key that the template uses."""
 
 

@@ -11,9 +11,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import tokenizers
+
+from services.common.json_values import JsonObject
 
 _FIRST_MARK = 0xF0000
 """First character of a plane of Unicode that is for private use."""
@@ -132,7 +133,7 @@ class PlainText:
         return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-def _rename_words(model: dict[str, Any], rename: Mapping[str, str]) -> None:
+def _rename_words(model: JsonObject, rename: Mapping[str, str]) -> None:
     """Renames words of a model's vocabulary, which keep their ids, and removes the merges that make them."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import tokenizers
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonMapping
 from services.coordinator.text.tokenizer import VOCABULARIES
 
 FIELD = "teacher.model"
@@ -71,5 +71,5 @@ def _shown(text: str | None) -> str:
     return "none" if text is None else repr(text)
 
 
-def _parts(tokenizer: tokenizers.Tokenizer) -> Mapping[str, Any]:
+def _parts(tokenizer: tokenizers.Tokenizer) -> JsonMapping:
     return json.loads(tokenizer.to_str())

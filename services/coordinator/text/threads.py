@@ -6,18 +6,16 @@ segment of its own: a sub-agent, a compacted history, an answer that the agent h
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonMapping
 from services.common.tool_syntax import is_deep
 from services.coordinator.text.bridge import Bridge, as_texts
 from services.coordinator.text.tokenizer import Tokenizer
-
-Json = Mapping[str, Any]
-"""A message or tool, as the reward service reads it from a request: without dialect."""
 
 
 @dataclass(eq=False)
@@ -25,7 +23,7 @@ class Call:
     """A call of the model: its conversation, the tokens of its prompt and, once it is answered, those of the answer."""
 
     number: int
-    conversation: Sequence[Json]
+    conversation: Sequence[JsonMapping]
     """The request's messages, and the answer once there is one."""
     tools: str
     prompt: tuple[int, ...]
@@ -59,12 +57,12 @@ class Path:
 class Renderer:
     """Renders conversations of agents, with any tools. Keeps what it knows of the tools that it has met last."""
 
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]):
+    def __init__(self, tokenizer: Tokenizer, variables: JsonMapping):
         self._tokenizer, self._variables = tokenizer, variables
         self._bridge = lru_cache(64)(self._make_bridge)
         self._keeps = lru_cache(256)(self._check_keeps)
 
-    def prompt(self, messages: Sequence[Json], tools: str) -> list[int]:
+    def prompt(self, messages: Sequence[JsonMapping], tools: str) -> list[int]:
         """Returns the tokens of a whole conversation. Nothing that an agent writes becomes a special token.
 
         Messages of role system after the first become those of a user, if the template takes none there.
@@ -75,7 +73,7 @@ class Renderer:
         shown = [*map(_to_template, messages[:1]), *self._shown(messages[1:], tools)]
         return self._bridge(tools).prompt((), shown)
 
-    def extend(self, tokens: Sequence[int], messages: Sequence[Json], tools: str) -> list[int] | None:
+    def extend(self, tokens: Sequence[int], messages: Sequence[JsonMapping], tools: str) -> list[int] | None:
         """Returns the tokens that follow an answer, which ends `tokens`; None if the template would rewrite history.
 
         Messages of role system become those of a user, if the template takes none there.
@@ -85,7 +83,7 @@ class Renderer:
             return None
         return self._bridge(tools).extend(tokens, shown)
 
-    def _shown(self, messages: Sequence[Json], tools: str) -> Sequence[Json]:
+    def _shown(self, messages: Sequence[JsonMapping], tools: str) -> Sequence[JsonMapping]:
         """Returns messages after the first as the template takes them."""
         shown = [dict(_to_template(message)) for message in messages]
         for message in shown:
@@ -116,7 +114,7 @@ class Threads:
         """Returns the number of rows that the calls become: one call continues the row of each parent."""
         return len(self.calls) - len({id(call.parent) for call in self.calls if call.parent})
 
-    def add(self, number: int, messages: Sequence[Json], tools: Sequence[Json]) -> Call:
+    def add(self, number: int, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> Call:
         """Adds a call, which has no answer yet.
 
         Raises:
@@ -126,7 +124,7 @@ class Threads:
         self.calls.append(call)
         return call
 
-    def place(self, number: int, messages: Sequence[Json], tools: Sequence[Json]) -> Call:
+    def place(self, number: int, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> Call:
         """Returns the call that `add` would add. Raises InvalidInput as `add` does."""
         conversation, shown = list(map(_canonical, messages)), json.dumps(tools, sort_keys=True)
         parent = self._find_parent(conversation, shown)
@@ -163,7 +161,7 @@ class Threads:
         for index, follower in enumerate(sorted(followers, key=_order)):
             yield from self._paths_from([*calls, follower], len(calls) if index else num_repeated)
 
-    def _find_parent(self, conversation: Sequence[Json], tools: str) -> Call | None:
+    def _find_parent(self, conversation: Sequence[JsonMapping], tools: str) -> Call | None:
         """Returns the call with the longest conversation that this one begins with, if nothing of the model follows.
 
         Returns None if several have other tokens: it is unknown which of them the agent has continued.
@@ -181,7 +179,7 @@ class Threads:
         return found[0] if is_continued and is_known else None
 
 
-def close(call: Call, answer: Sequence[int], message: Json, facts: object) -> None:
+def close(call: Call, answer: Sequence[int], message: JsonMapping, facts: object) -> None:
     """Records the answer of a call: its tokens, and the message that the agent gets."""
     call.answer, call.facts, call.is_answered = tuple(answer), facts, True
     call.conversation = [*call.conversation, _canonical(message)]
@@ -191,7 +189,7 @@ def _order(call: Call) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return call.after, call.prompt, call.answer
 
 
-def _canonical(message: Json) -> Json:
+def _canonical(message: JsonMapping) -> JsonMapping:
     """Returns a message with the arguments of its calls as values: 5000.0 is 5000, in any order of keys."""
     calls = [{**call, "arguments": _value(call["arguments"])} for call in message.get("tool_calls", ())]
     return {**message, **({"tool_calls": calls} if calls else {})}
@@ -208,22 +206,22 @@ def _value(arguments: str) -> str:
         return arguments
 
 
-def _same(one: Sequence[Json], other: Sequence[Json]) -> bool:
+def _same(one: Sequence[JsonMapping], other: Sequence[JsonMapping]) -> bool:
     return all(map(_same_message, one, other))
 
 
-def _same_message(one: Json, other: Json) -> bool:
+def _same_message(one: JsonMapping, other: JsonMapping) -> bool:
     """Compares two messages. Most clients do not send reasoning back, which is kept then as it was sampled."""
     if "reasoning" in one and "reasoning" in other and one["reasoning"] != other["reasoning"]:
         return False
     return _without_reasoning(one) == _without_reasoning(other)
 
 
-def _without_reasoning(message: Json) -> Json:
+def _without_reasoning(message: JsonMapping) -> JsonMapping:
     return {key: value for key, value in message.items() if key != "reasoning"}
 
 
-def _to_template(message: Json) -> Json:
+def _to_template(message: JsonMapping) -> JsonMapping:
     """Returns a message as chat templates take it, with arguments as objects."""
     shown = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning")}
     if "reasoning" in message:
@@ -236,7 +234,7 @@ def _to_template(message: Json) -> Json:
     return shown
 
 
-def _arguments(call: Json) -> object:
+def _arguments(call: JsonMapping) -> object:
     """Returns the arguments of a call as a value; as text, if they are no JSON or too deep for what walks over them."""
     try:
         value = json.loads(call["arguments"])

@@ -164,7 +164,7 @@ class Tokenizer:
         """Decodes the tokens of each text like `decode`, on all cores; other threads go on meanwhile."""
         return self._backend.decode_batch([np.asarray(tokens, np.uint32).tolist() for tokens in texts])
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Renders `messages` with the chat template, followed by the header of the assistant's turn.
 
         Raises:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from services.common.json_values import JsonMapping, JsonObject
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.verify.history import require
-from services.coordinator.verify.samples import Facts, Json
+from services.coordinator.verify.samples import Facts
 
 Stamp = tuple[int, str]
 _POLICY = (0, 1)  # ROLE_UNSPECIFIED means the policy too
@@ -19,15 +19,15 @@ class _Call:
 
     method: str
     peer: str
-    sent: dict[str, Any]
-    got: Sequence[Json] = ()
+    sent: JsonObject
+    got: Sequence[JsonMapping] = ()
 
     @property
-    def answer(self) -> Json:
+    def answer(self) -> JsonMapping:
         return self.got[-1] if self.got else {}
 
     @property
-    def header(self) -> Json:
+    def header(self) -> JsonMapping:
         return self.sent.get("header", {})
 
     @property
@@ -95,7 +95,7 @@ class CallChecks:
             "trainer.SaveCheckpoint": self._has_saved,
         }
 
-    def follow(self, line: Json) -> None:
+    def follow(self, line: JsonMapping) -> None:
         """Takes the next line.
 
         Raises:
@@ -121,7 +121,7 @@ class CallChecks:
         else:
             require(not session.is_whole, f"call {line['n']} was never sent")
 
-    def _begins(self, line: Json) -> None:
+    def _begins(self, line: JsonMapping) -> None:
         if line["continues"] and self._session.run_id == line["session"]:
             return
         published = None
@@ -132,7 +132,7 @@ class CallChecks:
             line["session"], is_whole=not line["continues"], row=line["rows"], time_s=line["t"], published=published
         )
 
-    def _goes_on(self, call: _Call, line: Json) -> None:
+    def _goes_on(self, call: _Call, line: JsonMapping) -> None:
         if "end" not in line:
             call.sent |= line["sent"]
             self._check_sent(call)
@@ -146,7 +146,7 @@ class CallChecks:
         if call.method in self._when_sent:
             self._when_sent[call.method](call)
 
-    def _row(self, line: Json) -> None:
+    def _row(self, line: JsonMapping) -> None:
         session, number = self._session, line["row"]
         row = self._rows.get(number)
         require(row is not None, f"the ledger has lost row {number}")

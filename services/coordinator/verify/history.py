@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.json_values import JsonMapping
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.runs.record import batch_path, calls_path
-from services.coordinator.verify.samples import Json, SampleChecks, check_calls, differing
+from services.coordinator.verify.samples import SampleChecks, check_calls, differing
 
 # Sections of the config that decide how weights are cut into buckets, which the digest covers.
 _LAYOUT = ("model", "trainer", "weights")
@@ -24,7 +25,7 @@ class ViolationError(Exception):
 class _Session:
     """The actions of one coordinator since it opened the run."""
 
-    config: Json
+    config: JsonMapping
     checkpoint: str
     begun: int | None = None
     version: int = 0
@@ -46,10 +47,10 @@ class History:
         self._finished = 0  # the newest finished step of the current history
         self._ever_finished: set[int] = set()
         self._published: dict[int, set[tuple[str, str]]] = {}  # version -> layouts and digests
-        self._collected: dict[int, Json] = {}
+        self._collected: dict[int, JsonMapping] = {}
         self._saved: dict[str, int] = {}
         self._dataset = ""
-        self._selected: dict[int, Json] = {}
+        self._selected: dict[int, JsonMapping] = {}
         self._evaluations: dict[int, list[Path]] = {}
         self.samples = SampleChecks()
         self._follow: dict[str, Callable[[LedgerRow], None]] = {

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,12 +11,11 @@ import pyarrow.parquet as pq
 
 from services.common.batches.blocks import begins_of_samples, content_sha256
 from services.common.errors import DataLoss
+from services.common.json_values import JsonMapping, JsonObject
 from services.common.rpc.history import scores_hashes
 from services.coordinator.data.order import EpochOrder, seed_of, shuffled
 from services.coordinator.data.prompts import REFILLS
 
-Json = Mapping[str, Any]
-"""A line, a config, or the body of a row."""
 _STAMPED = ["prompt_id", "sample", "segment", "policy_version", "policy_digest"]
 _CALLS = ["prompt_id", "group", "sample", "calls"]
 _NUMBERS = ["prompt_id", "group", "sample", "segment", "seed", "policy_version", "policy_digest", "reward"]
@@ -45,7 +43,7 @@ class SampleChecks:
         self._prompts: dict[int, str] = {}  # place in the data -> prompt id
         self._order: EpochOrder | None = None
 
-    def check(self, path: Path, step: int, body: Json, config: Json) -> Iterator[str]:
+    def check(self, path: Path, step: int, body: JsonMapping, config: JsonMapping) -> Iterator[str]:
         """Yields a sentence for everything that is wrong in the batch of `step`.
 
         `body` has the fields of its rows `selected` and `collected`.
@@ -76,7 +74,7 @@ class SampleChecks:
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
         yield from differing(path, {name: _metrics_of(samples)["reward/mean"]}, metrics)
 
-    def _check_stamps(self, path: Path, rows: Sequence[Json], stamp: tuple[int, str]) -> Iterator[str]:
+    def _check_stamps(self, path: Path, rows: Sequence[JsonMapping], stamp: tuple[int, str]) -> Iterator[str]:
         self.num_samples += sum(not row.get("segment") for row in rows)
         for number, row in enumerate(rows):
             version, digest = row["policy_version"], row["policy_digest"]
@@ -84,7 +82,9 @@ class SampleChecks:
                 who = _who(row, number, path)
                 yield f"{who} carries version {version} with digest {digest}, not {stamp[0]} with {stamp[1]}"
 
-    def _check_order(self, rows: Sequence[Json], step: int, body: Json, config: Json, path: Path) -> Iterator[str]:
+    def _check_order(
+        self, rows: Sequence[JsonMapping], step: int, body: JsonMapping, config: JsonMapping, path: Path
+    ) -> Iterator[str]:
         """Compares the prompts with the order in which the step must try them. A curriculum reorders them."""
         if "num_prompts" not in body or config["selection"]["curriculum"]["enabled"]:
             return
@@ -98,7 +98,7 @@ class SampleChecks:
             if before != prompt:
                 yield f"{path.name} has prompt {prompt} where the order of the data has {before}"
 
-    def _places(self, num_prompts: int, step: int, config: Json) -> list[int]:
+    def _places(self, num_prompts: int, step: int, config: JsonMapping) -> list[int]:
         """Returns the places in the data of the prompts that `step` tries: see data/prompts.py: plain_order."""
         data, seed = config["data"], config["seed"]
         if self._order is None:
@@ -141,7 +141,7 @@ def check_calls(path: Path, calls_path: Path) -> Iterator[str]:
             yield f"{who} in {calls_path.name} was answered and is in no row of {path.name}"
 
 
-def _check_groups(path: Path, rows: Sequence[Json], body: Json, config: Json) -> Iterator[str]:
+def _check_groups(path: Path, rows: Sequence[JsonMapping], body: JsonMapping, config: JsonMapping) -> Iterator[str]:
     """Compares the samples of each group with those that every group has, and their number with the selection."""
     samples_of: dict[int, list[int]] = {}
     segments = set[tuple[int, int, int]]()
@@ -189,7 +189,7 @@ def _first_rows(samples: pa.Table) -> pa.Table:
     return samples.take(pa.array(begins_of_samples(samples)))
 
 
-def _rows(samples: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(samples: pa.Table, names: Sequence[str]) -> list[JsonObject]:
     """Returns some columns of samples. Batches of earlier releases lack the newest."""
     return samples.select([name for name in names if name in samples.column_names]).to_pylist()
 
@@ -201,5 +201,5 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
         raise DataLoss(f"{path} is damaged: {error}") from error
 
 
-def _who(row: Json, number: int, path: Path) -> str:
+def _who(row: JsonMapping, number: int, path: Path) -> str:
     return f"sample {row['sample']} of prompt {row['prompt_id']} (row {number} of {path.name})"

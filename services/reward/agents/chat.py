@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 
 from lockstep.reward.v1.agent_pb2 import CallAnswer
 
+from services.common.json_values import JsonObject
 from services.reward.agents.dialect import (
     MODEL,
     Dialect,
-    Json,
     Refusal,
     Request,
     event,
@@ -46,7 +46,7 @@ class Chat(Dialect):
         shows_usage = bool(isinstance(options, dict) and options.get("include_usage"))
         return Request(neutral, sorted(_REPLACED & said.keys()), bool(said.get("stream")), shows_usage)
 
-    def answer(self, answer: CallAnswer) -> Json:
+    def answer(self, answer: CallAnswer) -> JsonObject:
         choice = {"index": 0, "message": _assistant(answer), "logprobs": None, "finish_reason": answer.finish_reason}
         return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
@@ -54,7 +54,10 @@ class Chat(Dialect):
         message = _assistant(answer)
         calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
         said = {key: value for key, value in message.items() if key in ("content", "reasoning_content") and value}
-        deltas: list[Json] = [{"role": "assistant", "content": ""}, *({key: value} for key, value in said.items())]
+        deltas: list[JsonObject] = [
+            {"role": "assistant", "content": ""},
+            *({key: value} for key, value in said.items()),
+        ]
         deltas += [{"tool_calls": [call]} for call in calls]
         head = _head(answer, "chat.completion.chunk")
         for delta, reason in [*((delta, None) for delta in deltas), ({}, answer.finish_reason)]:
@@ -64,16 +67,19 @@ class Chat(Dialect):
         yield b"data: [DONE]\n\n"
 
 
-def write_models(max_model_len: int) -> Json:
+def write_models(max_model_len: int) -> JsonObject:
     model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lockstep", "max_model_len": max_model_len}
     return {"object": "list", "data": [model]}
 
 
-def _message(message: Json, where: str) -> Json:
+def _message(message: JsonObject, where: str) -> JsonObject:
     if str(message.get("role")) not in _ROLES:
         raise Refusal(f"{where}: must have a role: {', '.join(_ROLES)}", param=where)
     said = {key: value for key, value in message.items() if value not in (None, [], {})}
-    read: Json = {"role": _ROLES[said.pop("role")], "content": read_text(said.pop("content", ""), f"{where}.content")}
+    read: JsonObject = {
+        "role": _ROLES[said.pop("role")],
+        "content": read_text(said.pop("content", ""), f"{where}.content"),
+    }
     if read["role"] == "assistant":
         if calls := said.pop("tool_calls", []):
             at = f"{where}.tool_calls"
@@ -89,7 +95,7 @@ def _message(message: Json, where: str) -> Json:
     return read
 
 
-def _tool_call(call: Json, where: str) -> Json:
+def _tool_call(call: JsonObject, where: str) -> JsonObject:
     function = call.get("function")
     if not isinstance(function, dict):
         raise Refusal(f"{where}: a call must be of a function", param=where)
@@ -97,18 +103,18 @@ def _tool_call(call: Json, where: str) -> Json:
     return {name: read_text(value, f"{where}.{name}") for name, value in fields.items()}
 
 
-def _function(tool: Json) -> Json:
+def _function(tool: JsonObject) -> JsonObject:
     function = tool.get("function")
     return function if tool.get("type") == "function" and isinstance(function, dict) else {}
 
 
-def _head(answer: CallAnswer, kind: str) -> Json:
+def _head(answer: CallAnswer, kind: str) -> JsonObject:
     return {"id": f"chatcmpl-{answer.call}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def _assistant(answer: CallAnswer) -> Json:
+def _assistant(answer: CallAnswer) -> JsonObject:
     said = json.loads(answer.message_json)
-    message: Json = {"role": "assistant", "content": said["content"], "refusal": None}
+    message: JsonObject = {"role": "assistant", "content": said["content"], "refusal": None}
     if calls := said.get("tool_calls"):
         message["content"] = said["content"] or None
         functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
@@ -117,6 +123,6 @@ def _assistant(answer: CallAnswer) -> Json:
     return message | ({"reasoning_content": said["reasoning"]} if said.get("reasoning") else {})
 
 
-def _usage(answer: CallAnswer) -> Json:
+def _usage(answer: CallAnswer) -> JsonObject:
     prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

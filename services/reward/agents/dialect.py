@@ -7,13 +7,11 @@ reasoning; tools; max_tokens (0 for the run's own limit); stop.
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.reward.v1.agent_pb2 import CallAnswer
 
+from services.common.json_values import JsonObject
 from services.common.tool_syntax import MAX_DEPTH, is_deep
-
-Json = dict[str, Any]
 
 MODEL = "policy"
 NO_SPECIAL_WISH: Mapping[str, Sequence[object]] = {
@@ -42,7 +40,7 @@ class Refusal(Exception):
 class Request:
     """A request, and how its answer is to be written."""
 
-    neutral: Json
+    neutral: JsonObject
     overridden: Sequence[str] = ()
     streams: bool = False
     shows_usage: bool = False
@@ -64,7 +62,7 @@ class Dialect:
         """
         raise NotImplementedError
 
-    def answer(self, answer: CallAnswer) -> Json:
+    def answer(self, answer: CallAnswer) -> JsonObject:
         """Returns the body of an answer that is not streamed."""
         raise NotImplementedError
 
@@ -72,7 +70,7 @@ class Dialect:
         """Yields the events of a streamed answer, which is complete when it begins."""
         raise NotImplementedError
 
-    def error(self, refusal: Refusal) -> Json:
+    def error(self, refusal: Refusal) -> JsonObject:
         """Returns the body of a refusal."""
         said = {"message": refusal.message, "type": "invalid_request_error"}
         return {"error": {**said, "param": refusal.param or None, "code": refusal.code or None}}
@@ -82,13 +80,13 @@ class Dialect:
         return event(self.error(refusal))
 
 
-def event(content: Json) -> bytes:
+def event(content: JsonObject) -> bytes:
     """Returns an event of a stream, with its type as its name if it has one."""
     name = f"event: {content['type']}\n" if "type" in content else ""
     return f"{name}data: {json.dumps(content)}\n\n".encode()
 
 
-def read_object(body: bytes, known: Collection[str]) -> Json:
+def read_object(body: bytes, known: Collection[str]) -> JsonObject:
     """Returns the keys of a body that are not null.
 
     Raises:
@@ -114,7 +112,7 @@ def unsupported(param: str, value: object) -> Refusal:
     return Refusal(f"{param}: {json.dumps(value)[:100]} is not supported while a model is trained", param=param)
 
 
-def read_limit(said: Json, *keys: str) -> int:
+def read_limit(said: JsonObject, *keys: str) -> int:
     """Returns the lowest limit of tokens, 0 for none. Raises Refusal if one is no number above 0."""
     limits = [said[key] for key in keys if key in said]
     if not all(type(limit) is int and limit > 0 for limit in limits):
@@ -122,7 +120,7 @@ def read_limit(said: Json, *keys: str) -> int:
     return min(limits, default=0)
 
 
-def read_stop(said: Json, key: str) -> list[str]:
+def read_stop(said: JsonObject, key: str) -> list[str]:
     """Returns the texts that end an answer. Raises Refusal if they are none."""
     stop = said.get(key, [])
     stop = [stop] if isinstance(stop, str) else stop
@@ -131,7 +129,7 @@ def read_stop(said: Json, key: str) -> list[str]:
     return [text.encode(errors="replace").decode() for text in stop]
 
 
-def read_list(value: object, where: str, least: int = 0) -> list[Json]:
+def read_list(value: object, where: str, least: int = 0) -> list[JsonObject]:
     """Returns a list of objects. Raises Refusal if it is none, or has less than `least`."""
     if not isinstance(value, list) or len(value) < least or not all(isinstance(one, dict) for one in value):
         raise Refusal(f"{where}: must be a list of{' at least one of' * bool(least)} objects", param=where)
@@ -148,7 +146,7 @@ def read_text(content: object, where: str, types: Collection[str] = ("text",)) -
     raise Refusal(f"{where}: only text is supported", param=where)
 
 
-def read_tool(tool: Mapping[str, object], kind: object, parameters: str = "parameters") -> Json:
+def read_tool(tool: Mapping[str, object], kind: object, parameters: str = "parameters") -> JsonObject:
     """Returns a function as chat templates take it. Raises Refusal if a tool of type `kind` is no function."""
     if not isinstance(tool.get("name"), str):
         message = f"tools: only functions are supported, not {kind!r:.50}; environment.drop_tools can leave it out"

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from lockstep.reward.v1.agent_pb2 import CallAnswer
 
+from services.common.json_values import JsonObject
 from services.reward.agents.dialect import (
     MODEL,
     Dialect,
-    Json,
     Refusal,
     Request,
     event,
@@ -60,7 +60,7 @@ class Messages(Dialect):
         }
         return Request(neutral, sorted(_REPLACED & said.keys()), bool(said.get("stream")))
 
-    def answer(self, answer: CallAnswer) -> Json:
+    def answer(self, answer: CallAnswer) -> JsonObject:
         stop = answer.stop_sequence or None
         reason = "stop_sequence" if stop else _STOP_REASONS[answer.finish_reason]
         head = {"id": f"msg_{answer.call}", "type": "message", "role": "assistant", "model": MODEL}
@@ -81,7 +81,7 @@ class Messages(Dialect):
         yield event({"type": "message_delta", "delta": end, "usage": usage})
         yield event({"type": "message_stop"})
 
-    def error(self, refusal: Refusal) -> Json:
+    def error(self, refusal: Refusal) -> JsonObject:
         kind = _ERRORS.get(refusal.status, "invalid_request_error")
         message = (_TOO_LONG if refusal.code == "context_length_exceeded" else "") + refusal.message
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -93,11 +93,11 @@ class CountTokens(Messages):
     def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
         return replace(super().read(body, drop_tools), streams=False, counts=True)
 
-    def answer(self, answer: CallAnswer) -> Json:
+    def answer(self, answer: CallAnswer) -> JsonObject:
         return {"input_tokens": answer.num_prompt_tokens}
 
 
-def _check_context(said: Json) -> None:
+def _check_context(said: JsonObject) -> None:
     """Raises Refusal if the context is to be edited, or the answer constrained."""
     management, output = said.get("context_management", {}), said.get("output_config", {})
     edits = management.get("edits", []) if isinstance(management, dict) else management
@@ -109,13 +109,13 @@ def _check_context(said: Json) -> None:
         raise unsupported("output_config", output)
 
 
-def _is_dropped(tool: Json, drop_tools: Collection[str]) -> bool:
+def _is_dropped(tool: JsonObject, drop_tools: Collection[str]) -> bool:
     """Returns whether the tool's type, with or without its date, is to be dropped."""
     kind = str(tool.get("type", "custom"))
     return kind in drop_tools or re.sub(r"_\d{8}$", "", kind) in drop_tools
 
 
-def _read_message(message: Json, where: str) -> list[Json]:
+def _read_message(message: JsonObject, where: str) -> list[JsonObject]:
     """Returns the messages that one becomes: results of tools are messages of their own."""
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
@@ -125,7 +125,7 @@ def _read_message(message: Json, where: str) -> list[Json]:
     blocks = read_list(content, f"{where}.content")
     if role == "assistant":
         return [_read_assistant(blocks, f"{where}.content")]
-    read: list[Json] = []
+    read: list[JsonObject] = []
     for index, block in enumerate(blocks):
         at = f"{where}.content[{index}]"
         if block.get("type") == "tool_result" and role == "user":
@@ -141,14 +141,14 @@ def _read_message(message: Json, where: str) -> list[Json]:
     return read or [{"role": role, "content": ""}]
 
 
-def _read_assistant(blocks: list[Json], where: str) -> Json:
-    read: Json = {"role": "assistant", "content": ""}
+def _read_assistant(blocks: list[JsonObject], where: str) -> JsonObject:
+    read: JsonObject = {"role": "assistant", "content": ""}
     for index, block in enumerate(blocks):
         at, kind = f"{where}[{index}]", block.get("type")
         if kind == "thinking":
             read["reasoning"] = read.get("reasoning", "") + read_text(block.get("thinking"), f"{at}.thinking")
         elif kind == "tool_use":
-            call: Json = {name: read_text(block.get(name), f"{at}.{name}") for name in ("id", "name")}
+            call: JsonObject = {name: read_text(block.get(name), f"{at}.{name}") for name in ("id", "name")}
             call["arguments"] = json.dumps(block.get("input", {}))
             read.setdefault("tool_calls", []).append(call)
         else:
@@ -156,9 +156,9 @@ def _read_assistant(blocks: list[Json], where: str) -> Json:
     return read
 
 
-def _blocks(answer: CallAnswer) -> list[Json]:
+def _blocks(answer: CallAnswer) -> list[JsonObject]:
     said = json.loads(answer.message_json)
-    blocks: list[Json] = []
+    blocks: list[JsonObject] = []
     if said.get("reasoning"):
         blocks.append({"type": "thinking", "thinking": said["reasoning"], "signature": ""})
     if said["content"] or not said.get("tool_calls"):  # clients expect some text
@@ -169,7 +169,7 @@ def _blocks(answer: CallAnswer) -> list[Json]:
     return blocks
 
 
-def _parts(block: Json) -> tuple[Json, list[Json]]:
+def _parts(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
     """Returns a block as it begins in a stream, and what is then added to it."""
     if block["type"] == "tool_use":
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 
 from lockstep.reward.v1.agent_pb2 import CallAnswer
 
+from services.common.json_values import JsonObject
 from services.reward.agents.dialect import (
     MODEL,
     Dialect,
-    Json,
     Refusal,
     Request,
     event,
@@ -47,9 +47,9 @@ class Responses(Dialect):
         }
         return Request(neutral, sorted(_REPLACED & said.keys()), bool(said.get("stream")))
 
-    def answer(self, answer: CallAnswer) -> Json:
+    def answer(self, answer: CallAnswer) -> JsonObject:
         prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
-        usage: Json = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
+        usage: JsonObject = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
         usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
         usage["output_tokens_details"] = {"reasoning_tokens": 0}
         is_cut = answer.finish_reason == "length"
@@ -69,10 +69,10 @@ class Responses(Dialect):
         return event({"type": "response.failed", "sequence_number": 0, "response": response})
 
 
-def _read_input(said: Json) -> list[Json]:
+def _read_input(said: JsonObject) -> list[JsonObject]:
     """Returns the messages of the instructions and of the input."""
     instructions = read_text(said.get("instructions", ""), "instructions")
-    messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[JsonObject] = [{"role": "system", "content": instructions}] if instructions else []
     items = said.get("input")
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": read_text(items, "input")}]
@@ -81,7 +81,7 @@ def _read_input(said: Json) -> list[Json]:
     return messages
 
 
-def _add_item(messages: list[Json], item: Json, where: str) -> None:
+def _add_item(messages: list[JsonObject], item: JsonObject, where: str) -> None:
     """Adds an item. The reasoning, text and calls of one answer are items of their own, which become one message."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
@@ -107,22 +107,22 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
             messages.append({"role": role, "content": text})
 
 
-def _open_answer(messages: list[Json], closed_by: Collection[str]) -> Json:
+def _open_answer(messages: list[JsonObject], closed_by: Collection[str]) -> JsonObject:
     """Returns the assistant's message that an item belongs to: the last one, unless it has what is `closed_by`."""
     if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(key) for key in closed_by):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-def _response(name: str, status: str) -> Json:
+def _response(name: str, status: str) -> JsonObject:
     own = {"id": name, "object": "response", "created_at": int(time.time()), "model": MODEL, "status": status}
     given = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "instructions": None, "metadata": {}}
     return {**own, **given, "error": None, "incomplete_details": None, "output": [], "usage": None}
 
 
-def _items(answer: CallAnswer) -> list[Json]:
+def _items(answer: CallAnswer) -> list[JsonObject]:
     said, number = json.loads(answer.message_json), answer.call
-    items: list[Json] = []
+    items: list[JsonObject] = []
     if said.get("reasoning"):
         part = {"type": "reasoning_text", "text": said["reasoning"]}
         items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [part]})
@@ -135,14 +135,14 @@ def _items(answer: CallAnswer) -> list[Json]:
     return [{**item, "status": "completed"} for item in items]
 
 
-def _events(whole: Json) -> Iterator[Json]:
+def _events(whole: JsonObject) -> Iterator[JsonObject]:
     """Yields the events of a response. Clients take the answer from items, from the pieces of text, or from the end."""
     begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     for index, item in enumerate(whole["output"]):
         key = "arguments" if "arguments" in item else "content"
         start = {**item, "status": "in_progress", key: "" if key == "arguments" else []}
-        at: Json = {"item_id": item["id"], "output_index": index}
+        at: JsonObject = {"item_id": item["id"], "output_index": index}
         yield {"type": "response.output_item.added", "output_index": index, "item": start}
         if key == "arguments":
             kind, text = "response.function_call_arguments", item["arguments"]
@@ -154,7 +154,7 @@ def _events(whole: Json) -> Iterator[Json]:
     yield {"type": f"response.{whole['status']}", "response": whole}
 
 
-def _text_events(part: Json, at: Json) -> Iterator[Json]:
+def _text_events(part: JsonObject, at: JsonObject) -> Iterator[JsonObject]:
     kind, more = part["type"], {"logprobs": []} if "logprobs" in part else {}
     yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
     yield {"type": f"response.{kind}.delta", **at, "delta": part["text"], **more}

@@ -5,7 +5,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
-from typing import Any
 
 from lockstep.reward.v1 import agent_pb2 as pb
 from lockstep.reward.v1 import agent_pb2_grpc
@@ -152,7 +151,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             await asyncio.shield(ending)
 
     async def _end_episode(
-        self, endpoint: Endpoint, episode: _Episode, line: Line, tasks: set[asyncio.Task[Any]]
+        self, endpoint: Endpoint, episode: _Episode, line: Line, tasks: set[asyncio.Task[object]]
     ) -> None:
         self._metrics.episodes.dec()
         episode.close()

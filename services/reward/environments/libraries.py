@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from services.common.json_values import JsonMapping
 from services.common.reasoning_tasks import COLUMN, INSTRUCTION, TAG, make_tasks
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
@@ -101,7 +102,7 @@ class Task:
     def __init__(self, task: str, kwargs: Mapping[str, object]):
         self._task, self._kwargs = task, kwargs
 
-    def reset(self, seed: int, row: Mapping[str, Any]) -> str | None:
+    def reset(self, seed: int, row: JsonMapping) -> str | None:
         """Takes the row's task. Without one, the seed makes a task, whose question is returned."""
         if COLUMN not in row:
             self._tasks = make_tasks(self._task, seed=seed % 2**31, size=1, settings=self._kwargs)

@@ -12,11 +12,11 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import aiohttp
 
 from services.common.config.environment import OpenEnvEnvironmentConfig
+from services.common.json_values import JsonMapping
 from services.reward.environments.base import Environment, Message, Reply, Turn, off_the_clock
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
@@ -92,7 +92,7 @@ class OpenEnvironment(Environment):
             detail = f"no connection to {self._config.url}: {type(error).__name__} {error}"
             raise _failed(EnvironmentFailure.CRASHED, detail) from error
 
-    def _read(self, data: Mapping[str, Any]) -> tuple[Message, float, bool]:
+    def _read(self, data: JsonMapping) -> tuple[Message, float, bool]:
         """Returns what the policy sees, the reward and whether it is the end."""
         observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
@@ -109,7 +109,7 @@ class OpenEnvironment(Environment):
         return Message("user", text), float(reward or 0.0), done
 
 
-async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, object]) -> Mapping[str, Any]:
+async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, object]) -> JsonMapping:
     try:
         await socket.send_str(json.dumps(message))
         answer = await socket.receive()

@@ -26,14 +26,15 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TextIO
 
+from services.common.json_values import JsonMapping
 from services.reward.errors import WorkError
 
-Reply = Mapping[str, Any]
+Reply = JsonMapping
 CANCEL_S = 2.0  # that a canceled call may take to end before it counts as stuck
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL_CHARS = 1000

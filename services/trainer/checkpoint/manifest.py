@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
 from services.common.files.storage import is_of_disk, storage_error
+from services.common.json_values import JsonMapping
 
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20
@@ -34,7 +34,7 @@ class TrainState:
     """Digests of the newest published weights by version, as far as samples of them may still arrive."""
     last_batch_sha256: str = ""
     """SHA-256 of the samples of the last batch (blocks.content_sha256)."""
-    last_header: Mapping[str, Any] = field(default_factory=dict)
+    last_header: JsonMapping = field(default_factory=dict)
     """The values of the last batch's header (contract.header_values)."""
     skipped_in_a_row: int = 0
     """Number of batches up to the last one of which no update was applied (OptimConfig.on_nonfinite)."""

@@ -112,7 +112,7 @@ class Rows:
     def _compute_rows(self, module: nn.Module) -> None:
         forward = module.forward
 
-        def of_rows(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        def of_rows(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
             # Masks, positions and caches do not apply to the rows, and none is needed.
             result = forward(self.scatter(hidden_states[0]))
             if isinstance(result, tuple):

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from services.common.families.architecture import Architecture, make_architectur
 from services.common.families.layers import SINKS
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import require_supported
+from services.common.json_values import JsonObject
 from services.trainer.checkpoint.model_files import load_config
 
 Settings = TypeVar("Settings")
@@ -231,12 +232,12 @@ def _sink_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, objec
     return {"add_bias_linear": True, "softmax_type": "learnable", "activation_func_clamp_value": clamp}
 
 
-def scaled_rope(hf: PretrainedConfig) -> dict[str, Any]:
+def scaled_rope(hf: PretrainedConfig) -> JsonObject:
     """Returns the rotary embedding of the model, or of its layers without a window if those with one have another."""
     return hf.rope_parameters.get("full_attention", hf.rope_parameters)
 
 
-def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
+def model_settings(hf: PretrainedConfig) -> JsonObject:
     """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines."""
     rope = scaled_rope(hf)
     family = FAMILIES[hf.model_type]

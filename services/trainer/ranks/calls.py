@@ -25,6 +25,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from services.common.errors import ERROR_CLASSES, InternalError, LockstepError, Reason
+from services.common.json_values import JsonObject
 from services.trainer.ranks.sockets import RanksAddress, connect, listen
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ Phase = Callable[[str, str], AbstractContextManager[None]]
 class Message:
     """A command or an answer: a body of JSON values, and frames of bytes."""
 
-    body: dict[str, Any]
+    body: JsonObject
     frames: Sequence[bytes] = field(default=())
 
     def pack(self) -> list[bytes]:
@@ -191,7 +192,7 @@ class Ranks:
         self, name: str, call_id: bytes, phase: AbstractContextManager[None], grace_s: float
     ) -> list[Message]:
         answers: dict[int, Message] = {}
-        errors: list[dict[str, Any]] = []
+        errors: list[JsonObject] = []
         with phase:
             while missing := [rank for rank in range(self.num_ranks) if rank not in answers]:
                 received = await self._received(grace_s if errors else None)
@@ -223,7 +224,7 @@ class Ranks:
             raise self._failure
         return None
 
-    async def _typed(self, name: str, error: dict[str, Any]) -> dict[str, Any]:
+    async def _typed(self, name: str, error: JsonObject) -> JsonObject:
         """Returns the error of a rank if it is one of Lockstep's own; ends the trainer otherwise."""
         if error["class"] is None:
             await asyncio.wait({self._watching}, timeout=_LOSS_S)

@@ -9,7 +9,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import torch
@@ -23,6 +22,7 @@ from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.files.model_card import read_model_card, write_model_card
 from services.common.files.storage import storage_error, writing
+from services.common.json_values import JsonObject
 from services.common.rpc.progress import PROGRESS
 from services.common.weights.buckets import Items
 from services.common.weights.digest import Sums
@@ -65,7 +65,7 @@ class Worker(MemoryCommands):
         self._model_path = ""
         self._routed_experts: RoutedExpertsShape | None = None  # of the policy's model
         self._profiler: Profiler | None = None
-        self._saving: futures.Future[dict[str, Any]] | None = None
+        self._saving: futures.Future[JsonObject] | None = None
         self._num_updates = 0
         self._updates: dict[Role, BatchUpdate] = {}  # those whose blocks are arriving
         self._profiled = ExitStack()  # closed when that of the policy ends
@@ -234,7 +234,7 @@ class Worker(MemoryCommands):
             group.kill()
 
     @rank_command
-    def save(self, *, path: str, state: dict[str, Any], role: str = Role.POLICY) -> Message:
+    def save(self, *, path: str, state: JsonObject, role: str = Role.POLICY) -> Message:
         """Writes a checkpoint into its staging directory, which must exist. Rank 0 then completes the checkpoint.
 
         If the backend writes in the background, the answer is empty, and `saved` returns it when all is written.
@@ -249,7 +249,7 @@ class Worker(MemoryCommands):
         backend.save(directory)  # returns when all ranks have written
         return Message(self._complete(final, state))
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonObject:
         """Waits for the background save to end and returns its answer. Other threads may call this.
 
         Raises:
@@ -312,7 +312,7 @@ class Worker(MemoryCommands):
             return backend.spans()
         return itertools.chain(() if skips_base else backend.base(), backend.adapter())
 
-    def _complete(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    def _complete(self, path: Path, state: JsonObject) -> JsonObject:
         if self._rank != 0:
             return {}
         with writing(path):

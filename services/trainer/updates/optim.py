@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -60,7 +59,7 @@ def make_adamw(config: OptimConfig, named_parameters: Iterable[tuple[str, torch.
     for _, parameter in named_parameters:
         if parameter.requires_grad:
             (matrices if parameter.ndim >= 2 else vectors).append(parameter)
-    groups: list[dict[str, Any]] = [
+    groups: list[dict[str, object]] = [
         {"params": matrices, "weight_decay": config.weight_decay, "wd_mult": 1.0},
         {"params": vectors, "weight_decay": 0.0, "wd_mult": 0.0},
     ]

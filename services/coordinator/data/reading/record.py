@@ -2,14 +2,15 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonMapping
 
-Record = Mapping[str, Any]
+Record = JsonMapping
 """A row: column -> value, as Parquet or JSON has it. A key that a row of JSON does not have is missing."""
 
 MAX_DEPTH = 500

@@ -14,11 +14,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pyarrow as pa
 
 from services.common.errors import InvalidInput, NotFound
+from services.common.json_values import JsonObject
 from services.coordinator.data.reading.hub import dataset_file, dataset_files
 from services.coordinator.data.reading.parquet import ParquetRows, read_table, row_place
 from services.coordinator.data.reading.record import MAX_DEPTH, Record, Unusable, depth_of, in_words
@@ -27,7 +28,7 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 """The type of a column of messages, whatever other keys they have."""
 
 _GZIP = b"\x1f\x8b"
-_Row = dict[str, Any]
+_Row = JsonObject
 
 
 class TextRows:

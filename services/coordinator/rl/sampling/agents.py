@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from lockstep.reward.v1.agent_pb2 import AgentCall, AgentEnd, Begin, CallAnswer
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
@@ -16,6 +16,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonMapping, JsonObject
 from services.common.tool_syntax import BadCall, ToolCall, find_calls, read_texts
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import Rewards
@@ -27,7 +28,7 @@ from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import PromptRequest
 from services.coordinator.rl.sampling.played import Played, PlayedCollector, require_stamp
-from services.coordinator.text.threads import Call, Json, Path, Renderer, Threads, close
+from services.coordinator.text.threads import Call, Path, Renderer, Threads, close
 from services.coordinator.text.tokenizer import Tokenizer
 
 _STOP, _LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
@@ -180,7 +181,7 @@ class AgentEpisode:
             stop_sequence=stop,
         )
 
-    async def _count(self, asked: AgentCall, said: Json) -> CallAnswer:
+    async def _count(self, asked: AgentCall, said: JsonMapping) -> CallAnswer:
         """Returns the number of tokens that the prompt of this request would have."""
         if self._limit is not None:
             return self._over(asked)
@@ -190,7 +191,7 @@ class AgentEpisode:
             return self._refuse(asked, error.message, "invalid_messages")
         return CallAnswer(call=asked.number, num_prompt_tokens=len(call.prompt))
 
-    async def _add(self, asked: AgentCall, said: Json) -> Call | CallAnswer:
+    async def _add(self, asked: AgentCall, said: JsonMapping) -> Call | CallAnswer:
         """Returns the call with its tokens, or a refusal."""
         settings, model = self._settings, self._model
         model.count(overridden=bool(asked.overridden))
@@ -277,8 +278,8 @@ def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment:
 
 
 def message_of(
-    settings: AgentEnvironmentConfig, dialog: Dialog, call: Call, answer: Sequence[int], said: Json
-) -> tuple[Json, str]:
+    settings: AgentEnvironmentConfig, dialog: Dialog, call: Call, answer: Sequence[int], said: JsonMapping
+) -> tuple[JsonMapping, str]:
     """Returns the message of an answer for the agent, and which text of the request's `stop` has ended it.
 
     A text with a call of tools that is malformed is the content as it is.
@@ -286,7 +287,7 @@ def message_of(
     text, is_reasoning = dialog.text(answer), dialog.opens_reasoning(call.prompt)
     reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
     shown, stop = _before(content, said["stop"])
-    message: dict[str, Any] = {"role": "assistant", "content": shown}
+    message: JsonObject = {"role": "assistant", "content": shown}
     message |= {"reasoning": reasoning} if reasoning else {}
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
     if not tools or settings.tool_syntax == "none":
@@ -305,7 +306,7 @@ def message_of(
     return message, ""
 
 
-def _typed(call: ToolCall, tools: Json, syntax: str) -> ToolCall:
+def _typed(call: ToolCall, tools: JsonMapping, syntax: str) -> ToolCall:
     """Returns the call with arguments of the types of its tool; this syntax writes all as text."""
     if syntax != "qwen3_coder" or call.name not in tools:
         return call

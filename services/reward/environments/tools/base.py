@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from services.common.json_values import JsonObject
 from services.common.tool_syntax import Schema, fits, is_option
 
 _TYPES: Mapping[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
@@ -106,7 +107,7 @@ def _describe(schema: Schema) -> str:
     return schema["type"] + items
 
 
-def _type_schema(hint: Any) -> dict[str, Any]:
+def _type_schema(hint: Any) -> JsonObject:
     if hint is Any:
         return {}
     if hint is type(None):
