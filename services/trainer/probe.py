@@ -56,9 +56,8 @@ def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[
     text, whole = empty.config.get_text_config(), LogprobModel(empty, layout)
     stream = WeightStream(empty, dtype, torch.device("cpu"))
     hidden, parameters = whole.head.get_parameter("weight").shape[1], list(empty.parameters())
+    layer_configs = getattr(text, "per_layer_config", None) or [text]  # in Gemma 4, layers have keys of several sizes
     widths = [list(_widths(layer, hidden, text)) for layer in whole.layers]
-    heads = getattr(text, "num_attention_heads", None) or 1
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
     sizes: dict[str, object] = {
         "model_type": empty.config.model_type,
         "layout": layout.value,
@@ -70,11 +69,18 @@ def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[
         "widest": max((width for layer in widths for width in layer), default=hidden),
         "hidden_size": hidden,
         "vocab_size": whole.head.get_parameter("weight").shape[0],
-        "key_value_size": head_dim * (getattr(text, "num_key_value_heads", None) or heads),
+        "key_value_size": max(_key_value_size(layer, hidden) for layer in layer_configs),
         "sizes": [spec.numel() for _, spec in stream.specs()],
     }
     add_adapters(empty, config.lora, sites, seed=0)
     return sizes | {"adapter_sizes": [spec.numel() for _, spec in AdapterStream(empty, stream).specs()]}
+
+
+def _key_value_size(layer: Any, hidden: int) -> int:
+    """Returns how many numbers the keys of a token have; `layer` is the config of a layer, or of all."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    head_dim = getattr(layer, "head_dim", None) or hidden // heads
+    return head_dim * (getattr(layer, "num_key_value_heads", None) or heads)
 
 
 def _widths(layer: nn.Module, hidden: int, text: Any) -> Iterator[int]:

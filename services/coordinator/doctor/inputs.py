@@ -85,7 +85,8 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
                 yield Finding("model", why, Verdict.WARN, "")
                 return
             answer = describe_model(str(directory), settings)
-        yield Finding("attention", f"{name}: {answer.get('attention') or _attention(settings, content)}")
+        attention = answer["attention"] if "attention" in answer else _attention(settings, content)
+        yield Finding("attention", f"{name}: {attention or 'no layer attends'}")
 
 
 def _attention(settings: TrainerConfig, content: JsonObject) -> str:

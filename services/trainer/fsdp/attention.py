@@ -29,7 +29,8 @@ def chosen(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -
     names = dict[str, None]()
     for module in decoder.modules():
         head_size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
-        if isinstance(head_size, int) and hasattr(module, "o_proj"):
+        attends = hasattr(module, "o_proj") or hasattr(module, "k_proj")  # recurrent layers have a head_dim too
+        if isinstance(head_size, int) and attends:
             has_cap = getattr(module, "attn_logit_softcapping", None) is not None
             names[choose(device.type, str(dtype), head_size, has_cap=has_cap)] = None
     return ", ".join(names)
