@@ -107,11 +107,11 @@ def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tenso
 
 
 @cache
-def _runtime() -> Any:
+def _runtime() -> ctypes.CDLL:
     """Returns the CUDA runtime library of this process."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
-        library: Any = ctypes.CDLL(_loaded(f"libcudart.so.{major}"))
+        library = ctypes.CDLL(_loaded(f"libcudart.so.{major}"))
     except OSError as error:
         raise RuntimeError(f"the CUDA runtime of torch, libcudart.so.{major}, cannot be loaded: {error}") from error
     library.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint]

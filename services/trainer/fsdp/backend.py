@@ -36,6 +36,7 @@ from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Microbatch
 
 _log = logging.getLogger(__name__)
+_State = dict[str, Any]  # as torch.distributed.checkpoint calls it
 
 # Files of each rank in a checkpoint: they are written, and later compared with the manifest, at the same time.
 _NUM_WRITERS = 4
@@ -194,7 +195,7 @@ class FsdpBackend(Backend):
         model, optimizer = self._state()
         return partial(self._write, _copied({"model": model, "optimizer": optimizer}), directory)
 
-    def _write(self, state: dict[str, Any], directory: Path) -> None:
+    def _write(self, state: _State, directory: Path) -> None:
         with typed_errors(directory, done="written"):
             writer = ThreadedWriter(directory, num_threads=_NUM_WRITERS)
             dcp.save(state, storage_writer=writer, process_group=self._writers)
@@ -232,7 +233,7 @@ class FsdpBackend(Backend):
         for state in self._optimizer.state.values():
             yield from (local_shard(value) for value in state.values() if torch.is_tensor(value))
 
-    def _require_tensors_of(self, model: dict[str, Any], optimizer: dict[str, Any], directory: Path) -> None:
+    def _require_tensors_of(self, model: _State, optimizer: _State, directory: Path) -> None:
         """Raises PreconditionFailed unless the checkpoint has exactly these tensors: without one, torch crashes."""
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items()
         tensors = {name: stored.size for name, stored in saved if isinstance(stored, TensorStorageMetadata)}
@@ -250,7 +251,7 @@ class FsdpBackend(Backend):
                 "open it with the config that it was saved under"
             )
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state(self) -> tuple[_State, _State]:
         is_fresh = not self._optimizer.state
         model, optimizer = get_state_dict(self._model, self._optimizer)
         if is_fresh:  # torch made the state by an update with zero gradients; Adam's bias correction must not count it
@@ -266,5 +267,5 @@ def _copied(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
-        return {name: _copied(part) for name, part in cast(dict[str, Any], state).items()}
-    return [_copied(part) for part in cast(list[Any], state)] if isinstance(state, list) else state
+        return {name: _copied(part) for name, part in cast(_State, state).items()}
+    return [_copied(part) for part in cast(list[object], state)] if isinstance(state, list) else state

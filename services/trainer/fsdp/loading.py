@@ -176,13 +176,13 @@ def _recompute(layer: nn.Module) -> None:
     """
     forward = layer.forward
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(*args: Any, **kwargs: Any) -> object:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     layer.forward = recomputed
 
 
-def _compiled(forward: Callable[..., Any], fewest: int) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., object], fewest: int) -> Callable[..., object]:
     """Compiles a layer's forward for micro-batches of at least `fewest` tokens.
 
     Reason: Inductor divides sums over tokens among the GPU's processors, and compiles again, in the middle of a run and
@@ -192,7 +192,7 @@ def _compiled(forward: Callable[..., Any], fewest: int) -> Callable[..., Any]:
     compiled = torch.compile(forward, dynamic=True)
 
     @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         hidden_BLD = args[0] if args else kwargs["hidden_states"]
         is_small = hidden_BLD.shape[:-1].numel() < fewest
         return (forward if is_small else compiled)(*args, **kwargs)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version as version_of
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,9 @@ from services.common.config.environment import SearchToolConfig
 from services.reward.environments.base import off_the_clock
 from services.reward.environments.tools.base import BadArgumentsError, Tool, text_tool_schema
 from services.reward.errors import EnvironmentFailure, EpisodeError
+
+if TYPE_CHECKING:
+    from bm25s import BM25
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +109,7 @@ def _with_letters(names: list[str]) -> list[str]:
 _BACKEND = {"backend": "numpy", "csc_backend": "numpy"}
 
 
-def open_index(corpus: Path, version: str, documents: Iterable[str]) -> Any:
+def open_index(corpus: Path, version: str, documents: Iterable[str]) -> "BM25":
     """Returns the index, a bm25s.BM25, of the corpus' `documents`.
 
     The folder is named after `version`, which changes with the corpus, with bm25s and with how words are found. It has
@@ -131,7 +134,7 @@ def open_index(corpus: Path, version: str, documents: Iterable[str]) -> Any:
     return index
 
 
-def _build(documents: Iterable[str]) -> Any:
+def _build(documents: Iterable[str]) -> "BM25":
     import bm25s
 
     ids: defaultdict[str, int] = defaultdict()
@@ -189,7 +192,7 @@ class Search(Tool):
         with self._path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
         version = f"bm25s-{version_of('bm25s')}-{_WORDS_VERSION}-{digest}"
-        self._index: Any = open_index(self._path, version, map(self._document, range(self._documents.num_rows)))
+        self._index = open_index(self._path, version, map(self._document, range(self._documents.num_rows)))
         self.version = f"search-{version}"
 
     def _find(self, query: str) -> str:
