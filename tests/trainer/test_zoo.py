@@ -101,7 +101,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     harness.worker.close()
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "llama4_text", "qwen3_5_moe", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma4_text", "glm_moe_dsa", "lfm2", "llama4_text", "qwen3_5_moe", "qwen3"])
 def test_dry_run_and_plan_say_what_the_trainer_says(harness: Harness, name: str) -> None:
     assert_told(harness, harness._models / name)
 
