@@ -41,8 +41,6 @@ _SMALLER: Mapping[str, int] = {
 }
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "video_token_id")
 
-_Content = JsonObject
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -104,7 +102,7 @@ def shrink(config: PretrainedConfig, *, width: int = 0) -> PretrainedConfig:
     return type(config).from_dict(content)
 
 
-def _changes(config: PretrainedConfig, width: int) -> Iterator[Callable[[_Content], None]]:
+def _changes(config: PretrainedConfig, width: int) -> Iterator[Callable[[JsonObject], None]]:
     num_layers = _first_layers(config)
     whole = config.get_text_config().num_hidden_layers
     yield lambda content: _cut_layers(_text(content), whole, num_layers)
@@ -116,23 +114,23 @@ def _changes(config: PretrainedConfig, width: int) -> Iterator[Callable[[_Conten
         yield functools.partial(_lower, key="hidden_size", value=width)
 
 
-def _text(content: _Content) -> _Content:
+def _text(content: JsonObject) -> JsonObject:
     nested = content.get("text_config")
     return nested if isinstance(nested, dict) else content
 
 
-def _lower(content: _Content, *, key: str, value: int) -> None:
+def _lower(content: JsonObject, *, key: str, value: int) -> None:
     text = _text(content)
     if isinstance(text.get(key), int) and text[key] > value:
         text[key] = value
 
 
-def _set_tokens(content: _Content) -> None:
+def _set_tokens(content: JsonObject) -> None:
     for part in (content, _text(content)):
         part.update({key: 0 for key in _TOKENS if part.get(key) is not None})
 
 
-def _cut_layers(text: _Content, whole: int, num_layers: int) -> None:
+def _cut_layers(text: JsonObject, whole: int, num_layers: int) -> None:
     for key, value in text.items():
         if isinstance(value, list) and len(value) == whole:
             text[key] = value[:num_layers]
@@ -142,12 +140,12 @@ def _cut_layers(text: _Content, whole: int, num_layers: int) -> None:
         text["num_hidden_layers"] = num_layers
 
 
-def _cut_vision(content: _Content) -> None:
+def _cut_vision(content: JsonObject) -> None:
     vision = content["vision_config"]
     vision.update({key: 1 for key in ("num_hidden_layers", "depth", "num_layers") if key in vision})
 
 
-def _is_possible(kind: type[PretrainedConfig], content: _Content, change: Callable[[_Content], None]) -> bool:
+def _is_possible(kind: type[PretrainedConfig], content: JsonObject, change: Callable[[JsonObject], None]) -> bool:
     """Changes `content`; returns whether there is a model of that config."""
     try:
         change(content)

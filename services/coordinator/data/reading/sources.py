@@ -28,7 +28,6 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 """The type of a column of messages, whatever other keys they have."""
 
 _GZIP = b"\x1f\x8b"
-_Row = JsonObject
 
 
 class TextRows:
@@ -37,10 +36,10 @@ class TextRows:
     JSON Lines are kept as text until they are read, because objects take several times the memory.
     """
 
-    def __init__(self, path: Path, rows: Sequence[_Row | bytes], lines: Sequence[int]):
+    def __init__(self, path: Path, rows: Sequence[JsonObject | bytes], lines: Sequence[int]):
         """Finds the columns. `lines` are the rows' lines, counted from 1; empty for a JSON list, which has none."""
         self._path, self._rows, self._lines = path, rows, lines
-        firsts: _Row = {}
+        firsts: JsonObject = {}
         for _, row in self:
             for name, value in row.items():
                 if _says_nothing(firsts.get(name)):
@@ -82,7 +81,7 @@ def _content(path: Path) -> bytes:
 
 
 def _read_json_lines(content: bytes, path: Path, max_rows: int | None) -> TextRows:
-    rows: list[_Row | bytes] = []
+    rows: list[JsonObject | bytes] = []
     lines = array("Q")
     # Lines of bytes end with \n or \r only. Lines of text would also end with U+2028, which JSON may contain.
     for number, line in enumerate(content.splitlines(), 1):
@@ -108,7 +107,7 @@ def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
     csv.field_size_limit(sys.maxsize)  # by default 128 KiB
     # Without `strict`, a quote that is never closed would make one cell of the rest of the file.
     reader = csv.reader(io.StringIO(_text(content, str(path), has_lines=True), newline=""), strict=True)
-    rows: list[_Row | bytes] = []
+    rows: list[JsonObject | bytes] = []
     lines, begin = array("Q"), 1
     names: list[str] = []
     try:
@@ -146,7 +145,7 @@ def _text(content: bytes, where: str, *, has_lines: bool) -> str:
         raise ValueError(f"{place} has the byte 0x{content[error.start]:02x}: save the file as UTF-8") from error
 
 
-def _object(line: bytes, where: str) -> _Row:
+def _object(line: bytes, where: str) -> JsonObject:
     text = _text(line, where, has_lines=False)
     if depth_of(text) > MAX_DEPTH:
         raise ValueError(f"{where} nests more than {MAX_DEPTH} levels deep")
@@ -156,10 +155,10 @@ def _object(line: bytes, where: str) -> _Row:
         raise ValueError(f"{where}: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {in_words(value)}, not an object")
-    return cast(_Row, value)
+    return cast(JsonObject, value)
 
 
-def _members(pairs: list[tuple[str, object]]) -> _Row:
+def _members(pairs: list[tuple[str, object]]) -> JsonObject:
     """Returns an object. Which value was meant by a key that it has twice is unknown."""
     members = dict(pairs)
     if len(members) < len(pairs):
