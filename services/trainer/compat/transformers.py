@@ -46,8 +46,12 @@ class _Chosen(TorchFunctionMode):
         self._choose, self._num_experts = choose, num_experts
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[torch.Tensor, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func is not torch.topk or args[0].shape[1:] != (self._num_experts,):  # others choose groups of experts
             return result

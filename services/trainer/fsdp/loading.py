@@ -201,21 +201,17 @@ def _compiled(forward: Callable[..., object], fewest: int) -> Callable[..., obje
 
 
 def _shard(model: LogprobModel | ValueModel, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "reshard_after_forward": config.fsdp.reshard_after_forward,
-    }
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
     if config.fsdp.cpu_offload and mesh.device_type != "cpu":
-        settings["offload_policy"] = CPUOffloadPolicy()
+        shard = functools.partial(shard, offload_policy=CPUOffloadPolicy())
     for layer in model.layers:
         if config.fsdp.torch_compile is True and mesh.device_type == "cuda":
             fewest = min(_COMPILED_TOKENS, config.max_tokens_per_microbatch // 2)
             layer.forward = _compiled(layer.forward, fewest)
-        fully_shard(layer, **settings)
+        shard(layer, reshard_after_forward=config.fsdp.reshard_after_forward)
     # The backward begins with the weights that the forward used last, so keep them gathered.
-    settings["reshard_after_forward"] = False
-    fully_shard(model, **settings)
+    shard(model, reshard_after_forward=False)
 
 
 def reshard(model: nn.Module) -> None:

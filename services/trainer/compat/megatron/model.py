@@ -46,7 +46,7 @@ def set_latent_eps(chunk: torch.nn.Module) -> None:
     for layer in chunk.modules():
         if isinstance(layer, MLASelfAttention):
             for name in ("q_layernorm", "kv_layernorm") if layer.config.q_lora_rank else ("kv_layernorm",):
-                norm: Any = getattr(layer, name)
+                norm = getattr(layer, name)
                 assert isinstance(norm.eps, float)
                 norm.eps = _LATENT_EPS
 
