@@ -172,7 +172,10 @@ def _token_losses(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], conf
             return -advantages * weights * is_within
         case "reinforce":
             return -advantages * logprobs
-    return _dual_clipped(ratio, advantages, config)
+        case "grpo" | "ppo":
+            return _dual_clipped(ratio, advantages, config)
+        case kind:
+            raise NotImplementedError(f"no plain formula for the loss {kind}")
 
 
 def _by_covariance(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:

@@ -100,9 +100,20 @@ class PythonConfig(BaseScorerConfig):
             raise ValueError(f"kwargs {', '.join(taken)}: already passed by the service; use other names")
 
 
-_RuleConfig = ExactConfig | AnswerConfig | Gsm8kConfig | MathConfig | FormatConfig | LengthConfig
-_ProgramConfig = PythonConfig | JudgeConfig | HttpConfig | ModelConfig | CodeConfig
-ScorerConfig = Annotated[_RuleConfig | _ProgramConfig, Field(discriminator="kind")]
+ScorerConfig = Annotated[
+    ExactConfig
+    | AnswerConfig
+    | Gsm8kConfig
+    | MathConfig
+    | FormatConfig
+    | LengthConfig
+    | PythonConfig
+    | JudgeConfig
+    | HttpConfig
+    | ModelConfig
+    | CodeConfig,
+    Field(discriminator="kind"),
+]
 
 METRICS_OF_REWARDS = ("mean", "std", "mixed_groups", "reward", "tokens_mean", "truncated", "failed")
 """Metrics of a batch (reward/<name>) or of a held-out set (eval/<set>/<name>) beside those of the scorers."""
