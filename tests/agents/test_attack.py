@@ -112,7 +112,8 @@ async def attacked(program: Program) -> tuple[Json, Json, bool]:
         f"\nif sys.argv[1] == {name!r}:\n" + "".join(f"    {line}\n" for line in text.splitlines())
         for name, text in (("neighbor", _NEIGHBOR), ("attack", _ATTACKER))
     )
-    settings = program(f"import sys\n{source}", "{prompt}", collect=["reward*"], max_processes=40, grace_s=1.0)
+    # Beside its bombs the attacker has this long, after its last call, to print what it found.
+    settings = program(f"import sys\n{source}", "{prompt}", collect=["reward*"], max_processes=40, grace_s=10.0)
     async with staged(lambda text, seed: "4", **settings, max_calls=60, episode_s=240) as stage:
         bombs = asyncio.Event()
         bombs.set()
