@@ -4,15 +4,14 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from services.common.errors import InvalidInput
-from services.common.json_values import JsonMapping
 
 
-def require_takes(function: Callable[..., Any], name: str, args: Sequence[str], kwargs: JsonMapping) -> None:
+def require_takes(function: Callable[..., Any], name: str, args: Sequence[str], kwargs: Mapping[str, object]) -> None:
     """Checks that a function can be called, without calling it. `args` are names of the positional arguments.
 
     Raises:
@@ -51,7 +50,7 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
     return function
 
 
-def require_function(path: str, args: Sequence[str], kwargs: JsonMapping, *, field: str) -> None:
+def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, object], *, field: str) -> None:
     """Checks that the function can be imported and takes the positional `args` and the `kwargs`."""
     try:
         require_takes(load_function(path, field=field), path, args, kwargs)

@@ -6,6 +6,7 @@ An agent sends its whole conversation with each call, so equal messages are kept
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 from lockstep.reward.v1.agent_pb2 import AgentCall
@@ -63,7 +64,10 @@ class CallLog:
         return list(self._places)
 
     def ask(self, asked: AgentCall, said: JsonMapping) -> JsonObject:
-        """Adds a call, whose request is `said`. Returns its entry, which gets the other fields of a recorded call."""
+        """Adds a call, whose request without dialect (reward/agents/dialect.py) is `said`.
+
+        Returns its entry, which gets the other fields of a recorded call.
+        """
         entry = {
             "number": asked.number,
             "sha256": asked.body_sha256,
@@ -94,7 +98,7 @@ class Left:
     """Number of tokens that the policy sampled."""
     log: CallLog = field(default_factory=CallLog)
 
-    def row(self, prompt_id: str, group: int, sample: int) -> JsonObject:
+    def row(self, prompt_id: str, group: int, sample: int) -> dict[str, Any]:
         """Returns the episode as a row of EPISODE_SCHEMA."""
         left = {"text": self.text, "exit_code": self.exit_code, "files": list(self.files.items())}
         calls = {"num_tokens": self.num_tokens, "texts": self.log.texts, "calls": self.log.calls}
@@ -108,7 +112,7 @@ class Left:
 
 def requests_of(episode: JsonMapping) -> Iterator[tuple[JsonMapping, JsonMapping]]:
     """Yields the calls of a row of EPISODE_SCHEMA, each with its request."""
-    texts: Sequence[JsonObject] = list(map(json.loads, episode["texts"]))
+    texts: Sequence[Any] = list(map(json.loads, episode["texts"]))
     for call in episode["calls"]:
         messages = [texts[place] for place in call["messages"]]
         yield call, {**call, "messages": messages, "tools": texts[call["tools"]]}

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 import pyarrow as pa
 
@@ -85,7 +86,7 @@ class _Mapper:
         mapped: Mapping[int, Call],
         earlier: tuple[JsonMapping, JsonMapping],
         recorded: Mapping[int, _Tokens],
-        texts: Sequence[JsonMapping],
+        texts: Sequence[Any],
     ) -> Iterator[Difference]:
         """Gives a call its recorded tokens as the answer, and compares what they say."""
         (call, said), answer = earlier, texts[earlier[0]["answer"]]

@@ -2,7 +2,8 @@
 
 Agents send whole conversations. One that begins with a recorded conversation, the model's answer included, continues
 that one's tokens; the rest is appended by the bridge, so no sampled token is ever rendered again. Any other begins a
-segment of its own: a sub-agent, a compacted history, an answer that the agent has edited.
+segment of its own: a sub-agent, a compacted history, an answer that the agent has edited. Messages and tools are
+without dialect, as the reward service reads them from a request.
 """
 
 import json

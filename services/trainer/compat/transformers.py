@@ -49,7 +49,7 @@ class _Chosen(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: Sequence[type],
-        args: tuple[torch.Tensor, ...] = (),
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))

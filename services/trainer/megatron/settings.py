@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -237,7 +237,7 @@ def scaled_rope(hf: PretrainedConfig) -> JsonObject:
     return hf.rope_parameters.get("full_attention", hf.rope_parameters)
 
 
-def model_settings(hf: PretrainedConfig) -> JsonObject:
+def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
     """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines."""
     rope = scaled_rope(hf)
     family = FAMILIES[hf.model_type]

@@ -17,8 +17,10 @@ from tests.trainer.zoo_harness import played, zoo_config
 
 # The product and the sum are rounded once each, by 2^-24 of entries of size 1. Weights that are rounded otherwise move
 # the log-probabilities of recurrent layers by 1e-4: the same was seen when each weight was changed by half a unit in
-# its last place. Adapters move them by 0.0065 (granite, which divides its logits by 8, and is exact to 5e-7) and more.
-MERGED, LOGPROB_NATS, MOVED_NATS = 1e-6, 1e-3, 0.005
+# its last place. Adapters move them by 0.02 and more, except granite's, which divides its logits by 8: by 0.0065, where
+# merged weights differ by 5e-7.
+MERGED, LOGPROB_NATS, MOVED_NATS = 1e-6, 1e-3, 0.02
+MOVED_LESS = {"granite": 0.005}
 FEW = {
     "gemma3_text": "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
     "mlp.down_proj",
@@ -35,7 +37,7 @@ def assert_adapted(found: dict[str, Any], name: str) -> None:
     assert all(".lora_" in parameter for parameter in found["trained"]), name
     assert found["merged"] <= MERGED, name
     assert found["logprob"] <= LOGPROB_NATS, name
-    assert found["moved"] >= MOVED_NATS, name
+    assert found["moved"] >= MOVED_LESS.get(name, MOVED_NATS), name
     assert found["resumed"] == 0, name
 
 
