@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
@@ -142,16 +142,17 @@ def test_a_contradiction_is_refused_by_column_and_row(case: str) -> None:
     st.integers(0, 11),
     st.floats(),
 )
+@example("logprobs", 0, 1e-3)
 def test_only_numbers_that_a_column_can_have_are_accepted(name: str, row: int, value: float) -> None:
     rows = good_rows()
     if name == "reward":
         rows[row][name] = value
     else:
         rows[row][name][-1] = value
-    with np.errstate(over="ignore"):
-        stored = value if name in ("reward", "turn_rewards") else float(np.float32(value))
+    kind = np.float64 if name in ("reward", "turn_rewards") else np.float32
     limits = {"logprobs": (-2e6, 1e-3), "ref_logprobs": (-2e6, 1e-3)}
-    low, high = limits.get(name, (-INF, INF) if "reward" in name else (-1e9, 1e9))
+    with np.errstate(over="ignore"):  # numbers and limits as the column has them: 1e-3 is a little larger in float32
+        stored, low, high = map(kind, (value, *limits.get(name, (-INF, INF) if "reward" in name else (-1e9, 1e9))))
     try:
         check(rows)
         is_accepted = True
