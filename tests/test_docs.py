@@ -15,7 +15,9 @@ from tests.support import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MANUAL = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
 ROOM = re.compile(r"\b(?:services|docs|protos|tests|deploy|benchmarks|requirements)/[\w./*<>-]*[\w*]")
-_KINDS = "algorithm|colocated|dataplane|experts|learn|loop|megatron|real|rollout|step|sync|train"
+_KINDS = (
+    "algorithm|colocated|dataplane|experts|first|fp8|learn|loop|megatron|peers|real|restarts|rollout|step|sync|train"
+)
 RESULTS = re.compile(rf"`((?:{_KINDS})\b[\w.*-]*\.json)`")
 
 
@@ -45,6 +47,15 @@ def test_a_page_shows_the_output_of_a_run(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not missing_files(page.read_text(encoding="utf-8"))
+
+
+def test_every_frame_that_the_design_names_exists() -> None:
+    frames = re.findall(r"`(services/\S+\.py): ([\w.]+)", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+    assert len(frames) > 40
+    for file, names in frames:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        for name in names.split("."):
+            assert re.search(rf"^\s*((async )?def |class ){name}\b|^\s*{name}: ", source, re.MULTILINE), (file, name)
 
 
 def complete_configs() -> Iterator[tuple[str, str]]:

@@ -4,14 +4,14 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Never, TypeVar
 
 Result = TypeVar("Result")
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
-async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def gather(coroutines: Iterable[Coroutine[object, Never, Result]]) -> list[Result]:
     """Runs all coroutines concurrently and returns their results. The first failure cancels the rest and is raised."""
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ def make_model(hf_config: PretrainedConfig, **kwargs: object) -> PreTrainedModel
     return class_of(hf_config).from_config(hf_config, **kwargs)
 
 
-def class_of(hf_config: PretrainedConfig) -> Any:
+def class_of(hf_config: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """Returns the class of transformers that makes and loads such models."""
     is_composite = hf_config.get_text_config() is not hf_config
     has_class = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

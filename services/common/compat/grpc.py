@@ -34,7 +34,7 @@ def keep_early_status() -> None:
     write = _call._StreamRequestMixin._write
 
     @wraps(write)
-    async def keeping_status(self: Any, request: Any) -> None:
+    async def keeping_status(self: Any, request: object) -> None:
         if not isinstance(self._cython_call, _Call):
             self._cython_call = _Call(self._cython_call)
         await write(self, request)

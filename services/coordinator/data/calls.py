@@ -4,9 +4,8 @@ An agent sends its whole conversation with each call, so equal messages are kept
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 from lockstep.reward.v1.agent_pb2 import AgentCall
@@ -98,7 +97,7 @@ class Left:
     """Number of tokens that the policy sampled."""
     log: CallLog = field(default_factory=CallLog)
 
-    def row(self, prompt_id: str, group: int, sample: int) -> dict[str, Any]:
+    def row(self, prompt_id: str, group: int, sample: int) -> dict[str, object]:
         """Returns the episode as a row of EPISODE_SCHEMA."""
         left = {"text": self.text, "exit_code": self.exit_code, "files": list(self.files.items())}
         calls = {"num_tokens": self.num_tokens, "texts": self.log.texts, "calls": self.log.calls}
@@ -112,7 +111,7 @@ class Left:
 
 def requests_of(episode: JsonMapping) -> Iterator[tuple[JsonMapping, JsonMapping]]:
     """Yields the calls of a row of EPISODE_SCHEMA, each with its request."""
-    texts: Sequence[Any] = list(map(json.loads, episode["texts"]))
+    texts = list(map(json.loads, episode["texts"]))
     for call in episode["calls"]:
         messages = [texts[place] for place in call["messages"]]
         yield call, {**call, "messages": messages, "tools": texts[call["tools"]]}

@@ -5,14 +5,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 import pyarrow as pa
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.common.json_values import JsonMapping
+from services.common.json_values import JsonMapping, JsonObject
 from services.coordinator.data.calls import requests_of
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.replay.record import Difference, compare
@@ -86,7 +85,7 @@ class _Mapper:
         mapped: Mapping[int, Call],
         earlier: tuple[JsonMapping, JsonMapping],
         recorded: Mapping[int, _Tokens],
-        texts: Sequence[Any],
+        texts: Sequence[JsonObject],
     ) -> Iterator[Difference]:
         """Gives a call its recorded tokens as the answer, and compares what they say."""
         (call, said), answer = earlier, texts[earlier[0]["answer"]]

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Json, TypeAdapter, create_model
+from pydantic import BaseModel, ConfigDict, Json, TypeAdapter, create_model
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.storage import writing
@@ -48,7 +48,7 @@ class Kind(StrEnum):
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
 
 
-def _fields(**types: Any) -> TypeAdapter[Any]:
+def _fields(**types: Any) -> TypeAdapter[BaseModel]:
     """Returns the check of a decision's fields on which readers rely; later releases may add others."""
     return TypeAdapter(create_model("Decision", __config__=ConfigDict(strict=True, extra="allow"), **types))
 
@@ -56,7 +56,7 @@ def _fields(**types: Any) -> TypeAdapter[Any]:
 _DATASET = {"dataset": str}
 _METRICS = TypeAdapter(dict[str, float])
 _CHECKPOINT = _fields(path=str, manifest_digest=str)
-_BODIES: Mapping[str, TypeAdapter[Any]] = {
+_BODIES: Mapping[str, TypeAdapter[BaseModel] | TypeAdapter[dict[str, float]]] = {
     Kind.OPENED: _fields(run_id=str, config=Json[JsonObject], checkpoint=str, versions=(dict[str, str], {})),
     Kind.PUBLISHED: _fields(digest=str, received=(dict[str, str], {})),
     Kind.SELECTED: _fields(metrics=(dict[str, float], {})),

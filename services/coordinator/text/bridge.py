@@ -237,7 +237,7 @@ class Bridge:
         return tokens[len(anchor) :] if is_apart else encode(text)
 
 
-def as_texts(tokenizer: Tokenizer, value: Any) -> Any:
+def as_texts(tokenizer: Tokenizer, value: object) -> Any:
     """Returns a value in which special tokens are marked as text, in lists and objects too; see Tokenizer.as_text."""
     if isinstance(value, str):
         return tokenizer.as_text(value)

@@ -192,7 +192,7 @@ def _compiled(forward: Callable[..., object], fewest: int) -> Callable[..., obje
     compiled = torch.compile(forward, dynamic=True)
 
     @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> object:
+    def call(*args: torch.Tensor, **kwargs: Any) -> object:
         hidden_BLD = args[0] if args else kwargs["hidden_states"]
         is_small = hidden_BLD.shape[:-1].numel() < fewest
         return (forward if is_small else compiled)(*args, **kwargs)

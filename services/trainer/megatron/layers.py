@@ -90,7 +90,7 @@ def with_own_norms(
     assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
-        changes: dict[str, Any] = {}
+        changes: dict[str, object] = {}
         parts: Any = layer.submodules
         if model.family.norms_outputs:
             add = ModuleSpec(module=NormedResidual, params={"config": config, "norm": norm})

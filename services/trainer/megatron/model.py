@@ -272,7 +272,7 @@ def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -
     layers = []
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
-        own: Any = {"linear_qkv": te.TEColumnParallelLinear}
+        own: dict[str, type] = {"linear_qkv": te.TEColumnParallelLinear}
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         if is_latent:
             own = dict.fromkeys(("linear_q_up_proj", "linear_kv_up_proj"), te.TEColumnParallelLinear)

@@ -61,7 +61,7 @@ def _ranks_of_sequence(config: MegatronConfig) -> int:
 
 
 # Takes a micro-batch and the outputs [K, N] at its predictions; returns a value for the schedule to collect.
-Collect = Callable[[MicrobatchShard, torch.Tensor], Any]
+Collect = Callable[[MicrobatchShard, torch.Tensor], object]
 
 
 class MegatronModel:
@@ -196,12 +196,12 @@ def _forward_step(
     temperature: float,
     collect: Collect,
     replay: Replay | None,
-) -> tuple[torch.Tensor, Callable[..., Any]]:
+) -> tuple[torch.Tensor, Callable[..., object]]:
     shard = next(shards)
     if replay:
         replay.feed(unwrap(chunk), shard)
 
-    def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> Any:
+    def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> object:
         return collect(shard, shard.whole(output_KM, group_of(parallel_state.get_context_parallel_group())))
 
     return chunk(shard, temperature), on_last_stage

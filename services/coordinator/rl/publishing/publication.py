@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Never, TypeVar
 
 from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
@@ -45,8 +45,8 @@ class Attendance:
     async def gather(
         self,
         replicas: Sequence[Replica],
-        calls: Sequence[Coroutine[Any, Any, Result]],
-        *trainer: Coroutine[Any, Any, Result],
+        calls: Sequence[Coroutine[object, Never, Result]],
+        *trainer: Coroutine[object, Never, Result],
     ) -> list[Result]:
         """Runs one call to each of `replicas` and, if given, the trainer's. Returns their results in this order.
 

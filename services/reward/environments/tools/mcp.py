@@ -16,6 +16,7 @@ from services.reward.errors import EnvironmentFailure, EpisodeError
 
 if TYPE_CHECKING:
     from mcp import ClientSession
+    from mcp.types import Implementation, Tool
 
 Answer = TypeVar("Answer")
 _START_TIMEOUT_S = 60.0  # for a session to begin; its server may import much
@@ -174,14 +175,16 @@ class McpTools:
         return cut_middle(text, self._config.max_output_chars)
 
 
-async def _list_tools(session: Any) -> tuple[list[Any], Any]:
+async def _list_tools(session: ClientSession) -> tuple[list[Tool], Implementation]:
     """Returns the tools and the server's name and version."""
     from mcp.types import PaginatedRequestParams
 
-    tools, cursor = [], None
+    tools: list[Tool] = []
+    cursor = None
     while len(tools) < _MAX_TOOLS:
         page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
         tools += page.tools
         if not (cursor := page.next_cursor):
             break
+    assert session.server_info is not None, "the session has begun"
     return tools, session.server_info
