@@ -5,7 +5,7 @@ limit ends it. math-verify's own time limits (SIGALRM) are off, because they can
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import lru_cache
 
@@ -21,7 +21,37 @@ _NUMBER = re.compile(
     r"(?P<sign>[-+−]?)(?:(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]{1,1000})"
     r"(?:\.(?P<rest>[0-9]{0,1000}))?|\.(?P<only>[0-9]{1,1000}))(?:[eE](?P<power>[-+]?[0-9]{1,3}))?"
 )
+_SCIENTIFIC = re.compile(
+    r"(?P<factor>[-+−]?[0-9., ]{1,99}?)\s*(?:\\times|\\cdot|[×*])\s*10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])"
+)
+_POWER_OF_TEN = re.compile(r"10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])")
+_SUBSCRIPT = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?P<base>\{[0-9]+\}|[0-9])")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 Expression = sympy.Basic | sympy.MatrixBase | str
+
+_CHARACTERS = {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "·": r"\cdot ", "π": r"\pi ", "∅": r"\emptyset "}
+_CHARACTERS |= dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u00a0\u2009\u202f", " ")
+_IN_LATEX = str.maketrans(_CHARACTERS)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = (
+    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"(?<!\\)(?:~|\\ )"), " "),
+    (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}"),
+    (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))"), lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
+    (re.compile(r"(?:[€£¥₹]|\\pounds(?![A-Za-z]))\s*(?=[0-9])|(?<=[0-9])\s*[€£¥₹]"), ""),
+    # A mixed number, of which the parser reads the two whole numbers as a sum: 7 3/8 is 7 + 3/8.
+    (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),
+    (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+(\\[dt]?frac)(?![A-Za-z])"), r"\1\2"),
+)
+
+
+def in_latex(text: str) -> str:
+    """Returns the text with LaTeX for characters and forms that the parser does not read as they are meant."""
+    text = with_fractions(text).translate(_IN_LATEX)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def plain_number(text: str) -> str:
@@ -31,15 +61,26 @@ def plain_number(text: str) -> str:
 
 
 def compare_texts(gold: str, predicted: str) -> bool | None:
-    """Compares equal texts, and two decimal numbers exactly, without a parser; returns None for all others."""
+    """Compares equal texts, and two decimal numbers exactly, without a parser; returns None for all others.
+
+    A date equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser would compute
+    the one and ignore the other.
+    """
     if gold == predicted:
         return True
+    if _DATE.fullmatch(gold):
+        return False
+    bases = _SUBSCRIPT.fullmatch(gold), _SUBSCRIPT.fullmatch(predicted)
+    if bases[0] and bases[1] and bases[0]["base"].strip("{}") != bases[1]["base"].strip("{}"):
+        return False
     numbers = _to_decimal(gold), _to_decimal(predicted)
     return None if None in numbers else numbers[0] == numbers[1]
 
 
 def _to_decimal(text: str) -> Decimal | None:
     spaced = _SPACES.sub(lambda match: "," if match[0] == "{,}" else " ", text.strip(" $"))
+    if (power := _SCIENTIFIC.fullmatch(spaced)) or (power := _POWER_OF_TEN.fullmatch(spaced)):
+        spaced = f"{power.groupdict().get('factor', '1').strip()}e{power['power'].strip('{ }').replace('−', '-')}"
     if (number := _NUMBER.fullmatch(spaced)) is None:
         return None
     whole = re.sub("[, ]", "", number["whole"] or "0")
@@ -50,8 +91,11 @@ def _to_decimal(text: str) -> Decimal | None:
 
 def unify(gold: Expression, predicted: Expression) -> tuple[Expression, Expression] | None:
     """Returns both in one notation; None if they have no different notations of the same kind."""
-    if isinstance(gold, sympy.Set) and (interval := _to_interval(predicted)) is not None:
-        return gold, interval
+    intervals = _to_interval(gold), _to_interval(predicted)
+    if isinstance(gold, sympy.Set) and intervals[1] is not None:
+        return intervals[0] or gold, intervals[1]
+    if isinstance(predicted, sympy.Set) and intervals[0] is not None:
+        return intervals[0], intervals[1] or predicted
     if isinstance(gold, sympy.Expr) and isinstance(predicted, sympy.Expr):
         units = [[symbol for symbol in side.free_symbols if str(symbol) == "i"] for side in (gold, predicted)]
         if bool(units[0]) != bool(units[1]):
@@ -61,7 +105,12 @@ def unify(gold: Expression, predicted: Expression) -> tuple[Expression, Expressi
 
 
 def _to_interval(expression: Expression) -> sympy.Set | None:
-    """Returns the interval that inequalities such as 0 < x < 1 state directly, without solving them."""
+    """Returns the interval that inequalities such as 0 < x < 1 state directly, without solving them; of several with
+    "or" between them, which the parser returns as a set, their union."""
+    if isinstance(expression, sympy.FiniteSet | sympy.Or) and expression.args:
+        found = [_to_interval(part) for part in expression.args]
+        is_one = len({symbol for part in expression.args for symbol in part.free_symbols}) == 1
+        return sympy.Union(*found) if is_one and None not in found else None
     parts = expression.args if isinstance(expression, sympy.And) else (expression,)
     symbols, interval = set(), sympy.S.Reals
     for part in parts:
@@ -86,7 +135,7 @@ MAX_ANSWER_CHARS = 2048
 """Maximum length of an answer, because the parser and the search patterns take quadratic time or more. A longer boxed
 answer is wrong; without a box, only this much of the end of a completion is searched."""
 
-_SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]{1,20}(?:\.[0-9]{1,20})?[eE][-+]?[0-9]{1,2}(?!\w)")
+_EXPONENT = re.compile(r"(?<![\w.])[0-9]{1,20}(?:\.[0-9]{1,20})?[eE][-+]?[0-9]{1,2}(?!\w)")
 _BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -102,8 +151,8 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
         ScoringError: INVALID_ANSWER, if `answer` cannot be parsed or does not equal itself.
         Exception: Any exception that sympy raises while comparing, after which equality is unknown.
     """
-    text, gold = _parse_gold(with_fractions(answer))
-    completion = with_fractions(after_reasoning(completion))
+    text, gold = _parse_gold(in_latex(answer))
+    completion = in_latex(after_reasoning(completion))
     boxed = last_boxed(completion)
     if boxed is None:
         predicted = () if require_boxed else _parse_end(completion)
@@ -143,7 +192,7 @@ def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
 
 
 def _parse_end(completion: str) -> tuple[Expression, ...]:
-    end = _SCIENTIFIC.sub(lambda match: plain_number(match[0]), completion[-MAX_ANSWER_CHARS:])
+    end = _EXPONENT.sub(lambda match: plain_number(match[0]), completion[-MAX_ANSWER_CHARS:])
     return tuple(parse(end[-MAX_ANSWER_CHARS:], _ANYWHERE, parsing_timeout=0))
 
 
@@ -159,11 +208,29 @@ def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
     try:
         # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
         if verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True):
-            return True
+            return not _are_small_and_far(gold, predicted)
         pairs = [unify(mine, theirs) for mine in gold for theirs in predicted]
         return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs if pair)
     except (RecursionError, OverflowError):
         return False
+
+
+def _are_small_and_far(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
+    """Returns whether two numbers below 1e-3 differ by more than a thousandth of the larger one.
+
+    math-verify compares numbers to six decimal places, to which all small numbers are equal.
+    """
+    numbers = [
+        [value for value in side if isinstance(value, sympy.Expr) and not value.free_symbols]
+        for side in (gold, predicted)
+    ]
+    if not all(numbers) or set(map(str, gold)) & set(map(str, predicted)):
+        return False
+    mine, theirs = (abs(sympy.N(side[0], 15)) for side in numbers)
+    if not (mine.is_Float and theirs.is_Float and 0 < max(mine, theirs) < 1e-3):
+        return False
+    difference = abs(sympy.N(numbers[0][0] - numbers[1][0], 15))
+    return bool(difference > 1e-3 * max(mine, theirs))
 
 
 _parse_gold(r"\frac{1}{2}")  # the first parse builds the tables of the grammar

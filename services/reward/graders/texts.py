@@ -49,8 +49,10 @@ def normalize(text: str) -> str:
     """
     plain = unicodedata.normalize("NFC", one_width(text)).translate(_QUOTES)
     plain = " ".join(plain.split())
-    answer = _ARTICLE.sub("", _unwrap(plain).casefold())
+    visible = "".join(character for character in plain if unicodedata.category(character) != "Cf") or plain
+    answer = _ARTICLE.sub("", _unwrap(" ".join(visible.split())).casefold())
     answer = _DIGITS.sub(lambda run: run[0].replace(",", "") if _THOUSANDS.fullmatch(run[0]) else run[0], answer)
+    answer = re.sub(r"(?<=[^\W_]),(?=[^\W_])", ", ", re.sub(r" ?= ?", "=", answer.replace(" \u00b0", "\u00b0")))
     marks = _meaningful_marks(answer)
     answer = "".join(
         character
@@ -75,9 +77,9 @@ def _unwrap(text: str) -> str:
 _MEANINGFUL = (
     r"(?<=\d)[^\w\s]+(?=\d)",  # 3.5, 1/2, 3-5, 3:45, 2^3
     r"(?<![\w.])\.(?=\d)",  # .5
-    r"(?:(?<=^)|(?<=[\s(\[,;=<>$]))-(?=[\w.$])",  # -5, -x
+    r"(?:(?<=^)|(?<=[\s(\[,;=<>$]))-(?=[\w.$(\u221a\u221e\u20ac\u00a3\u00a5])",  # -5, -x, -(x+1)
     r"(?<=[\d)])(?:\s?%|[!*'\"]+)",  # 50%, 5!, 5'
-    rf"{_VARIABLE}[-/*!^](?!\w\w)|(?<=\d)[-/*](?={_VARIABLE})",  # x-1, n!, 5-x
+    rf"{_VARIABLE}(?:[-/*!^](?!\w\w)|[/*^](?=\d))|(?<=\d)[-/*](?={_VARIABLE})",  # x-1, n!, x/10, 5-x
     r"(?<=\w)[#*@&_\\](?![*_])|[&@](?=\s|$)|(?<=\w)[&@_](?=\w)",  # C#, A*, R & B, snake_case
 )
 

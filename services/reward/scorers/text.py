@@ -3,9 +3,11 @@
 import asyncio
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from decimal import Decimal
+from fractions import Fraction
 from importlib.metadata import version
 
 from services.common.config.reward import (
@@ -43,7 +45,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 class AnswerScorer(Scorer):
     """Scores 1 if the text in the last <answer> is one of the accepted answers, else 0."""
 
-    version = "2"
+    version = "3"
 
     def __init__(self, config: AnswerConfig, run: RewardConfig):
         self._key = config.answers_key
@@ -69,9 +71,13 @@ class FormatScorer(WorkerScorer):
         super().__init__("services.reward.graders.texts:match_format", {"pattern": config.pattern}, run)
 
 
-# A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5).
+# A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5). What the first line matches is no
+# number of its own: an exponent, an index, a name such as CO2, or a unit such as m2.
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)])[-−])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[\^_]\{?[-+−]?|(?<!US)(?<!EU)(?<!GB)(?<!IN)[A-Z]|(?<![A-Za-z])[ckm]?m(?=[23]\b))[0-9][0-9.,]*"
+    r"|(?P<sign>(?<![\w)])[-−])?\\?\$?(?:(?P<whole>[0-9]{1,30}) (?=[0-9]{1,30}/[0-9]))?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:[,\u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|/(?P<below>0{0,9}[1-9][0-9]{0,30})(?![0-9/]))?"
 )
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
@@ -81,17 +87,20 @@ _BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
 _SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
 
 
-def _to_decimal(number: re.Match[str] | None) -> Decimal | None:
-    if number is None:
-        return None
-    decimal = Decimal(number["digits"].replace(",", ""))
-    return -decimal if number["sign"] else decimal
+def _numbers(text: str) -> Iterator[Fraction]:
+    for number in _NUMBER.finditer(text):
+        if number["digits"] is None:
+            continue
+        digits = re.sub("[,\u00a0\u202f]", "", number["digits"])
+        value = Fraction(Decimal(digits + (number["power"] or ""))) / int(number["below"] or 1)
+        value += int(number["whole"] or 0)
+        yield -value if number["sign"] else value
 
 
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "2"
+    version = "3"
 
     def __init__(self, config: Gsm8kConfig, run: RewardConfig):
         self._require_marker = config.require_marker
@@ -104,7 +113,7 @@ class Gsm8kScorer(Scorer):
         return float((is_marked or not self._require_marker) and number == gold)
 
 
-def _final_number(text: str) -> tuple[Decimal | None, bool]:
+def _final_number(text: str) -> tuple[Fraction | None, bool]:
     """Returns the first number after the last marker, on its line, else the last number; and whether a marker gave it.
 
     A last line of `####` without a number gives none.
@@ -113,9 +122,8 @@ def _final_number(text: str) -> tuple[Decimal | None, bool]:
     for marker in reversed(list(_MARKER.finditer(text))):
         line, more, _ = text[marker.end() :].partition("\n")
         if not more or not _is_heading(line):
-            return _to_decimal(_NUMBER.search(line)), True
-    last = max(_NUMBER.finditer(text), key=re.Match.start, default=None)
-    return _to_decimal(last), False
+            return next(_numbers(line), None), True
+    return (deque(_numbers(text), 1) or [None])[0], False
 
 
 def _is_heading(line: str) -> bool:
@@ -146,7 +154,7 @@ class MathScorer(WorkerScorer):
     An answer such as 9^{9^9}, on which sympy does not end or takes all memory, is wrong.
     """
 
-    version = f"3/math-verify-{version('math-verify')}"
+    version = f"4/math-verify-{version('math-verify')}"
     num_spares, num_tries = 1, 1  # score_group tries again
 
     def __init__(self, config: MathConfig, run: RewardConfig):
