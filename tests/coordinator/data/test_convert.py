@@ -96,6 +96,15 @@ def test_gsm8k(run, tmp_path, form):
     assert [row["index"] for row in rows] == list(range(8))
 
 
+def test_a_test_file_of_deepscaler_is_not_trained_on(run, tmp_path):
+    (tmp_path / "in").mkdir()
+    write_deepscaler(tmp_path / "in" / "train.jsonl", DEEPSCALER_ROWS[:3])
+    write_deepscaler(tmp_path / "in" / "test.jsonl", DEEPSCALER_ROWS[3:5])
+    run("deepscaler", "--source", tmp_path / "in", "--out", tmp_path)
+    train, test = (pq.read_table(tmp_path / f"{split}.parquet")["prompt"].to_pylist() for split in ("train", "test"))
+    assert (len(train), len(test)) == (3, 2) and not set(train) & set(test)
+
+
 @pytest.mark.parametrize("name", ["deepscaler.json", "deepscaler.jsonl", "train-00000-of-00001.parquet"])
 @pytest.mark.parametrize("whole_folder", [False, True])
 def test_deepscaler(run, tmp_path, name, whole_folder):

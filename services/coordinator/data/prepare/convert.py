@@ -46,7 +46,8 @@ def find_files(format: Format, source: str, revision: str | None = None) -> dict
     for split, patterns in format.files.items():
         if matches := next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), None):
             files_of[split] = matches
-    if "train" not in files_of:
+    files_of["train"] = [file for file in files_of.get("train", ()) if file not in files_of.get("test", ())]
+    if not files_of["train"]:
         names = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*"))[:10]) or "nothing"
         wanted = " or ".join(format.files["train"])
         raise NotFound(f"{source} has no file {wanted} for {format.name}; it holds {names}", field=_FIELD)
