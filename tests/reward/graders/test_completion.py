@@ -26,6 +26,8 @@ PROGRAMS = {
     "no end before the next block": ("```python\nA\n```python\nB\n```", "B\n"),
     "an end behind the last line": ("```python\nA```", "A\n"),
     "no end": ("```python\nA\nB", "A\nB"),
+    "a start in a line of text": ("Here is the code: ```python\nA\n```\nDone.", "A\n"),
+    "a start in a line, and a block": ("Not ```python\n```python\nA\n```", "A\n"),
     "a list": ("1. So:\n   ```python\n   if x:\n       y\n   ```", "   if x:\n       y\n"),
     "an output behind it": ("```python\nA\n```\n```\n5\n```\n```json\n{}\n```", "A\n"),
     "a draft in the reasoning": (f"<think>\n{OTHER}</think>\n```python\nA\n```", "A\n"),
