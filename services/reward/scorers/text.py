@@ -3,7 +3,6 @@
 import asyncio
 import re
 import unicodedata
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from decimal import Decimal
@@ -87,14 +86,19 @@ _BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
 _SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
 
 
-def _numbers(text: str) -> Iterator[Fraction]:
-    for number in _NUMBER.finditer(text):
-        if number["digits"] is None:
-            continue
-        digits = re.sub("[,\u00a0\u202f]", "", number["digits"])
-        value = Fraction(Decimal(digits + (number["power"] or ""))) / int(number["below"] or 1)
-        value += int(number["whole"] or 0)
-        yield -value if number["sign"] else value
+def _numbers(text: str) -> Iterator[re.Match[str]]:
+    return (number for number in _NUMBER.finditer(text) if number["digits"])
+
+
+def _value(number: re.Match[str] | None) -> Decimal | Fraction | None:
+    if number is None:
+        return None
+    sign, digits = "-" if number["sign"] else "", re.sub("[,\u00a0\u202f]", "", number["digits"])
+    # Fractions of thousands of digits, which only a hostile text has, would take seconds.
+    if not (number["power"] or number["below"] or number["whole"]) or len(number[0]) > 200:
+        return Decimal(sign + digits)
+    part = Fraction(Decimal(digits)) * Fraction(Decimal(f"1{number['power'] or 'e0'}")) / int(number["below"] or 1)
+    return int(f"{sign}1") * (int(number["whole"] or 0) + part)
 
 
 class Gsm8kScorer(Scorer):
@@ -113,7 +117,7 @@ class Gsm8kScorer(Scorer):
         return float((is_marked or not self._require_marker) and number == gold)
 
 
-def _final_number(text: str) -> tuple[Fraction | None, bool]:
+def _final_number(text: str) -> tuple[Decimal | Fraction | None, bool]:
     """Returns the first number after the last marker, on its line, else the last number; and whether a marker gave it.
 
     A last line of `####` without a number gives none.
@@ -122,8 +126,9 @@ def _final_number(text: str) -> tuple[Fraction | None, bool]:
     for marker in reversed(list(_MARKER.finditer(text))):
         line, more, _ = text[marker.end() :].partition("\n")
         if not more or not _is_heading(line):
-            return next(_numbers(line), None), True
-    return (deque(_numbers(text), 1) or [None])[0], False
+            return _value(next(_numbers(line), None)), True
+    last = max(_numbers(text), key=re.Match.start, default=None)
+    return _value(last), False
 
 
 def _is_heading(line: str) -> bool:
