@@ -111,6 +111,7 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("It is 42 m2, or x_{12} = 42", "42", 1),
         ("It emits 42 kg of CO2.", "42", 1),
         ("It costs USD20.", "20", 1),
+        ("It was on 5/18/2020", "2020", 1),
         ("#### 42 m^2", "42 m^2", 1),
         ("#### 2", "42 m^2", 0),
         ("#### 1/2", "1/2", 1),
