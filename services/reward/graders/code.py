@@ -180,19 +180,20 @@ class Tests:
     tests: tuple[Test, ...]
 
 
-_OPENED_IN_LINE = re.compile(rf"(?<=[^\s`])[ \t]*(`{{3,}}(?:{'|'.join(_PYTHON)})[ \t]*)$", re.MULTILINE)
+_OPENED_IN_LINE = re.compile(rf"(?<=[^\s`])[ \t]*(`{{3,}}(?:{'|'.join(_PYTHON)})[ \t]*)$", re.MULTILINE | re.IGNORECASE)
 
 
 def find_program(completion: str, *, require_fence: bool) -> str | None:
     """Returns the last fenced Python block after the reasoning, else the last fenced block without a language.
 
-    If there is no Python block, a fence with its language may also open one at the end of a line of text. A completion
-    without any fence is returned as a whole, or None with `require_fence`.
+    If there is no Python block, the last Python fence at the end of a line of text opens one too. A completion without
+    any fence is returned as a whole, or None with `require_fence`.
     """
     text = after_reasoning(completion)
     fenced = list(blocks(text))
-    if not any(language in _PYTHON for language, _ in fenced) and _OPENED_IN_LINE.search(text):
-        fenced = list(blocks(_OPENED_IN_LINE.sub(r"\n\1", text)))
+    if not any(language in _PYTHON for language, _ in fenced):
+        last = max(_OPENED_IN_LINE.finditer(text), key=re.Match.start, default=None)
+        fenced += blocks(text[last.start(1) :]) if last else ()
     if not fenced:
         return None if require_fence else text
     tagged = [block for language, block in fenced if language in _PYTHON]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from itertools import combinations
 
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -37,9 +38,14 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
     (re.compile(r"(?<!\\)(?:~|\\ )"), " "),
+    (
+        re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹](?![⁰¹²³⁴⁵⁶⁷⁸⁹⁻])(?<![⁰¹²³⁴⁵⁶⁷⁸⁹⁻].)"),
+        lambda found: f"^{found[0].translate(_SUPERSCRIPTS)}",
+    ),
     (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}"),
     (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))"), lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
     (re.compile(r"(?:[€£¥₹]|\\pounds(?![A-Za-z]))\s*(?=[0-9])|(?<=[0-9])\s*[€£¥₹]"), ""),
+    (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+([0-9]+)/([0-9]+)(?=\s?\\?%)"), r"\1\\frac{\2}{\3}"),
     # A mixed number, of which the parser reads the two whole numbers as a sum: 7 3/8 is 7 + 3/8.
     (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),
     (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+(\\[dt]?frac)(?![A-Za-z])"), r"\1\2"),
@@ -91,11 +97,10 @@ def _to_decimal(text: str) -> Decimal | None:
 
 def unify(gold: Expression, predicted: Expression) -> tuple[Expression, Expression] | None:
     """Returns both in one notation; None if they have no different notations of the same kind."""
-    intervals = _to_interval(gold), _to_interval(predicted)
-    if isinstance(gold, sympy.Set) and intervals[1] is not None:
-        return intervals[0] or gold, intervals[1]
-    if isinstance(predicted, sympy.Set) and intervals[0] is not None:
-        return intervals[0], intervals[1] or predicted
+    if isinstance(gold, sympy.Set) and (interval := _to_interval(predicted)) is not None:
+        return _to_interval(gold) or gold, interval
+    if isinstance(predicted, sympy.Set) and (interval := _to_interval(gold)) is not None:
+        return interval, _to_interval(predicted) or predicted
     if isinstance(gold, sympy.Expr) and isinstance(predicted, sympy.Expr):
         units = [[symbol for symbol in side.free_symbols if str(symbol) == "i"] for side in (gold, predicted)]
         if bool(units[0]) != bool(units[1]):
@@ -105,12 +110,23 @@ def unify(gold: Expression, predicted: Expression) -> tuple[Expression, Expressi
 
 
 def _to_interval(expression: Expression) -> sympy.Set | None:
-    """Returns the interval that inequalities such as 0 < x < 1 state directly, without solving them; of several with
-    "or" between them, which the parser returns as a set, their union."""
-    if isinstance(expression, sympy.FiniteSet | sympy.Or) and expression.args:
-        found = [_to_interval(part) for part in expression.args]
-        is_one = len({symbol for part in expression.args for symbol in part.free_symbols}) == 1
-        return sympy.Union(*found) if is_one and None not in found else None
+    """Returns the interval that inequalities such as 0 < x < 1 state directly, without solving them.
+
+    Inequalities joined by "or" come from the parser as a set. Their union is returned if no two of them overlap:
+    others are meant as "and", or are no interval.
+    """
+    is_union = isinstance(expression, sympy.FiniteSet | sympy.Or)
+    if is_union and len({symbol for part in expression.args for symbol in part.free_symbols}) != 1:
+        return None
+    parts = [_to_one_interval(part) for part in (expression.args if is_union else [expression])]
+    found = [part for part in parts if part is not None]
+    if not found or len(found) < len(parts):
+        return None
+    is_apart = all(one.intersect(other).is_empty for one, other in combinations(found, 2))
+    return sympy.Union(*found) if is_apart else None
+
+
+def _to_one_interval(expression: Expression) -> sympy.Set | None:
     parts = expression.args if isinstance(expression, sympy.And) else (expression,)
     symbols, interval = set(), sympy.S.Reals
     for part in parts:
@@ -118,14 +134,18 @@ def _to_interval(expression: Expression) -> sympy.Set | None:
             return None
         low, high = (part.lts, part.gts)
         is_open = isinstance(part, sympy.StrictLessThan | sympy.StrictGreaterThan)
-        if isinstance(low, sympy.Symbol) and not high.free_symbols:
+        if isinstance(low, sympy.Symbol) and _is_bound(high):
             interval, symbol = interval.intersect(sympy.Interval(-sympy.oo, high, True, is_open)), low
-        elif isinstance(high, sympy.Symbol) and not low.free_symbols:
+        elif isinstance(high, sympy.Symbol) and _is_bound(low):
             interval, symbol = interval.intersect(sympy.Interval(low, sympy.oo, is_open, True)), high
         else:
             return None
         symbols.add(symbol)
     return interval if len(symbols) == 1 else None
+
+
+def _is_bound(expression: object) -> bool:
+    return isinstance(expression, sympy.Expr) and not expression.free_symbols and bool(expression.is_extended_real)
 
 
 refuse_eval()
@@ -216,7 +236,7 @@ def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
 
 
 def _are_small_and_far(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
-    """Returns whether two numbers below 1e-3 differ by more than a thousandth of the larger one.
+    """Returns whether two numbers below 1e-5 differ by more than a twentieth of the larger one.
 
     math-verify compares numbers to six decimal places, to which all small numbers are equal.
     """
@@ -227,10 +247,10 @@ def _are_small_and_far(gold: Sequence[Expression], predicted: Sequence[Expressio
     if not all(numbers) or set(map(str, gold)) & set(map(str, predicted)):
         return False
     mine, theirs = (abs(sympy.N(side[0], 15)) for side in numbers)
-    if not (mine.is_Float and theirs.is_Float and 0 < max(mine, theirs) < 1e-3):
+    if not (mine.is_Float and theirs.is_Float and 0 < max(mine, theirs) < 1e-5):
         return False
     difference = abs(sympy.N(numbers[0][0] - numbers[1][0], 15))
-    return bool(difference > 1e-3 * max(mine, theirs))
+    return bool(difference > max(mine, theirs) / 20)
 
 
 _parse_gold(r"\frac{1}{2}")  # the first parse builds the tables of the grammar

@@ -71,13 +71,14 @@ class FormatScorer(WorkerScorer):
 
 
 # A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5). What the first lines match is no
-# number of its own: an exponent, an index, a name such as CO2, a unit such as m2, or month and day of a date.
+# number of its own: an exponent, an index, a name such as CO2, a unit such as m2, or month and day of a date. R42,
+# P42 and RM42 are money.
 _NUMBER = re.compile(
-    r"(?:[\^_]\{?[-+−]?|(?<!US)(?<!EU)(?<!GB)(?<!IN)[A-Z]|(?<![A-Za-z])[ckm]?m(?=[23]\b))[0-9][0-9.,]*"
-    r"|(?:[0-9]{1,4}/){2}(?=[0-9])"
+    r"(?:(?:\^|(?<=[A-Za-z0-9)}])_(?!\d+_))\{?[-+−]?|(?<![A-Za-z0-9])(?!(?:R|P|RM)[0-9])[A-Z]{1,2}"
+    r"|(?<![A-Za-z])[ckm]?m(?=[23]\b))[0-9]+(?:\.[0-9]+)?|(?:[0-9]{1,4}/){2}(?=[0-9])"
     r"|(?P<sign>(?<![\w)])[-−])?\\?\$?(?:(?P<whole>[0-9]{1,30}) (?=[0-9]{1,30}/[0-9]))?"
     r"(?P<digits>(?:[0-9]{1,3}(?:[,\u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|/(?P<below>0{0,9}[1-9][0-9]{0,30})(?![0-9/]))?"
+    r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|/(?!(?:19|20)[0-9]{2}\b)(?P<below>0{0,9}[1-9][0-9]{0,30})(?![0-9/]))?"
 )
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")

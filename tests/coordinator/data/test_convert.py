@@ -96,9 +96,10 @@ def test_gsm8k(run, tmp_path, form):
     assert [row["index"] for row in rows] == list(range(8))
 
 
-def test_a_test_file_of_deepscaler_is_not_trained_on(run, tmp_path):
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
+def test_a_test_file_of_deepscaler_is_not_trained_on(run, tmp_path, name):
     (tmp_path / "in").mkdir()
-    write_deepscaler(tmp_path / "in" / "train.jsonl", DEEPSCALER_ROWS[:3])
+    write_deepscaler(tmp_path / "in" / name, DEEPSCALER_ROWS[:3])
     write_deepscaler(tmp_path / "in" / "test.jsonl", DEEPSCALER_ROWS[3:5])
     run("deepscaler", "--source", tmp_path / "in", "--out", tmp_path)
     train, test = (pq.read_table(tmp_path / f"{split}.parquet")["prompt"].to_pylist() for split in ("train", "test"))

@@ -83,6 +83,10 @@ RIGHT = [
     (r"\emptyset", r"\boxed{\varnothing}"),
     ("5", "\\boxed{\u20ac5}"),
     ("2025-05-03", r"\boxed{2025-05-03}"),
+    ("x<-1, x>1", r"\boxed{(-\infty,-1)\cup(1,\infty)}"),
+    ("\\text{cm\u00b2}", "\\boxed{\\text{cm\u00b2}}"),
+    (r"12 1/2\%", r"\boxed{12 1/2\%}"),
+    (r"\frac{1}{54145}", r"\boxed{0.000018}"),
 ]
 
 WRONG = [
@@ -120,6 +124,10 @@ WRONG = [
     ("43_7", r"\boxed{43_8}"),
     ("2025-05-03", r"\boxed{2025-03-05}"),
     ("2025-05-03", r"\boxed{2017}"),
+    (r"\mathbb{R}", r"\boxed{x>1, x<5}"),
+    (r"(1,\infty)", r"\boxed{x>1, x>2}"),
+    ("5", r"\boxed{x<\sqrt{-1}}"),
+    (r"x<\arcsin 2", r"\boxed{(1,2)}"),
 ]
 
 

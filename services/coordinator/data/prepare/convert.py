@@ -43,11 +43,12 @@ def find_files(format: Format, source: str, revision: str | None = None) -> dict
         return {"train": [path]}
     folder = path if path.is_dir() else _download(format, source, revision)
     files_of: dict[Split, list[Path]] = {}
+    held_out = {file for pattern in format.files.get("test", ()) for file in folder.glob(pattern)}
     for split, patterns in format.files.items():
-        if matches := next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), None):
+        found = (sorted(set(folder.glob(pattern)) - (held_out if split == "train" else set())) for pattern in patterns)
+        if matches := next(filter(None, found), None):
             files_of[split] = matches
-    files_of["train"] = [file for file in files_of.get("train", ()) if file not in files_of.get("test", ())]
-    if not files_of["train"]:
+    if "train" not in files_of:
         names = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*"))[:10]) or "nothing"
         wanted = " or ".join(format.files["train"])
         raise NotFound(f"{source} has no file {wanted} for {format.name}; it holds {names}", field=_FIELD)

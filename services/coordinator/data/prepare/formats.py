@@ -83,7 +83,14 @@ DEEPSCALER = Format(
     hub_id="agentica-org/DeepScaleR-Preview-Dataset",
     files={
         "train": ("deepscaler.json", "*.jsonl", "*.json", "data/*.parquet", "*.parquet"),
-        "test": ("test.jsonl", "test.json", "data/test-*.parquet", "test-*.parquet", "test.parquet"),
+        "test": (
+            "test.jsonl",
+            "test.json",
+            "data/test.parquet",
+            "data/test-*.parquet",
+            "test-*.parquet",
+            "test.parquet",
+        ),
     },
     instruction=r"Reason step by step, and put the final answer in \boxed{}.",
     parse=_parse_deepscaler,
