@@ -23,9 +23,8 @@ _NUMBER = re.compile(
     r"(?:\.(?P<rest>[0-9]{0,1000}))?|\.(?P<only>[0-9]{1,1000}))(?:[eE](?P<power>[-+]?[0-9]{1,3}))?"
 )
 _SCIENTIFIC = re.compile(
-    r"(?P<factor>[-+−]?[0-9., ]{1,99}?)\s*(?:\\times|\\cdot|[×*])\s*10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])"
+    r"(?:(?P<factor>[-+−]?[0-9., ]{1,99}?)\s*(?:\\times|\\cdot|[×*])\s*)?10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])"
 )
-_POWER_OF_TEN = re.compile(r"10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])")
 _SUBSCRIPT = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?P<base>\{[0-9]+\}|[0-9])")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 Expression = sympy.Basic | sympy.MatrixBase | str
@@ -34,6 +33,7 @@ _CHARACTERS = {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "·": r"\cdo
 _CHARACTERS |= dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u00a0\u2009\u202f", " ")
 _IN_LATEX = str.maketrans(_CHARACTERS)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_WHOLE = r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+"  # and the space behind it, before the fraction of a mixed number
 _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = (
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
@@ -45,10 +45,10 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}"),
     (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))"), lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
     (re.compile(r"(?:[€£¥₹]|\\pounds(?![A-Za-z]))\s*(?=[0-9])|(?<=[0-9])\s*[€£¥₹]"), ""),
-    (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+([0-9]+)/([0-9]+)(?=\s?\\?%)"), r"\1\\frac{\2}{\3}"),
-    # A mixed number, of which the parser reads the two whole numbers as a sum: 7 3/8 is 7 + 3/8.
-    (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),
-    (re.compile(r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+(\\[dt]?frac)(?![A-Za-z])"), r"\1\2"),
+    # The parser reads the two whole numbers of a mixed number as a sum, 7 3/8 as (7 + 3)/8, and no % behind a sum.
+    (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?=\s?\\?%)"), r"\1\\frac{\2}{\3}"),
+    (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),
+    (re.compile(rf"{_WHOLE}(\\[dt]?frac)(?![A-Za-z])"), r"\1\2"),
 )
 
 
@@ -85,8 +85,9 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
 
 def _to_decimal(text: str) -> Decimal | None:
     spaced = _SPACES.sub(lambda match: "," if match[0] == "{,}" else " ", text.strip(" $"))
-    if (power := _SCIENTIFIC.fullmatch(spaced)) or (power := _POWER_OF_TEN.fullmatch(spaced)):
-        spaced = f"{power.groupdict().get('factor', '1').strip()}e{power['power'].strip('{ }').replace('−', '-')}"
+    if scientific := _SCIENTIFIC.fullmatch(spaced):
+        power = scientific["power"].strip("{ }").replace("−", "-")
+        spaced = f"{(scientific['factor'] or '1').strip()}e{power}"
     if (number := _NUMBER.fullmatch(spaced)) is None:
         return None
     whole = re.sub("[, ]", "", number["whole"] or "0")

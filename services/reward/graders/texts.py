@@ -52,7 +52,8 @@ def normalize(text: str) -> str:
     visible = "".join(character for character in plain if unicodedata.category(character) != "Cf") or plain
     answer = _ARTICLE.sub("", _unwrap(" ".join(visible.split())).casefold())
     answer = _DIGITS.sub(lambda run: run[0].replace(",", "") if _THOUSANDS.fullmatch(run[0]) else run[0], answer)
-    answer = re.sub(r"(?<=[^\W_]),(?=[^\W_])", ", ", re.sub(r" ?= ?", "=", answer.replace(" \u00b0", "\u00b0")))
+    answer = re.sub(r" ?= ?", "=", answer.replace(" \u00b0", "\u00b0"))
+    answer = re.sub(r"(?<=[^\W_]),(?=[^\W_])", ", ", answer)  # a list with and without spaces
     marks = _meaningful_marks(answer)
     answer = "".join(
         character
