@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA, encode_sampling_masks
+from services.common.batches.batch import SAMPLE_SCHEMA, decode_sampling_masks, encode_sampling_masks
+from services.common.batches.top_k import PADDING, encode_top_k
 from services.common.errors import LockstepError, Reason
 
 if TYPE_CHECKING:
@@ -222,6 +223,24 @@ def with_sampling_masks(samples: pa.Table) -> pa.Table:
             sets.append(sorted({token, *others}) if is_trained or random.random() < 0.5 else [])
         rows.append(encode_sampling_masks(sets))
     index = samples.schema.get_field_index("sampling_mask")
+    return samples.set_column(index, samples.schema.field(index), pa.array(rows, pa.large_binary()))
+
+
+def with_teacher_top_k(samples: pa.Table, *, k: int = 6) -> pa.Table:
+    """Returns the samples with a random teacher's k tokens at each place, of the sampling mask if there is one."""
+    random = np.random.default_rng(5)
+    rows = []
+    for row in samples.to_pylist():
+        num_tokens = len(row["tokens"])
+        tokens_TK, probs_TK = np.full((num_tokens, k), PADDING), random.dirichlet(np.ones(k + 1), num_tokens)[:, :k]
+        counts, allowed = np.zeros(num_tokens, int), np.zeros(0, int)
+        if row["sampling_mask"]:
+            counts, allowed = decode_sampling_masks(row["sampling_mask"], num_tokens)
+        for place, mask in enumerate(np.split(allowed, np.cumsum(counts)[:-1])):
+            chosen = random.permutation(mask if len(mask) else VOCAB)[:k]
+            tokens_TK[place, : len(chosen)] = chosen
+        rows.append(encode_top_k(tokens_TK, np.where(tokens_TK >= 0, np.log(probs_TK), 0)))
+    index = samples.schema.get_field_index("teacher_top_k")
     return samples.set_column(index, samples.schema.field(index), pa.array(rows, pa.large_binary()))
 
 

@@ -30,7 +30,8 @@ class Role(StrEnum):
 
 
 # (outputs_KN, microbatch) -> (loss, metrics), both to be summed over all micro-batches of all ranks. A language model's
-# outputs are log-probability and entropy, K = 2; a critic's output is the value, K = 1.
+# outputs are log-probability and entropy, K = 2, followed by those of other tokens (updates/logprobs.py), if the
+# micro-batch names some; a critic's output is the value, K = 1.
 LossFunction = Callable[[torch.Tensor, Microbatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -55,7 +56,10 @@ class Backend(Protocol):
         return False
 
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
-        """Returns the model's outputs at each micro-batch's targets, float32 [K, N], without gradient."""
+        """Returns the model's outputs at each micro-batch's targets, float32 [K, N], without gradient.
+
+        All micro-batches have the same `top_k`.
+        """
         ...
 
     def accumulate(
@@ -68,7 +72,7 @@ class Backend(Protocol):
         added to those of the blocks since `step` or `discard_gradients`, and `complete_blocks` must be called before
         `step`; `forward` may be called between blocks.
 
-        Returns the outputs of each micro-batch [K, N], without gradient, and the metrics, also summed over
+        Returns the first two outputs of each micro-batch [K, N], without gradient, and the metrics, also summed over
         micro-batches and ranks.
         """
         ...

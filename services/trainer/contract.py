@@ -24,7 +24,13 @@ from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.offload import Part
 from services.trainer.ranks.calls import Command, Ranks
 from services.trainer.ranks.worker import Worker
-from services.trainer.samples import check_routed_experts, check_samples, check_sampling_masks, vocab_size_of
+from services.trainer.samples import (
+    check_routed_experts,
+    check_samples,
+    check_sampling_masks,
+    check_teacher_top_k,
+    vocab_size_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +173,19 @@ def check_values(samples: pa.Table, opened: OpenRole) -> None:
     check_samples(samples, vocab_size=vocab_size)
     check_routed_experts(samples, opened.routed_experts)
     check_sampling_masks(samples, vocab_size=vocab_size)
+    check_teacher_top_k(samples, vocab_size=vocab_size)
+
+
+def check_top_k(top_k: int, role: Role, opened: OpenRole) -> None:
+    """Raises InvalidInput if the model cannot return that many of its most probable tokens."""
+    if top_k and role is Role.CRITIC:
+        raise InvalidInput("top_k: a critic has no probabilities of tokens", field="top_k")
+    if top_k > (vocab_size := vocab_size_of(opened.config_json)):
+        raise InvalidInput(
+            f"top_k: must be at most {vocab_size}, the size of the {role}'s vocabulary, not {top_k}; lower "
+            "trainer.loss.distill.top_k",
+            field="top_k",
+        )
 
 
 def header_values(header: pb.TrainHeader) -> dict[str, Any]:

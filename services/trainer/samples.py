@@ -11,6 +11,7 @@ from services.common.batches import batch as batches
 from services.common.batches.batch import SAMPLE_SCHEMA, allows_sampled, decode_sampling_masks
 from services.common.batches.blocks import begins_of_samples, packed_lengths, trained_tokens
 from services.common.batches.routed_experts import RoutedExpertsShape
+from services.common.batches.top_k import PADDING, decode_top_k
 from services.common.config.layout import microbatches_multiple
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
@@ -117,6 +118,34 @@ def check_sampling_masks(samples: pa.Table, *, vocab_size: int) -> None:
             where = int(without.argmax())
             problem = f"row {index} has a set without the sampled token {tokens[where]} at {where}"
             raise _refusal("sampling_mask", problem)
+
+
+def check_teacher_top_k(samples: pa.Table, *, vocab_size: int) -> None:
+    """Rejects tokens of a teacher that are not those of `samples`.
+
+    Raises:
+        InvalidInput: Some rows have them and others none; they are of another number of tokens, are not equally many,
+            name a token outside of the vocabulary or one twice, or have impossible log-probabilities.
+    """
+    name = "teacher_top_k"
+    if samples[name].null_count == samples.num_rows:
+        return
+    _refuse(samples[name].is_null().to_numpy(), name, "is missing")
+    num_tokens, sizes = _lengths(samples, "tokens"), pc.binary_length(samples[name]).to_numpy()
+    _refuse(sizes * num_tokens[0] != sizes[0] * num_tokens, name, "has another number of bytes for each token")
+    for index, (row, count) in enumerate(zip(samples[name], num_tokens, strict=True)):
+        try:
+            tokens_TK, logprobs_TK = decode_top_k(row.as_buffer(), count)
+        except ValueError as error:
+            raise _refusal(name, f"row {index}: {error}") from error
+        ordered_TK = np.sort(tokens_TK)
+        if ordered_TK.min() < PADDING or ordered_TK.max() >= vocab_size:
+            raise _refusal(name, f"row {index} names a token outside of a vocabulary of {vocab_size}")
+        if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] != PADDING)).any():
+            raise _refusal(name, f"row {index} names a token twice at one place")
+        sums_T = np.where(tokens_TK == PADDING, 0, np.exp(logprobs_TK.astype(np.float64))).sum(1)
+        if not (np.isfinite(logprobs_TK).all() and (sums_T <= 1 + _ROUNDING).all()):
+            raise _refusal(name, f"row {index} has log-probabilities that are not those of a distribution")
 
 
 def _check_values(samples: pa.Table, name: str, vocab_size: int) -> None:
@@ -314,7 +343,8 @@ def _columns(samples: pa.Table, config: TrainerConfig, role: Role) -> list[str]:
     themselves."""
     replays = role is Role.POLICY and config.uses_router_replay and not samples["routed_experts"].null_count
     is_cut = role is not Role.CRITIC and not samples["sampling_mask"].null_count
-    return [*_COLUMNS, *["routed_experts"] * replays, *["sampling_mask"] * is_cut]
+    distills = role is Role.POLICY and config.loss.distill.coef > 0 and not samples["teacher_top_k"].null_count
+    return [*_COLUMNS, *["routed_experts"] * replays, *["sampling_mask"] * is_cut, *["teacher_top_k"] * distills]
 
 
 def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
@@ -322,7 +352,8 @@ def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
         return ("values", "returns")
     advantages = () if config.loss.kind == "sft" else ("advantages",)
     routed_experts = ("routed_experts",) if config.moe.router_replay == "on" else ()
-    return (*advantages, *(("ref_logprobs",) if config.loss.kl_coef else ()), *routed_experts)
+    teacher = ("teacher_top_k",) if config.loss.distill.coef else ()
+    return (*advantages, *(("ref_logprobs",) if config.loss.kl_coef else ()), *routed_experts, *teacher)
 
 
 def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int, *, pads_rows: bool) -> list[list[list[int]]]:

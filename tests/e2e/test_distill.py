@@ -9,19 +9,22 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from services.common.batches.top_k import decode_top_k
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, require_legal, weights
 from tests.support import make_model
 
 NUM_STEPS = 3
+TOP_K = 8
 
 
 def make(directory: Path, **changes: Any) -> Path:
     """Fills `directory` with a run that distills a model of other weights, without a scorer, in blocks of two groups.
 
-    The teacher is on the policy's ranks.
+    The teacher is on the policy's ranks. Its sampled tokens are advantages, and its most probable ones are in the loss.
     """
     directory.mkdir()
-    trainer = {"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}}
+    loss = {"distill": {"coef": 0.3, "top_k": TOP_K}}
+    trainer = {"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}, "loss": loss}
     settings: dict[str, Any] = {
         "num_steps": NUM_STEPS,
         "model": str(directory / "model"),
@@ -61,6 +64,20 @@ def test_the_advantages_are_those_of_the_teacher(streamed: Path) -> None:
         line = [line for line in numbers(streamed) if "train/loss" in line][step]
         assert line["teacher_kl/token_mean"] == pytest.approx(-toward.mean(), rel=1e-6)
         assert set(batch["reward"]) == {0.0}
+        require_most_probable(batch)
+        assert line["train/distill_kl"] > 0
+
+
+def require_most_probable(batch: dict[str, list[Any]]) -> None:
+    """Requires that the most probable tokens have the log-probabilities of the sampled ones, wherever these are among
+    them, and are never less probable."""
+    for data, tokens, logprobs in zip(batch["teacher_top_k"], batch["tokens"], batch["teacher_logprobs"], strict=True):
+        for place, (top, top_logprobs) in enumerate(zip(*decode_top_k(data, len(tokens)), strict=True)):
+            assert len(top) == TOP_K and (np.diff(top_logprobs) <= 0).all()
+            if len(same := top_logprobs[top == tokens[place]]):
+                assert same[0] == pytest.approx(logprobs[place], abs=1e-6)
+            else:
+                assert logprobs[place] <= top_logprobs[-1]
 
 
 def test_a_killed_run_is_equal_to_one_that_was_not_streamed(

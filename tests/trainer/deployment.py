@@ -130,8 +130,8 @@ class Deployment:
         head = pb.TrainHeader(**{**fields, "temperature": 1.0, **header})
         return await self.call(TrainerService.Train, as_stream(block_messages(head, batch)))
 
-    async def forward(self, batch: pa.Table, role: int = pb.ROLE_POLICY) -> pa.Table:
-        header = pb.ForwardHeader(role=role, temperature=1.0)
+    async def forward(self, batch: pa.Table, role: int = pb.ROLE_POLICY, top_k: int = 0) -> pa.Table:
+        header = pb.ForwardHeader(role=role, temperature=1.0, top_k=top_k)
         requests = messages(pb.ForwardRequest, header, list(batches.encode(batch)))
         answers = self.client.stream(TrainerService.Forward, requests, timeout_s=TIMEOUT_S)
         return batches.decode((await from_messages(answers, has_header=False))[1])

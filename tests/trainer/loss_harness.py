@@ -18,9 +18,10 @@ import torch
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import trained_tokens
+from services.common.batches.top_k import decode_top_k
 from services.trainer.backend import Role
 from services.trainer.losses.kinds import Tokens
-from tests.support import with_sampling_masks
+from tests.support import with_sampling_masks, with_teacher_top_k
 from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
 from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
@@ -100,12 +101,21 @@ LOSSES: dict[str, dict[str, Any]] = {
         "correction": {"weight": "sequence", "geometric_mask": (0.4, 1.5)},
     },
     "sampling_mask": {"kl_coef": 0.2, "entropy_coef": 0.05, "clip_low": 0.1, "clip_high": 0.15},
+    "distill": {"distill": {"coef": 0.5, "top_k": 6}, "clip_low": 0.1, "clip_high": 0.15, "entropy_coef": 0.05},
+    "distill-forward": {
+        "distill": {"coef": 0.5, "top_k": 6, "kl": "forward"},
+        "clip_low": 0.1,
+        "clip_high": 0.15,
+        "aggregation": "seq_mean_token_mean",
+    },
     "sft": {"kind": "sft", "aggregation": "seq_mean_token_mean", "entropy_coef": 0.05},
 }
 # Adam with betas of 0 and an eps that is large against the gradient is SGD at a rate of lr / eps. A weight then moves
 # by its gradient, whose rounding is neither hidden behind a sign nor scaled up, and there is no state to put back.
 # Decay and clipping are on, so that they are compared too.
 OPTIM = {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1.0, "weight_decay": 0.01, "max_grad_norm": 0.5}
+# As many as the sampling mask of a place has tokens at most.
+TOP_K = 8
 HALVES = {"num_minibatches": 2, "optim": OPTIM}
 FSDP = HALVES | {"strategy": "fsdp"}
 REFERENCE = "fsdp-1"
@@ -144,8 +154,9 @@ def samples() -> pa.Table:
 
 
 def batch_of(loss: str) -> pa.Table:
-    """Returns the samples that `loss` is computed on; those of "sampling_mask" were sampled with truncation."""
-    return with_sampling_masks(samples()) if loss == "sampling_mask" else samples()
+    """Returns the samples that `loss` is computed on. Some were sampled with truncation; some have a teacher."""
+    table = with_sampling_masks(samples()) if loss in ("sampling_mask", "distill-forward") else samples()
+    return with_teacher_top_k(table) if "distill" in loss else table
 
 
 @contextlib.contextmanager
@@ -227,11 +238,23 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
         harness._settings[Role.POLICY] = harness.worker._configs[Role.POLICY] = settings
         return harness.train(batch_of(loss)), harness.weights()
 
+    _write_top_k(harness, directory / f"{name}-top_k")
     _update_all(harness, update, list(LOSSES), directory / name)
     if name in MISTAKES:
         mistake, losses = MISTAKES[name]
         with mistake(harness):
             _update_all(harness, update, losses, directory / f"{name}-mistaken")
+
+
+def _write_top_k(harness: MegatronHarness, path: Path) -> None:
+    """Writes the most probable tokens at all places of all samples, some of which have sampling masks."""
+    table = batch_of("sampling_mask")
+    counts = [len(row) for row in table["tokens"].to_pylist()]
+    rows = zip(harness.top_k(table, "policy", TOP_K), counts, strict=True)
+    tokens, logprobs = zip(*(decode_top_k(row, count) for row, count in rows), strict=True)
+    if harness.rank == 0:
+        tensors = {"tokens": np.concatenate(tokens), "logprobs": np.concatenate(logprobs)}
+        write(path.parent, path.name, {key: torch.from_numpy(values) for key, values in tensors.items()}, {})
 
 
 def _update_all(harness: MegatronHarness, update: Callable[[str], Any], losses: list[str], path: Path) -> None:

@@ -132,14 +132,20 @@ class MegatronHarness:
 
     def forward(self, batch: pa.Table, role: str, column: str) -> list[np.ndarray]:
         """Returns `column` of all samples in the batch's order, gathered from all ranks."""
+        return [np.array(row, dtype=np.float32) for row in self._forward(batch, role)[column].to_pylist()]
+
+    def top_k(self, batch: pa.Table, role: str, k: int) -> list[bytes]:
+        """Returns the encoded k most probable tokens of all samples."""
+        return self._forward(batch, role, top_k=k)["top_k"].to_pylist()
+
+    def _forward(self, batch: pa.Table, role: str, **more: Any) -> pa.Table:
         parts, order = forward_parts(batch, self._settings[role], self._num_parts(role))
         data_rank = self._data_ranks[role]
         part = parts[data_rank]
-        answer = self.worker.forward(role=role, **part.body, frames=part.frames, temperature=TEMPERATURE)
+        answer = self.worker.forward(role=role, **part.body, frames=part.frames, temperature=TEMPERATURE, **more)
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, (data_rank, batches.decode(answer.frames)))
-        table = pa.concat_tables([dict(gathered)[rank] for rank in range(len(parts))]).take(pa.array(order))
-        return [np.array(row, dtype=np.float32) for row in table[column].to_pylist()]
+        return pa.concat_tables([dict(gathered)[rank] for rank in range(len(parts))]).take(pa.array(order))
 
     def bytes_here(self) -> dict[str, int]:
         """Returns the bytes of device memory of each offloader group; what two of them share counts for the first."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.common.batches.top_k import decode_top_k
 from services.common.config.loss import CorrectionConfig, LossConfig
 from services.common.config.trainer import TrainerConfig
 
@@ -40,6 +41,31 @@ def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.T
         logprobs = logits[len(prompt) - 1 + place, mask].log_softmax(-1)
         scored.append((logprobs[mask.index(token)], -(logprobs.exp() * logprobs).sum()))
     return torch.stack([logprob for logprob, _ in scored]), torch.stack([entropy for _, entropy in scored])
+
+
+def distributions(model: torch.nn.Module, row: Row, temperature: float) -> torch.Tensor:
+    """Returns the probabilities of all tokens at each place of the completion, [T, V]; 0 outside of its mask."""
+    prompt, completion = row["prompt_tokens"], row["tokens"]
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
+    for place in range(len(completion) if row.get("sampling_mask") else 0):
+        if mask := _mask_of(row, place):
+            others = torch.ones(logits.size(-1), dtype=torch.bool)
+            others[mask] = False
+            logits[place].masked_fill_(others, -torch.inf)
+    return logits.softmax(-1)
+
+
+def divergence(probs_TV: torch.Tensor, row: Row, kl: str) -> torch.Tensor:
+    """Returns the divergence of the teacher's k tokens, and all others as one, at each place, [T]."""
+    divergences = []
+    for probs_V, tokens, logprobs in zip(probs_TV, *decode_top_k(row["teacher_top_k"], len(probs_TV)), strict=True):
+        is_token = tokens >= 0
+        policy = probs_V[tokens[is_token]]
+        teacher = torch.tensor(logprobs[is_token], dtype=torch.float64).exp()
+        policy, teacher = (torch.cat([p, (1 - p.sum()).clamp(min=1e-6)[None]]) for p in (policy, teacher))
+        p, q = (policy, teacher) if kl == "reverse" else (teacher, policy)
+        divergences.append((p * (p / q).log()).sum())
+    return torch.stack(divergences)
 
 
 def _mask_of(row: Row, place: int) -> list[int]:
@@ -104,6 +130,9 @@ def _loss(
     model: torch.nn.Module, part: Sequence[tuple[Row, torch.Tensor]], config: LossConfig, temperature: float
 ) -> torch.Tensor:
     scored = [(*score(model, row, temperature), tensors(row) | {"old_logprobs": old}) for row, old in part]
+    if config.distill.coef:
+        for (_, _, columns), (row, _) in zip(scored, part, strict=True):
+            columns["divergence"] = divergence(distributions(model, row, temperature), row, config.distill.kl)
     return batch_loss(scored, config)
 
 
@@ -136,6 +165,8 @@ def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
         tokens = tokens - config.entropy_coef * entropy[is_trained]
         if config.kl_coef:
             tokens = tokens + config.kl_coef * _kl(logprobs[is_trained] - columns["ref_logprobs"], config.kl_kind)
+        if config.distill.coef:
+            tokens = tokens + config.distill.coef * columns["divergence"]
         losses.append(tokens)
     if config.aggregation == "token_mean":
         return torch.cat(losses).mean()

@@ -50,6 +50,8 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("routed_experts", pa.large_binary()),
         # The tokens that each token was drawn from (encode_sampling_masks); null if sampling was not truncated.
         pa.field("sampling_mask", pa.large_binary()),
+        # The tokens that the teacher finds most probable at each token (top_k.py); null without trainer.loss.distill.
+        pa.field("teacher_top_k", pa.large_binary()),
     ]
 )
 

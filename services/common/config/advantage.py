@@ -69,7 +69,8 @@ class AdvantageConfig(Strict):
     reinforce_plus_plus_baseline: r - mean, whitened, arXiv 2501.03262;
     remax: return of each token - reward of the greedy completion, arXiv 2310.10505;
     gae: generalized advantage estimation with a critic, arXiv 1506.02438;
-    distill: no reward, only what `distill_coef` adds (on-policy distillation, arXiv 2306.13649);
+    distill: no reward, only what `distill_coef` or trainer.loss.distill adds (on-policy distillation,
+    arXiv 2306.13649);
     python: the function of `import_path`.
     """
     normalize_std: bool = True
@@ -94,10 +95,10 @@ class AdvantageConfig(Strict):
     """Additional keyword arguments for the function of `import_path`."""
     kl: KlConfig = KlConfig()
     """KL penalty in the reward; trainer.loss.kl_coef is the KL penalty in the loss."""
-    distill_coef: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    distill_coef: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Distill from `teacher`: add to the advantage of each token, after whitening, this coefficient times (log teacher
-    - log policy) at the token, which descends KL(policy || teacher) token by token. null: 1 with kind distill; with
-    all other kinds nothing is added and there is no teacher."""
+    - log policy) at the token, which descends KL(policy || teacher) token by token. null: 1 with kind distill, 0 with
+    all others. 0: the teacher's part is only that of trainer.loss.distill."""
 
     def check_rules(self) -> None:
         if self.kind == "distill":
@@ -148,9 +149,9 @@ class AdvantageConfig(Strict):
     @property
     def teacher_coef(self) -> float:
         """`distill_coef` with null resolved; 0 without a teacher."""
-        return self.distill_coef or float(self.kind == "distill")
+        return float(self.kind == "distill") if self.distill_coef is None else self.distill_coef
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the column `teacher_logprobs` must be filled."""
+        """Whether the advantages read the column `teacher_logprobs`."""
         return self.teacher_coef > 0

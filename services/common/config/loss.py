@@ -126,6 +126,33 @@ class CorrectionConfig(Strict):
             raise ValueError("weight_cap has no effect while weight is none: set weight to token or sequence")
 
 
+# The bytes of a sample's top k, which travel in one message (rpc/channel.py: MAX_MESSAGE_BYTES) beside its tokens.
+_MAX_TOP_K_BYTES = 48 << 20
+
+
+class DistillConfig(Strict):
+    """A divergence from the teacher in the loss, over the tokens that the teacher finds most probable.
+
+    At each token of a sample, the k most probable tokens of the teacher are compared one by one, and all others as one.
+    The divergence is therefore at most that over the whole vocabulary, and 0 only if the k probabilities are equal.
+    """
+
+    coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Coefficient of the divergence; 0 turns it off. Needs `teacher`. With advantage.kind distill, also set
+    advantage.distill_coef: 0 for this divergence alone."""
+    top_k: int = Field(default=64, ge=1, le=4096)
+    """Number k of tokens. A batch has 8 k bytes for each token of its samples."""
+    kl: Literal["reverse", "forward"] = "reverse"
+    """reverse: KL(policy || teacher), which makes the policy avoid what the teacher would not say; forward:
+    KL(teacher || policy), which makes it able to say all that the teacher would."""
+
+    def check_rules(self) -> None:
+        defaults = type(self).model_fields
+        for name in ("top_k", "kl"):
+            if not self.coef and getattr(self, name) != defaults[name].default:
+                raise ValueError(f"distill.{name} has no effect while distill.coef is 0: set distill.coef")
+
+
 # The kinds of loss that bound the ratio to the old policy for every token.
 _TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
 
@@ -193,12 +220,16 @@ class LossConfig(MeanConfig):
     those of the current policy, so that every ratio is 1 in every mini-batch."""
     correction: CorrectionConfig = CorrectionConfig()
     """Importance weights and masks that correct for differences between engine and trainer."""
+    distill: DistillConfig = DistillConfig()
+    """Divergence from the teacher."""
 
     def check_rules(self) -> None:
         super().check_rules()
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
         require_read(self, self.kind, _READ_BY)
+        if self.distill.coef and not self.is_sampled:
+            raise ValueError(f"kind {self.kind} trains on tokens that the policy has not sampled: leave distill out")
         if self.correction == CorrectionConfig():
             return
         if self.old_logprobs == "engine":
@@ -252,6 +283,17 @@ class LagConfig(Strict):
     def check_rules(self) -> None:
         if not self.versions and self.min_ess != type(self).model_fields["min_ess"].default:
             raise ValueError("lag.min_ess has no effect while lag.versions is 0: set lag.versions, or leave it out")
+
+
+def check_top_k(top_k: int, most_tokens: int) -> None:
+    """Raises ValueError if the teacher's tokens of a sample of `most_tokens` are too large for a message."""
+    num_bytes, most = 8 * top_k * most_tokens, _MAX_TOP_K_BYTES
+    if num_bytes > most:
+        raise ValueError(
+            f"trainer.loss.distill.top_k {top_k} makes {num_bytes >> 20} MiB of a sample of {most_tokens} tokens, and "
+            f"at most {most >> 20} can be sent: set it to at most {most // (8 * most_tokens)}, or lower "
+            "rollout.sampling.max_tokens"
+        )
 
 
 def check_lag(lag: LagConfig, loss: LossConfig, num_minibatches: int) -> None:

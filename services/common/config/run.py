@@ -17,6 +17,7 @@ from services.common.config.layout import (
     microbatches_multiple,
     samples_at_once,
 )
+from services.common.config.loss import check_top_k
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.operation import CheckpointConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement, check_precision
@@ -87,8 +88,8 @@ class Config(AnyRun):
     critic: CriticConfig | None = None
     """Value model; required by advantage.kind gae, unset for all other kinds. `critic: {}` uses its defaults."""
     teacher: TeacherConfig | None = None
-    """Model that the policy is distilled from; required by advantage.kind distill and by advantage.distill_coef, unset
-    otherwise."""
+    """Model that the policy is distilled from; required by advantage.kind distill, by advantage.distill_coef and by
+    trainer.loss.distill, unset otherwise."""
     weights: WeightsConfig = WeightsConfig()
     """Publication of weights."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -192,16 +193,7 @@ class Config(AnyRun):
                 f"advantage.kind {self.advantage.kind} {'needs' if self.advantage.needs_values else 'does not use'} a "
                 "critic: set both advantage.kind gae and critic (critic: {} for its defaults), or neither"
             )
-        if self.advantage.needs_teacher != (self.teacher is not None):
-            raise ValueError(
-                "advantage.kind distill and advantage.distill_coef need a teacher, and nothing else uses one: set "
-                "teacher.model, or leave all of them out"
-            )
-        if self.teacher and not self.trainer.loss.is_sampled:
-            raise ValueError(
-                f"trainer.loss.kind {self.trainer.loss.kind} reads no advantages, so nothing would be distilled from "
-                "the teacher: set another kind, such as reinforce"
-            )
+        self._check_teacher()
         critic = self.models.get("critic")
         if critic and critic.strategy == "megatron" and critic.megatron.use_mbridge:
             raise ValueError(
@@ -212,6 +204,32 @@ class Config(AnyRun):
                 "trainer.lag.versions is above 0: a critic's values would come from weights that change meanwhile; set "
                 "trainer.lag.versions to 0, or another advantage.kind without critic"
             )
+
+    def _check_teacher(self) -> None:
+        """Refuses a teacher that is of no use, the lack of one that is needed, and what two keys would do twice."""
+        loss = self.trainer.loss
+        in_loss, in_advantage = loss.distill.coef > 0, self.advantage.needs_teacher
+        if self.advantage.kind == "distill" and not (in_loss or in_advantage):
+            raise ValueError(
+                "advantage.kind distill with distill_coef 0 trains on nothing: set trainer.loss.distill.coef above 0"
+            )
+        if (in_loss or in_advantage) != (self.teacher is not None):
+            raise ValueError(
+                "advantage.kind distill, advantage.distill_coef and trainer.loss.distill.coef need a teacher, and "
+                "nothing else uses one: set teacher.model, or leave all of them out"
+            )
+        if self.teacher and not loss.is_sampled:
+            raise ValueError(
+                f"trainer.loss.kind {loss.kind} reads no advantages, so nothing would be distilled from the teacher: "
+                "set another kind, such as reinforce"
+            )
+        if in_loss and self.advantage.kind == "distill" and self.advantage.distill_coef is None:
+            raise ValueError(
+                "trainer.loss.distill.coef and advantage.kind distill would both descend the divergence from the "
+                "teacher: set advantage.distill_coef to 0 for that of the loss alone, or to 1 for both"
+            )
+        if in_loss:
+            check_top_k(loss.distill.top_k, self.max_response_tokens)
 
     def _check_batch(self) -> None:
         groups = self.data.prompts_per_step

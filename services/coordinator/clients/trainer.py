@@ -122,13 +122,17 @@ class TrainerClient(Client):
         return PreconditionFailed(message, reason=failure.reason, **failure.metadata)
 
 
-# Config section -> (role, column that Forward returns, name of that column in the batch, columns that it never reads).
+# Config section -> (role, columns that Forward returns and their names in the batch, columns that it never reads).
 # Only the policy replays routed experts. A critic has no distribution that sampling masks could cut.
-_ROLES: Mapping[str, tuple[pb.Role, str, str, Sequence[str]]] = {
-    "trainer": (pb.ROLE_POLICY, "logprobs", "old_logprobs", ()),
-    "reference": (pb.ROLE_REFERENCE, "logprobs", "ref_logprobs", ("routed_experts",)),
-    "critic": (pb.ROLE_CRITIC, "values", "values", ("routed_experts", "sampling_mask")),
-    "teacher": (pb.ROLE_TEACHER, "logprobs", "teacher_logprobs", ("routed_experts",)),
+_ROLES: Mapping[str, tuple[pb.Role, Mapping[str, str], Sequence[str]]] = {
+    "trainer": (pb.ROLE_POLICY, {"logprobs": "old_logprobs"}, ()),
+    "reference": (pb.ROLE_REFERENCE, {"logprobs": "ref_logprobs"}, ("routed_experts",)),
+    "critic": (pb.ROLE_CRITIC, {"values": "values"}, ("routed_experts", "sampling_mask", "teacher_top_k")),
+    "teacher": (
+        pb.ROLE_TEACHER,
+        {"logprobs": "teacher_logprobs", "top_k": "teacher_top_k"},
+        ("routed_experts",),
+    ),
 }
 
 
@@ -148,7 +152,7 @@ class Model:
         self._gpus = gpus or OwnGpus()
         self._client = TrainerClient(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts, self._renewal = config, config.timeouts, Renewal()
-        self._role, self._answer, self.column, self._unread = _ROLES[name]
+        self._role, self._columns, self._unread = _ROLES[name]
         self.opened = pb.OpenRunResponse()
         self.busy = Busy()
 
@@ -189,9 +193,12 @@ class Model:
                 field=key,
             )
 
-    async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
-        """Returns the log-probability, or the critic's value, of every completion token of `batch`."""
+    async def forward(self, batch: pa.Table) -> dict[str, pa.ChunkedArray]:
+        """Returns the model's columns of `batch`: the log-probability, or the critic's value, of every completion
+        token, and a teacher's most probable tokens if the loss reads them."""
         header, batch = pb.ForwardHeader(role=self._role, temperature=self._temperature), self._needed(batch)
+        if self.name == "teacher" and (distill := self._config.trainer.loss.distill).coef:
+            header.top_k = distill.top_k
 
         async def forward(timeout_s: float) -> list[bytes]:
             requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)
@@ -199,7 +206,8 @@ class Model:
             return (await from_messages(answers, has_header=False))[1]
 
         async with self._gpus.held_by(Side.TRAINER):
-            return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
+            answer = batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))
+        return {ours: answer[name] for name, ours in self._columns.items() if name in answer.column_names}
 
     async def train(
         self,

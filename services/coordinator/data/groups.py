@@ -229,8 +229,8 @@ class ScoredGroup(SampledGroup):
     scorer: str
     baseline: float | None = None
     """Reward of the prompt's greedy completion, if there is one."""
-    columns: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
-    """Outputs of other models for the rows: column of the batch -> one float32 [N] per row."""
+    columns: Mapping[str, Sequence[np.ndarray | bytes]] = field(default_factory=dict)
+    """Outputs of other models for the rows: column of the batch -> one float32 [N], or encoded bytes, per row."""
 
     @property
     def rewards(self) -> np.ndarray:

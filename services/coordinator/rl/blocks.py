@@ -123,25 +123,26 @@ class BlockMaker:
         """Returns `groups`, which are in the order of prompts, in the order of the batch."""
         return in_order_of_length(groups) if self._orders_by_length else groups
 
-    async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[np.ndarray]]]:
+    async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[np.ndarray | bytes]]]:
         """Returns, for each group, every model's results for its samples, by column of the batch."""
         if not self._models:
             return [{} for _ in groups]
         samples = to_table(groups)
-        names = [model.column for model in self._models]
         answers = await gather(self._forward(model, samples) for model in self._models)
+        columns = {name: [_values(row) for row in rows] for answer in answers for name, rows in answer.items()}
         begins = accumulate((len(group.rows) for group in groups), initial=0)
-        slices = (
-            [[row.values.to_numpy() for row in rows[begin:end]] for rows in answers] for begin, end in pairwise(begins)
-        )
-        return [dict(zip(names, columns, strict=True)) for columns in slices]
+        return [{name: rows[begin:end] for name, rows in columns.items()} for begin, end in pairwise(begins)]
 
-    async def _forward(self, model: Model, samples: pa.Table) -> pa.ChunkedArray:
+    async def _forward(self, model: Model, samples: pa.Table) -> dict[str, pa.ChunkedArray]:
         # Every rank needs a sample, so some are computed twice.
         repeats = -(-self._models[model] // samples.num_rows)
         async with self._turns[model]:
-            rows = await model.forward(pa.concat_tables([samples] * repeats))
-        return rows.slice(0, samples.num_rows)
+            columns = await model.forward(pa.concat_tables([samples] * repeats))
+        return {name: rows.slice(0, samples.num_rows) for name, rows in columns.items()}
+
+
+def _values(row: pa.Scalar) -> np.ndarray | bytes:
+    return row.as_py() if isinstance(row, pa.LargeBinaryScalar) else row.values.to_numpy()
 
 
 class BlocksOfBatch:

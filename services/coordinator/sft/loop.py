@@ -34,7 +34,9 @@ class SftTrainer(Trainer):
 
     async def nll(self, batch: pa.Table) -> tuple[float, int]:
         """Returns the negative log-likelihood in nats, summed over the unmasked tokens of `batch`, and their number."""
-        logprobs = pc.list_flatten(await self.forward(batch)).filter(pc.list_flatten(batch["loss_mask"]))
+        logprobs = pc.list_flatten((await self.forward(batch))["old_logprobs"]).filter(
+            pc.list_flatten(batch["loss_mask"])
+        )
         return -pc.sum(logprobs.cast(pa.float64())).as_py(), len(logprobs)
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from services.trainer.fsdp import attention
 from services.trainer.fsdp.attention import Rows
 from services.trainer.structure import structure_of
-from services.trainer.updates.logprobs import capped_logprobs
+from services.trainer.updates.logprobs import linear_logprobs
 from services.trainer.updates.packing import Microbatch
 
 
@@ -76,14 +76,13 @@ class LogprobModel(_Model):
     """Returns log-probabilities and entropies."""
 
     def forward(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
-        """Returns the log-probability of each target and the entropy there, float32 [2, N], over the sampling masks.
+        """Returns float32 [R, N]: the log-probability of each target, the entropy there, and what else is asked for.
 
         The logits [tokens, vocabulary] are never whole in memory.
         """
         weight_VD = self.head.get_parameter("weight")
-        hidden, targets, mask = self.hidden(microbatch), microbatch.targets_N, microbatch.sampling_mask_NK
-        scale, softcap = self.structure.scale, self.structure.softcap
-        return capped_logprobs(hidden, weight_VD, targets, temperature / scale, softcap / scale, mask)
+        hidden, scale, softcap = self.hidden(microbatch), self.structure.scale, self.structure.softcap
+        return linear_logprobs(hidden, weight_VD, microbatch.targets, temperature / scale, None, softcap / scale)
 
 
 class ValueModel(_Model):

@@ -5,6 +5,6 @@ gradient is therefore the same for any split of the batch into micro-batches and
 """
 
 from services.trainer.losses.kinds import Totals
-from services.trainer.losses.policy import LOSSES, explained_variance, policy_loss, value_loss
+from services.trainer.losses.policy import LOSSES, distill_loss, explained_variance, policy_loss, value_loss
 
-__all__ = ["LOSSES", "Totals", "explained_variance", "policy_loss", "value_loss"]
+__all__ = ["LOSSES", "Totals", "distill_loss", "explained_variance", "policy_loss", "value_loss"]

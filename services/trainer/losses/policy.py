@@ -11,6 +11,7 @@ from services.trainer.losses.kinds import Tokens, Totals, token_weights
 
 # The bounds of verl. Without them, one token that the policy has made impossible could overflow the whole mean.
 _MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
+_LEAST_REST = 1e-6
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -131,11 +132,52 @@ def policy_loss(
     return loss, metrics
 
 
+def distill_loss(
+    logprobs_KN: torch.Tensor,
+    teacher: tuple[torch.Tensor, torch.Tensor],
+    columns: dict[str, torch.Tensor],
+    totals: Totals,
+    config: LossConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the loss of N predicted tokens for their divergence from the teacher, and the divergence's mean in nats.
+
+    Both are sums to be added over micro-batches and ranks. The divergence is between distributions of K + 1 events: the
+    teacher's K most probable tokens, and all others together. Merging events makes no divergence larger (data
+    processing inequality), so it is a lower bound of that over the whole vocabulary.
+
+    Args:
+        logprobs_KN: The policy's log-probabilities of the teacher's tokens, with gradient.
+        teacher: These tokens, [N, K], negative for padding, and the teacher's log-probabilities of them.
+        columns: As in `policy_loss`.
+        totals: The counts over the whole mini-batch.
+        config: `distill` and `aggregation`.
+    """
+    is_token_KN = teacher[0].T >= 0
+    policy_KN = torch.where(is_token_KN, logprobs_KN, 0)
+    teacher_KN = torch.where(is_token_KN, teacher[1].T.to(policy_KN.dtype), 0)
+    policy, others = ((is_token_KN * x.exp(), x) for x in (policy_KN, teacher_KN))
+    if config.distill.kl == "forward":
+        policy, others = others, policy
+    kl_N = _kl_of(*policy, *others)
+    loss = config.distill.coef * (token_weights(config, columns, totals) * kl_N).sum()
+    return loss, (columns["loss_mask"] * kl_N.detach()).sum() / totals.num_tokens
+
+
+def _kl_of(p_KN: torch.Tensor, log_p_KN: torch.Tensor, q_KN: torch.Tensor, log_q_KN: torch.Tensor) -> torch.Tensor:
+    """Returns KL(p || q) of K events and the rest, [N].
+
+    A rest is at least 1e-6, below which it would only be the rounding of a sum in float32; then it has no gradient.
+    """
+    p_rest_N, q_rest_N = ((1 - x_KN.sum(0)).clamp(min=_LEAST_REST) for x_KN in (p_KN, q_KN))
+    return (p_KN * (log_p_KN - log_q_KN)).sum(0) + p_rest_N * (p_rest_N.log() - q_rest_N.log())
+
+
 def _joined(
     own: dict[str, torch.Tensor], of_kind: dict[str, torch.Tensor], config: LossConfig
 ) -> dict[str, torch.Tensor]:
     """Returns both tables. Raises InvalidInput if a user's loss returns a metric that every update has."""
     taken = {*own, "loss", "policy_loss", "grad_norm", "lr", *(["kl"] if config.kl_coef else [])}
+    taken |= {"distill_kl"} if config.distill.coef else set()
     if clash := sorted(taken & of_kind.keys()):
         raise InvalidInput(
             f"trainer.loss.import_path: {config.import_path} returned the metric {clash[0]}, which every update has; "

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from services.trainer.compat.megatron.attention import zigzag
 from services.trainer.router_replay import NO_EXPERT
+from services.trainer.updates.logprobs import Targets
 from services.trainer.updates.packing import Microbatch
 
 
@@ -50,13 +51,11 @@ class MicrobatchShard:
     tokens: torch.Tensor
     packed: PackedSeqParams | None
     rows_M: torch.Tensor
-    targets_M: torch.Tensor
+    targets: Targets
     where_M: torch.Tensor
     routed_experts: torch.Tensor | None = None
     """Experts of each token in each layer of the whole model, int32 [B, S, L, K] or [1, T, L, K], NO_EXPERT where there
     is only padding; None if the micro-batch has none."""
-    sampling_mask_MK: torch.Tensor | None = None
-    """The sampling masks of the M predictions, as in Microbatch; None if the micro-batch has none."""
 
     def whole(self, values_KM: torch.Tensor, cp_group: ProcessGroup) -> torch.Tensor:
         """Returns the values [K, N] of all predictions, gathered from all CP ranks; only its own M get gradients."""
@@ -111,10 +110,9 @@ def _cut_microbatch(microbatch: Microbatch, cut: Cut, *, num_tokens: int, num_se
         tokens=torch.where(index >= 0, microbatch.tokens_T[index.clamp(min=0)], 0),
         packed=_packed_params(padded, device) if cut.is_packed else None,
         rows_M=torch.from_numpy(rows_M).to(device),
-        targets_M=microbatch.targets_N[where],
+        targets=microbatch.targets.at(where),
         where_M=where,
         routed_experts=routed_experts,
-        sampling_mask_MK=None if microbatch.sampling_mask_NK is None else microbatch.sampling_mask_NK[where],
     )
 
 

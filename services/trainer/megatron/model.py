@@ -45,7 +45,7 @@ class LogprobHead(ColumnParallelLinear):
     def forward(  # type: ignore[override]
         self, hidden_SBD: torch.Tensor, weight_VD: torch.Tensor, shard: MicrobatchShard, temperature: float
     ) -> torch.Tensor:
-        """Returns float32 [2, M] for the predictions on this context-parallel rank."""
+        """Returns float32 [R, M] for the predictions on this context-parallel rank (updates/logprobs.py)."""
         if self.sequence_parallel:
             hidden_SBD = mappings.gather_from_sequence_parallel_region(hidden_SBD, group=self.tp_group)
         else:
@@ -53,7 +53,7 @@ class LogprobHead(ColumnParallelLinear):
         hidden_MD = hidden_SBD.flatten(0, 1)[shard.rows_M]
         group = group_of(self.tp_group)
         shared = group if group.size() > 1 else None
-        return linear_logprobs(hidden_MD, weight_VD, shard.targets_M, temperature, shared, shard.sampling_mask_MK)
+        return linear_logprobs(hidden_MD, weight_VD, shard.targets, temperature, shared)
 
 
 class ValueHead(torch.nn.Module):
@@ -80,6 +80,7 @@ class Chunk(HiddenStateModel):
     """Computes a chunk of a model; the last chunk returns outputs at the predictions."""
 
     num_outputs: int
+    """Those that a loss reads of every prediction."""
 
     def forward(self, shard: MicrobatchShard, temperature: float) -> torch.Tensor:  # type: ignore[override]
         """Returns hidden states for the next chunk; the last chunk returns its head's outputs [num_outputs, M]."""

@@ -8,6 +8,7 @@ come from a policy that has already been updated.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import InternalError, LockstepError, PreconditionFailed, Reason
 from services.trainer.backend import Backend, LossFunction
-from services.trainer.losses import Totals, explained_variance, policy_loss, value_loss
+from services.trainer.losses import Totals, distill_loss, explained_variance, policy_loss, value_loss
 from services.trainer.losses.kinds import covariance, covariance_sums
 from services.trainer.updates.optim import learning_rate, weight_decay
 from services.trainer.updates.packing import Microbatch
@@ -102,7 +103,8 @@ class BatchUpdate:
             _set_old(first, outputs)
 
     def _forward_old(self, microbatches: Sequence[Microbatch]) -> Sequence[torch.Tensor]:
-        outputs = self._backend.forward(microbatches, self._temperature)
+        without_teacher = [replace(microbatch, teacher_tokens_NK=None) for microbatch in microbatches]
+        outputs = self._backend.forward(without_teacher, self._temperature)
         _set_old(microbatches, outputs)
         return outputs
 
@@ -119,13 +121,19 @@ class BatchUpdate:
     def _loss(self, totals: Totals) -> LossFunction:
         config = self._config.loss
 
-        def loss(outputs_2N: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(outputs_KN: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            outputs_2N = outputs_KN[:2]
             # A recomputed old_logprobs column takes precedence. Otherwise the old policy is the engine's or the policy
             # itself, for which the ratio is exactly 1.
             is_engine = config.old_logprobs == "engine"
             old_N = microbatch.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
             columns = {"old_logprobs": old_N, **microbatch.columns}
-            return policy_loss(outputs_2N, columns, microbatch.completion_lengths, totals, config)
+            value, metrics = policy_loss(outputs_2N, columns, microbatch.completion_lengths, totals, config)
+            if microbatch.teacher_tokens_NK is None or microbatch.teacher_logprobs_NK is None:
+                return value, metrics
+            teacher = microbatch.teacher_tokens_NK, microbatch.teacher_logprobs_NK
+            more, kl = distill_loss(outputs_KN[2:], teacher, columns, totals, config)
+            return value + more, {**metrics, "loss": metrics["loss"] + more.detach(), "distill_kl": kl}
 
         return loss
 

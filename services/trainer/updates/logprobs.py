@@ -43,20 +43,48 @@ _PADDING = -(1 << 62)
 _REMOVED = -1e30
 
 
+class Targets(NamedTuple):
+    """Which tokens' log-probabilities are wanted at each of M positions."""
+
+    tokens_M: torch.Tensor
+    """The token that follows each position."""
+    mask_MK: torch.Tensor | None = None
+    """The distribution of a row is only over its own K tokens, which include its target. Negative ones are padding; a
+    row that has nothing else is over the whole vocabulary."""
+    others_MJ: torch.Tensor | None = None
+    """J other tokens, different from each other. Those that are negative are padding, and mean nothing."""
+    top_k: int = 0
+    """How many of the most probable tokens are wanted too, without gradient."""
+
+    def at(self, rows: torch.Tensor) -> "Targets":
+        """Returns those of some positions."""
+        of_rows = (None if values is None else values[rows] for values in self[1:3])
+        return Targets(self.tokens_M[rows], *of_rows, self.top_k)
+
+
+class _Scale(NamedTuple):
+    temperature: float
+    softcap: float
+    keeps_logits: bool
+
+
 def linear_logprobs(
     hidden_MD: torch.Tensor,
     weight_VD: torch.Tensor,
-    targets_M: torch.Tensor,
+    targets: Targets,
     temperature: float,
     group: dist.ProcessGroup | None = None,
-    mask_MK: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Returns each target's log-probability and the entropy at its position, [2, M], in nats.
+    """Returns each target's log-probability and the entropy at its position, in nats, and what else `targets` asks for.
+
+    The result has the rows logprob, entropy, J log-probabilities of the other tokens, the log-probabilities of the
+    `top_k` most probable tokens, in falling order, and the numbers of these tokens, [2 + J + 2 top_k, M]. A token
+    outside of the sampling mask is number -1. Numbers are exact in float32 up to 2^24, which no vocabulary reaches.
 
     The distribution is softmax(hidden W^T / temperature). The result is float64 if the weight is, else float32.
 
-    With `mask_MK`, that of a row is only over its own K tokens, which include its target. Negative ones are padding; a
-    row that has nothing else is over the whole vocabulary.
+    With a `softcap`, logits are softcap * tanh(hidden W^T / softcap) (Gemma 2, 2408.00118).
 
     With a `group`, its rank r holds rows r * V to (r + 1) * V of the output weight. The result is then the same on all
     ranks, and the gradient of `hidden_MD` is this rank's part, which the caller sums over the group.
@@ -67,32 +95,7 @@ def linear_logprobs(
     """
     # Without gradients too, so that scoring and training multiply the same shapes and round alike.
     keeps_logits = hidden_MD.size(0) * weight_VD.size(0) <= _KEPT_ENTRIES[hidden_MD.device.type]
-    wanted = _Wanted(targets_M, mask_MK, keeps_logits, softcap=0.0)
-    return _LinearLogprobs.apply(hidden_MD, weight_VD, wanted, temperature, group)
-
-
-def capped_logprobs(
-    hidden_MD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    targets_M: torch.Tensor,
-    temperature: float,
-    softcap: float,
-    mask_MK: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns what `linear_logprobs` does, for logits softcap * tanh(hidden W^T / softcap) (Gemma 2, 2408.00118).
-
-    0 is no cap.
-    """
-    keeps_logits = hidden_MD.size(0) * weight_VD.size(0) <= _KEPT_ENTRIES[hidden_MD.device.type]
-    wanted = _Wanted(targets_M, mask_MK, keeps_logits, softcap)
-    return _LinearLogprobs.apply(hidden_MD, weight_VD, wanted, temperature, None)
-
-
-class _Wanted(NamedTuple):
-    targets_M: torch.Tensor
-    mask_MK: torch.Tensor | None
-    keeps_logits: bool
-    softcap: float
+    return _LinearLogprobs.apply(hidden_MD, weight_VD, targets, _Scale(temperature, softcap, keeps_logits), group)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -106,44 +109,55 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_MD: torch.Tensor,
         weight_VD: torch.Tensor,
-        wanted: _Wanted,
-        temperature: float,
+        targets: Targets,
+        scale: _Scale,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        targets_M, mask_MK, keeps_logits, ctx.softcap = wanted
-        ctx.temperature, first = temperature, dist.get_rank(group) * weight_VD.size(0) if group else 0
-        local_M = targets_M - first
-        local_M = torch.where((local_M >= 0) & (local_M < weight_VD.size(0)), local_M, -1)  # -1: on another rank
+        temperature, ctx.softcap, keeps_logits = scale
+        ctx.temperature = temperature
+        first = dist.get_rank(group) * weight_VD.size(0) if group else 0
+        local_M = _local(targets.tokens_M, first, len(weight_VD))
+        others_MJ = _local(targets.others_MJ, first, len(weight_VD)) if targets.others_MJ is not None else None
+        mask_MK = targets.mask_MK
         local_MK = None if mask_MK is None else torch.where(mask_MK < 0, _PADDING, mask_MK.long() - first)
-        scores, kept_MV = [], None
+        rows, kept_MV = [], None
         for part in _chunks(hidden_MD, weight_VD, keeps_logits):
             local, logits = local_M[part], _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
             top, sums = _statistics(logits, local, temperature)
             kept_MV = logits if keeps_logits else None
-            del logits
             if group:
                 sums, top = _combine(sums, top, local >= 0, group)
             log_sum = sums[0].log()
-            scores.append(torch.stack([sums[2] - log_sum, log_sum - sums[1] / sums[0], top + log_sum]))
-        logprobs_M, entropy_M, log_norm_M = torch.cat(scores, 1)
-        ctx.save_for_backward(hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M, kept_MV)
-        return torch.stack([logprobs_M, entropy_M])
+            log_norm = top + log_sum
+            parts = [torch.stack([log_norm, sums[2] - log_sum, log_sum - sums[1] / sums[0]])]
+            if others_MJ is not None:
+                parts.append(_picked(logits, others_MJ[part], temperature, group) - log_norm)
+            if targets.top_k:
+                parts += _most_probable(logits, targets.top_k, first, group).scores(temperature, log_norm)
+            rows.append(torch.cat(parts))
+            del logits
+        log_norm_M, logprobs_M, entropy_M, *more = torch.cat(rows, 1)
+        ctx.save_for_backward(hidden_MD, weight_VD, local_M, local_MK, others_MJ, entropy_M, log_norm_M, kept_MV)
+        return torch.stack([logprobs_M, entropy_M, *more])
 
     @staticmethod
-    def backward(ctx: Any, grad_2M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden_MD, weight_VD, local_M, local_MK, entropy_M, log_norm_M, kept_MV = ctx.saved_tensors
+    def backward(ctx: Any, grad_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden_MD, weight_VD, local_M, local_MK, others_MJ, entropy_M, log_norm_M, kept_MV = ctx.saved_tensors
         is_whole, grad_hidden = kept_MV is not None, []
         sum_VD = _megatron_sum(weight_VD) if ctx.needs_input_grad[1] else None
         # A bfloat16 sum would be rounded after every chunk instead of once.
         is_direct = sum_VD is not None and (is_whole or sum_VD.dtype == _precision(weight_VD))
         grad_weight = sum_VD if is_direct else None
+        grad_JM = grad_RM[2:2] if others_MJ is None else grad_RM[2 : 2 + others_MJ.size(1)]
+        # Of the target, of the entropy, and of all log-probabilities together.
+        grad_3M = torch.cat([grad_RM[:2], grad_RM[:1] + grad_JM.sum(0)])
         for part in _chunks(hidden_MD, weight_VD, is_whole):
             logits = kept_MV if is_whole else _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
             # Copies, because the compiler would make code for the places of views in what they are views of.
-            local_C, log_norm_C, entropy_C, grad_2C = (
-                x[..., part].clone() for x in (local_M, log_norm_M, entropy_M, grad_2M)
-            )
-            grad = _gradient(logits, local_C, log_norm_C, entropy_C, grad_2C, ctx.temperature)
+            position = _Position(*(x[..., part].clone() for x in (local_M, log_norm_M, entropy_M, grad_3M)))
+            grad = _gradient(logits, *position, ctx.temperature)
+            if others_MJ is not None:
+                _set_others(grad, logits, others_MJ[part], grad_JM[:, part], position, ctx.temperature)
             if ctx.softcap:  # the derivative of the cap; a removed token has no gradient, and its logit is no cap's
                 grad *= (1 - (logits / ctx.softcap).square()).clamp_(min=0)
             del logits
@@ -160,6 +174,15 @@ class _LinearLogprobs(torch.autograd.Function):
         elif grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
         return torch.cat(grad_hidden), grad_weight, None, None, None
+
+
+class _Position(NamedTuple):
+    """What the gradient of a chunk's logits needs to know of each position."""
+
+    local_C: torch.Tensor
+    log_norm_C: torch.Tensor
+    entropy_C: torch.Tensor
+    grad_3C: torch.Tensor
 
 
 def _megatron_sum(weight_VD: torch.Tensor) -> torch.Tensor | None:
@@ -214,15 +237,83 @@ def _gradient(
     local_C: torch.Tensor,
     log_norm_C: torch.Tensor,
     entropy_C: torch.Tensor,
-    grad_2C: torch.Tensor,
+    grad_3C: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Returns d loss / d logits in the logits' dtype: d logprob = onehot - p, d entropy = -p (log p + entropy)."""
+    """Returns d loss / d logits in the logits' dtype: d logprob = onehot - p, d entropy = -p (log p + entropy).
+
+    It lacks the onehots of other tokens than the target.
+    """
     logprobs = logits_CV.to(_precision(logits_CV)) / temperature - log_norm_C[:, None]
-    grad_logprob, grad_entropy = grad_2C[0, :, None], grad_2C[1, :, None]
+    grad_logprob, grad_entropy, grad_all = grad_3C[..., None]
     is_target = local_C[:, None] == torch.arange(logits_CV.size(1), device=logits_CV.device)
-    spread = logprobs.exp() * (grad_logprob + grad_entropy * (logprobs + entropy_C[:, None]))
+    spread = logprobs.exp() * (grad_all + grad_entropy * (logprobs + entropy_C[:, None]))
     return ((torch.where(is_target, grad_logprob, 0) - spread) / temperature).to(logits_CV.dtype)
+
+
+def _set_others(
+    grad_CV: torch.Tensor,
+    logits_CV: torch.Tensor,
+    others_CJ: torch.Tensor,
+    grad_JC: torch.Tensor,
+    position: _Position,
+    temperature: float,
+) -> None:
+    """Sets the gradients at the other tokens' logits, in place.
+
+    They are computed as a whole, as in `_gradient`, and rounded once. If the onehot was added to what is already
+    rounded, the small gradient of a token of high probability would be lost.
+    """
+    row, place = (others_CJ >= 0).nonzero(as_tuple=True)
+    token = others_CJ[row, place]
+    logprob = logits_CV[row, token].to(_precision(logits_CV)) / temperature - position.log_norm_C[row]
+    grad_logprob, grad_entropy, grad_all = position.grad_3C[:, row]
+    onehots = grad_JC[place, row] + torch.where(token == position.local_C[row], grad_logprob, 0)
+    spread = logprob.exp() * (grad_all + grad_entropy * (logprob + position.entropy_C[row]))
+    grad_CV[row, token] = ((onehots - spread) / temperature).to(grad_CV.dtype)
+
+
+def _local(tokens: torch.Tensor, first: int, size: int) -> torch.Tensor:
+    """Returns where this rank has `tokens`, which is -1 for those of another rank, and for padding."""
+    local = tokens.long() - first
+    return torch.where((local >= 0) & (local < size), local, -1)
+
+
+def _picked(
+    logits_CV: torch.Tensor, local_CJ: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Returns logits / temperature of tokens, [J, C]; 0 where no rank has the token."""
+    picked_CJ = logits_CV.gather(1, local_CJ.clamp(min=0)).to(_precision(logits_CV)) / temperature
+    picked_CJ = torch.where(local_CJ >= 0, picked_CJ, 0)
+    if group:
+        dist.all_reduce(picked_CJ, group=group)
+    return picked_CJ.T
+
+
+class _MostProbable(NamedTuple):
+    logits_CK: torch.Tensor
+    tokens_CK: torch.Tensor
+
+    def scores(self, temperature: float, log_norm_C: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tokens' log-probabilities and numbers, both [K, C]."""
+        is_kept_CK = self.logits_CK > _REMOVED / 2
+        logprobs_CK = self.logits_CK / temperature - log_norm_C[:, None]
+        tokens_CK = torch.where(is_kept_CK, self.tokens_CK, -1).to(logprobs_CK.dtype)
+        return [torch.where(is_kept_CK, logprobs_CK, 0).T, tokens_CK.T]
+
+
+def _most_probable(logits_CV: torch.Tensor, k: int, first: int, group: dist.ProcessGroup | None) -> _MostProbable:
+    """Returns the `k` largest logits of the whole vocabulary, of which this rank's part begins with token `first`."""
+    logits, tokens = logits_CV.topk(min(k, logits_CV.size(1)))
+    logits, tokens = logits.to(_precision(logits_CV)), tokens + first
+    if group is None:
+        return _MostProbable(logits, tokens)
+    of_all = [[torch.empty_like(own) for _ in range(group.size())] for own in (logits, tokens)]
+    for parts, own in zip(of_all, (logits, tokens), strict=True):
+        dist.all_gather(parts, own.contiguous(), group=group)
+    logits, tokens = (torch.cat(parts, 1) for parts in of_all)
+    logits, places = logits.topk(k)
+    return _MostProbable(logits, tokens.gather(1, places))
 
 
 def _combine(

@@ -10,7 +10,9 @@ import torch
 
 from services.common.batches.batch import decode_sampling_masks
 from services.common.batches.routed_experts import RoutedExpertsShape
+from services.common.batches.top_k import decode_top_k
 from services.common.errors import InvalidInput
+from services.trainer.updates.logprobs import Targets
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,18 @@ class Microbatch:
     sampling_mask_NK: torch.Tensor | None = None
     """The tokens that truncated sampling kept for each predicted token, int32, -1 after the last of them; None if the
     batch has no sampling masks."""
+    teacher_tokens_NK: torch.Tensor | None = None
+    """The tokens that the teacher finds most probable at each prediction, int32, -1 for padding; None if the batch does
+    not have them."""
+    teacher_logprobs_NK: torch.Tensor | None = None
+    """The teacher's log-probabilities of them, float32."""
+    top_k: int = 0
+    """How many of the most probable tokens of each prediction the model also returns."""
+
+    @property
+    def targets(self) -> Targets:
+        """What a language model computes at each prediction."""
+        return Targets(self.targets_N, self.sampling_mask_NK, self.teacher_tokens_NK, self.top_k)
 
     @property
     def max_seqlen(self) -> int:
@@ -54,7 +68,7 @@ class Microbatch:
         return Microbatch(**{**vars(self), **moved, "columns": columns})
 
     def per_sample(self, values_N: torch.Tensor) -> list[np.ndarray]:
-        """Cuts values of the predicted tokens into one array per sequence."""
+        """Cuts values of the predicted tokens, [N] or [N, ...], into one array per sequence."""
         return np.split(values_N.cpu().numpy(), np.cumsum(self.completion_lengths)[:-1])
 
 
@@ -191,10 +205,19 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
         columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
         experts_TLK=_routed_experts(samples, replayed) if replayed else None,
         num_expert_layers=len(replayed.expert_layers) if replayed else 0,
-        sampling_mask_NK=_sampling_mask(samples, counts)
-        if "sampling_mask" in samples.column_names and not samples["sampling_mask"].null_count
-        else None,
+        sampling_mask_NK=_sampling_mask(samples, counts) if _has(samples, "sampling_mask") else None,
+        **(_teacher_top_k(samples, counts) if _has(samples, "teacher_top_k") else {}),
     )
+
+
+def _has(samples: pa.Table, name: str) -> bool:
+    return name in samples.column_names and not samples[name].null_count
+
+
+def _teacher_top_k(samples: pa.Table, num_tokens: np.ndarray) -> dict[str, torch.Tensor]:
+    decoded = [decode_top_k(row.as_buffer(), n) for row, n in zip(samples["teacher_top_k"], num_tokens, strict=True)]
+    tokens, logprobs = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*decoded, strict=True))
+    return {"teacher_tokens_NK": tokens, "teacher_logprobs_NK": logprobs}
 
 
 def _routed_experts(samples: pa.Table, shape: RoutedExpertsShape) -> torch.Tensor:

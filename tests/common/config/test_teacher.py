@@ -10,17 +10,46 @@ from services.common.config.run import Config
 from tests.common.config.smallest import SMALLEST, refused, write
 
 TEACHER = ["teacher.model=t"]
+LONG = ["rollout.max_model_len=4000", "trainer.max_tokens_per_microbatch=4000"]
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 RULES = {
     "distillation needs a teacher": (
         ["advantage.kind=distill"],
-        ["advantage.kind distill and advantage.distill_coef need a teacher", "set teacher.model"],
+        [
+            "advantage.kind distill, advantage.distill_coef and trainer.loss.distill.coef need a teacher",
+            "teacher.model",
+        ],
         ["advantage.kind=distill", *TEACHER],
     ),
     "a teacher is of use": (
         TEACHER,
         ["nothing else uses one"],
         [*TEACHER, "advantage.distill_coef=0.5"],
+    ),
+    "a divergence in the loss needs a teacher": (
+        ["trainer.loss.distill.coef=0.5"],
+        ["trainer.loss.distill.coef need a teacher", "teacher.model"],
+        ["trainer.loss.distill.coef=0.5", *TEACHER],
+    ),
+    "distillation is of use": (
+        ["advantage={kind: distill, distill_coef: 0}", *TEACHER],
+        ["trains on nothing", "trainer.loss.distill.coef"],
+        ["advantage={kind: distill, distill_coef: 0}", "trainer.loss.distill.coef=1", *TEACHER],
+    ),
+    "one divergence, or two on purpose": (
+        ["advantage.kind=distill", "trainer.loss.distill.coef=1", *TEACHER],
+        ["would both descend", "advantage.distill_coef to 0"],
+        ["advantage={kind: distill, distill_coef: 1}", "trainer.loss.distill.coef=1", *TEACHER],
+    ),
+    "keys of a divergence that is off": (
+        ["trainer.loss.distill.top_k=8"],
+        ["distill.top_k has no effect while distill.coef is 0"],
+        ["trainer.loss.distill={coef: 1, top_k: 8, kl: forward}", *TEACHER],
+    ),
+    "the teacher's tokens of a sample fit a message": (
+        ["trainer.loss.distill={coef: 1, top_k: 4096}", "rollout.sampling.max_tokens=2000", *TEACHER, *LONG],
+        ["trainer.loss.distill.top_k 4096 makes 62 MiB of a sample of 2000 tokens", "at most 3145"],
+        ["trainer.loss.distill={coef: 1, top_k: 3145}", "rollout.sampling.max_tokens=2000", *TEACHER, *LONG],
     ),
     "a teacher is another model": (
         ["advantage.kind=distill", "teacher={}"],

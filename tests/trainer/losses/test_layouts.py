@@ -11,13 +11,14 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from services.common.config.loss import Aggregation, LossConfig
 from services.trainer.losses import LOSSES as KINDS
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, config, read
 from tests.trainer.harness_processes import marked, run_harness, to_run
-from tests.trainer.loss_harness import HALVES, LAYOUTS, LONG, LOSSES, MISTAKES, REFERENCE, batch_of
+from tests.trainer.loss_harness import HALVES, LAYOUTS, LONG, LOSSES, MISTAKES, REFERENCE, TOP_K, batch_of
 
 # Metrics are means of 70 terms of size 1 to 10, and the norm of 1e5 numbers. In float32, another order of additions
 # changes them by up to 8e-7 here. The losses jump where a ratio meets a bound; none of these tokens is so near to a
@@ -31,6 +32,8 @@ MOVE_TOLERANCE = 5e-6
 WEIGHT_ROUNDING = 2 * 2**-23
 # Against float64, the rounding of the float32 forward itself counts too; see tests/trainer/fsdp/test_backend.py.
 REFERENCE_TOLERANCE = 2e-5
+# Log-probabilities of up to 8 have roundings of 2.4e-7; the forward and the sum over the vocabulary have a few dozen.
+LOGPROB_TOLERANCE = 1e-5
 CONFIGS = {name: LossConfig.model_validate(loss) for name, loss in LOSSES.items()}
 COMPARED = [name for name in LAYOUTS if name != REFERENCE]
 FRACTIONS = ("clip_fraction", "clip_dual_fraction", "covariance_fraction", "correction_masked")
@@ -80,6 +83,27 @@ def test_split_does_not_change_the_update(results: Path, before: Tensors, layout
     want, want_metrics = result(results, REFERENCE, loss)
     assert metrics == pytest.approx(want_metrics, rel=METRIC_TOLERANCE, abs=METRIC_TOLERANCE)
     assert worst_move(weights, want, before) <= MOVE_TOLERANCE
+
+
+@pytest.mark.parametrize("layout", marked(COMPARED, LONG))
+def test_most_probable_tokens_are_the_same_in_every_layout(results: Path, layout: str) -> None:
+    got, want = (_read(results, f"{name}-top_k")[0] for name in (layout, REFERENCE))
+    assert torch.equal(got["tokens"], want["tokens"])
+    torch.testing.assert_close(got["logprobs"], want["logprobs"], rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_most_probable_tokens_are_those_of_plain_torch(results: Path, trainer_files: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trainer_files / "models" / "untied", dtype=torch.float64)
+    got = _read(results, f"{REFERENCE}-top_k")[0]
+    with torch.no_grad():
+        rows = batch_of("sampling_mask").to_pylist()
+        probs, tokens = torch.cat([plain_grpo.distributions(model, row, TEMPERATURE) for row in rows]).topk(TOP_K)
+    tokens[probs == 0] = -1
+    assert torch.equal(got["tokens"].long(), tokens)
+    torch.testing.assert_close(
+        got["logprobs"].double(), probs.log().where(probs > 0, 0), rtol=0, atol=LOGPROB_TOLERANCE
+    )
+    assert (tokens == -1).any()  # sampling masks of fewer tokens
 
 
 @pytest.mark.parametrize("loss", [name for name, loss in CONFIGS.items() if loss.old_logprobs == "recompute"])

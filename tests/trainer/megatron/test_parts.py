@@ -93,8 +93,8 @@ def test_every_prediction_is_made_once_by_the_row_of_its_token(case: Case) -> No
         for shards in case.cut:
             shard = shards[index]
             tokens_SB = shard.tokens.T.flatten()  # like the model's [S, B] output
-            assert torch.equal(shard.targets_M, microbatch.targets_N[shard.where_M])
-            assert torch.equal(tokens_SB[shard.rows_M] + 1000, shard.targets_M)
+            assert torch.equal(shard.targets.tokens_M, microbatch.targets_N[shard.where_M])
+            assert torch.equal(tokens_SB[shard.rows_M] + 1000, shard.targets.tokens_M)
             seen += shard.where_M.tolist()
         assert sorted(seen) == list(range(len(microbatch.targets_N)))
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from services.trainer.updates import logprobs
-from services.trainer.updates.logprobs import linear_logprobs
+from services.trainer.updates.logprobs import Targets, linear_logprobs
 from tests.trainer.harness_processes import forks
 
 M, D, V = 7, 5, 12
@@ -87,7 +87,7 @@ def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 def test_values_are_those_of_log_softmax(temperature: float) -> None:
     hidden, weight, targets = inputs()
-    got = linear_logprobs(hidden, weight, targets, temperature)
+    got = linear_logprobs(hidden, weight, Targets(targets), temperature)
     torch.testing.assert_close(got, plain(hidden, weight, targets, temperature), rtol=1e-12, atol=1e-12)
 
 
@@ -95,14 +95,14 @@ def test_values_are_those_of_log_softmax(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradients_are_those_of_finite_differences(temperature: float) -> None:
     hidden, weight, targets = inputs()
-    assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, targets, temperature), (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, Targets(targets), temperature), (hidden, weight))
 
 
 @pytest.mark.usefixtures("chunked")
 def test_over_sampling_masks_values_and_gradients_are_those_of_a_dense_softmax() -> None:
     hidden, weight, targets = inputs()
     mask_MK = sampling_masks(targets)
-    got = linear_logprobs(hidden, weight, targets, 0.7, mask_MK=mask_MK)
+    got = linear_logprobs(hidden, weight, Targets(targets, mask_MK), 0.7)
     want = plain_over_masks(hidden, weight, targets, mask_MK)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert got[:, 0].tolist() == [0, 0]  # only one token was kept
@@ -110,18 +110,90 @@ def test_over_sampling_masks_values_and_gradients_are_those_of_a_dense_softmax()
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
 
 
+OTHERS = 3
+TOP_K = 4
+
+
+def others(targets_M: torch.Tensor) -> torch.Tensor:
+    """Returns three different tokens of each row, of which some are the target, and some only padding, [M, 3]."""
+    others_MJ = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(m))[:OTHERS] for m in range(M)])
+    others_MJ[0, 1], others_MJ[4], others_MJ[5, 2] = targets_M[0], -1, -1
+    assert (others_MJ[0] == targets_M[0]).sum() == 1
+    return others_MJ
+
+
+def plain_with_others(
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, others_MJ: torch.Tensor
+) -> torch.Tensor:
+    """Computes `plain` at temperature 0.7, and the rows of the other tokens; 0 for padding."""
+    scores_MV = torch.log_softmax(hidden_MD.double() @ weight_VD.double().T / 0.7, -1)
+    rows_JM = torch.where(others_MJ >= 0, scores_MV.gather(1, others_MJ.clamp(min=0)), 0).T
+    return torch.cat([plain(hidden_MD, weight_VD, targets_M, 0.7), rows_JM])
+
+
+def without_padding(values_RM: torch.Tensor, others_MJ: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values_RM[:2], torch.where(others_MJ.T >= 0, values_RM[2:], 0)])
+
+
+@pytest.mark.usefixtures("chunked")
+def test_values_and_gradients_of_other_tokens_are_autograds() -> None:
+    hidden, weight, targets = inputs()
+    others_MJ = others(targets)
+    got = linear_logprobs(hidden, weight, Targets(targets, others_MJ=others_MJ.int()), 0.7)
+    got, want = without_padding(got, others_MJ), plain_with_others(hidden, weight, targets, others_MJ)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(_mixed(values), (hidden, weight)) for values in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+def test_other_tokens_of_a_capped_and_masked_model_have_the_gradients_of_finite_differences() -> None:
+    hidden, weight, targets = inputs()
+    mask_MK = sampling_masks(targets)
+    also = Targets(targets, mask_MK, others_MJ=mask_MK[:, :2].clone())
+    also.others_MJ[2] = -1  # because a mask may have a token twice, and others may not
+
+    def computed(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        return without_padding(linear_logprobs(hidden_MD, weight_VD, also, 0.7, softcap=3.0), also.others_MJ)
+
+    assert torch.autograd.gradcheck(computed, (hidden, weight))
+
+
+@pytest.mark.usefixtures("chunked")
+def test_the_most_probable_tokens_are_those_of_log_softmax() -> None:
+    hidden, weight, targets = inputs()
+    with torch.no_grad():
+        got = linear_logprobs(hidden, weight, Targets(targets, top_k=TOP_K), 0.7)
+        values, tokens = torch.log_softmax(hidden @ weight.T / 0.7, -1).topk(TOP_K)
+    torch.testing.assert_close(got, torch.cat([plain(hidden, weight, targets, 0.7), values.T, tokens.T]))
+
+
+def test_a_likely_token_has_a_gradient_that_bfloat16_does_not_lose() -> None:
+    """Descends (log p - log q)^2 / 2 of one token, p = 0.997 and q = 0.9. Its logit's gradient is 2.8e-4, of 0.1."""
+    weight = torch.eye(4, dtype=torch.bfloat16).requires_grad_()
+    hidden = torch.tensor([[7.0, 0, 0, 0]], dtype=torch.bfloat16, requires_grad=True)
+    targets = Targets(torch.tensor([0]), others_MJ=torch.tensor([[0]]))
+    logprob = linear_logprobs(hidden, weight, targets, 1.0)[2]
+    ((logprob - math.log(0.9)) ** 2 / 2).sum().backward()
+    exact = torch.tensor([7.0, 0, 0, 0], dtype=torch.float64).log_softmax(0)[0]
+    want = (exact - math.log(0.9)) * -torch.expm1(exact)
+    # One rounding of 2^-9. The two parts of size 0.1 have roundings that alone are as large as their difference.
+    assert float(hidden.grad[0, 0]) == pytest.approx(float(want), rel=2**-8)
+
+
 @pytest.mark.parametrize("row", [0, 1], ids=["logprob", "entropy"])
 def test_each_gradient_alone_is_autograds(row: int) -> None:
     hidden, weight, targets = inputs()
     weights_M = torch.arange(1.0, M + 1, dtype=torch.float64)
-    got = torch.autograd.grad((linear_logprobs(hidden, weight, targets, 0.7)[row] * weights_M).sum(), (hidden, weight))
+    got = torch.autograd.grad(
+        (linear_logprobs(hidden, weight, Targets(targets), 0.7)[row] * weights_M).sum(), (hidden, weight)
+    )
     want = torch.autograd.grad((plain(hidden, weight, targets, 0.7)[row] * weights_M).sum(), (hidden, weight))
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 def test_single_precision_rounds_no_more_than_it_must() -> None:
     hidden, weight, targets = inputs(torch.float32)
-    got = linear_logprobs(hidden, weight, targets, 0.7)
+    got = linear_logprobs(hidden, weight, Targets(targets), 0.7)
     assert got.dtype == torch.float32
     # Logits of size 10 have roundings of 10 x 2^-24 = 6e-7, a few of which add up.
     torch.testing.assert_close(got.double(), plain(hidden, weight, targets, 0.7), rtol=0, atol=5e-6)
@@ -129,7 +201,7 @@ def test_single_precision_rounds_no_more_than_it_must() -> None:
 
 def test_bfloat16_gives_float32_values_and_bfloat16_gradients() -> None:
     hidden, weight, targets = inputs(torch.bfloat16)
-    got = linear_logprobs(hidden, weight, targets, 0.7)
+    got = linear_logprobs(hidden, weight, Targets(targets), 0.7)
     assert got.dtype == torch.float32
     # Logits are rounded to bfloat16's 8 bits once, then all is float32: 10 x 2^-9 per logit.
     torch.testing.assert_close(got.double(), plain(hidden, weight, targets, 0.7), rtol=0, atol=0.1)
@@ -140,7 +212,7 @@ def test_bfloat16_gives_float32_values_and_bfloat16_gradients() -> None:
 @pytest.mark.usefixtures("chunked")
 def test_nothing_to_predict() -> None:
     hidden, weight, targets = inputs()
-    got = linear_logprobs(hidden[:0], weight, targets[:0], 1.0)
+    got = linear_logprobs(hidden[:0], weight, Targets(targets[:0]), 1.0)
     assert got.shape == (2, 0)
     gradients = torch.autograd.grad(got.sum(), (hidden, weight))
     assert [gradient.abs().max().item() for gradient in gradients] == [0, 0]
@@ -150,7 +222,7 @@ def test_nothing_to_predict() -> None:
 def test_extreme_logits_do_not_overflow(sign: int) -> None:
     weight = torch.tensor([[1e4], [0.0], [-1e4]], requires_grad=True)
     hidden = torch.tensor([[1.0], [1.0], [1.0]]).mul(sign).requires_grad_()
-    got = linear_logprobs(hidden, weight, torch.tensor([0, 1, 2]), 1.0)
+    got = linear_logprobs(hidden, weight, Targets(torch.tensor([0, 1, 2])), 1.0)
     want = [0.0, -1e4, -2e4] if sign == 1 else [-2e4, -1e4, 0.0]
     assert got.tolist() == [want, [0.0, 0.0, 0.0]]
     got.sum().backward()
@@ -158,7 +230,7 @@ def test_extreme_logits_do_not_overflow(sign: int) -> None:
 
 
 def test_uniform_distribution_has_the_entropy_of_its_size() -> None:
-    got = linear_logprobs(torch.zeros(2, 3), torch.randn(V, 3), torch.tensor([0, 5]), 1.0)
+    got = linear_logprobs(torch.zeros(2, 3), torch.randn(V, 3), Targets(torch.tensor([0, 5])), 1.0)
     torch.testing.assert_close(got, torch.tensor([[-math.log(V)] * 2, [math.log(V)] * 2]))
 
 
@@ -166,10 +238,10 @@ def test_uniform_distribution_has_the_entropy_of_its_size() -> None:
 @pytest.mark.usefixtures("chunked")
 def test_weight_gradient_is_added_to_megatrons_sum(dtype: torch.dtype) -> None:
     hidden, weight, targets = inputs(dtype)
-    (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 0.7).sum(), weight)
+    (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, Targets(targets), 0.7).sum(), weight)
     before = torch.randn(V, D)
     weight.main_grad = before.clone()
-    linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
+    linear_logprobs(hidden, weight, Targets(targets), 0.7).sum().backward()
     assert weight.grad_added_to_main_grad and weight.grad.dtype == dtype
     # Up to 7 chunks are added in another order: 7 x 2^-24 of values up to 32. bfloat16 has 8 bits.
     tolerance = {"rtol": 0, "atol": 2e-5} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 2e-5}
@@ -187,9 +259,9 @@ def test_a_bfloat16_sum_gets_the_gradients_of_small_and_large_micro_batches(
     total, weight.main_grad = torch.zeros(V, D), torch.zeros(V, D, dtype=torch.bfloat16)
     for size in sizes:
         alone = weight.detach().clone().requires_grad_()
-        value = linear_logprobs(hidden[:size], alone, targets[:size], 0.7).sum()
+        value = linear_logprobs(hidden[:size], alone, Targets(targets[:size]), 0.7).sum()
         total += torch.autograd.grad(value, alone)[0].float()
-        linear_logprobs(hidden[:size], weight, targets[:size], 0.7).sum().backward()
+        linear_logprobs(hidden[:size], weight, Targets(targets[:size]), 0.7).sum().backward()
         assert weight.grad_added_to_main_grad
         weight.grad = None
     # Two sums of up to 64, each rounded to 8 bits.
@@ -201,10 +273,10 @@ def test_a_bfloat16_sum_gets_the_gradients_of_small_and_large_micro_batches(
 def test_weight_gradient_is_returned_where_megatron_must_add_it(change: dict[str, Any]) -> None:
     """These are weights that are tied to the embedding."""
     hidden, weight, targets = inputs(torch.bfloat16)
-    (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, targets, 0.7).sum(), weight)
+    (want,) = torch.autograd.grad(linear_logprobs(hidden, weight, Targets(targets), 0.7).sum(), weight)
     weight.main_grad = torch.zeros(V, D)
     vars(weight).update(change)
-    linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
+    linear_logprobs(hidden, weight, Targets(targets), 0.7).sum().backward()
     assert torch.equal(weight.grad, want) and not weight.main_grad.any()
     assert not hasattr(weight, "grad_added_to_main_grad")
 
@@ -213,7 +285,7 @@ def test_weight_gradient_is_returned_where_megatron_must_add_it(change: dict[str
 def test_weight_gradient_costs_nothing_where_it_is_not_wanted(needs_weight: bool) -> None:
     hidden, weight, targets = inputs()
     weight.requires_grad_(needs_weight)
-    value = linear_logprobs(hidden, weight, targets, 1.0).sum()
+    value = linear_logprobs(hidden, weight, Targets(targets), 1.0).sum()
     with Recorder() as recorder:
         value.backward()
     assert ((V, D) in recorder.shapes) == needs_weight
@@ -226,7 +298,7 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", 0)
     hidden, weight, targets = inputs()
     with Recorder() as recorder:
-        linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
+        linear_logprobs(hidden, weight, Targets(targets), 0.7).sum().backward()
     assert (2, V) in recorder.shapes
     # Every other tensor is no larger than the weight, or its transpose.
     assert max(math.prod(shape) for shape in recorder.shapes) == V * D < M * V
@@ -236,7 +308,7 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_logits_are_kept_and_then_not_computed_again(num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", num_kept)
     hidden, weight, targets = inputs()
-    value = linear_logprobs(hidden, weight, targets, 0.7).sum()
+    value = linear_logprobs(hidden, weight, Targets(targets), 0.7).sum()
     with Recorder() as recorder:
         value.backward()
     # W^T to compute logits from, and [M, V] gradients of logits.
@@ -247,7 +319,7 @@ def test_few_logits_are_kept_and_then_not_computed_again(num_kept: int, monkeypa
 def test_saved_tensors_are_left_alone() -> None:
     hidden, weight, targets = inputs()
     copies = [tensor.detach().clone() for tensor in (hidden, weight, targets)]
-    value = linear_logprobs(hidden, weight, targets, 0.7).pow(2).sum()
+    value = linear_logprobs(hidden, weight, Targets(targets), 0.7).pow(2).sum()
     first = torch.autograd.grad(value, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(value, (hidden, weight))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -263,20 +335,26 @@ def _rank(rank: int, directory: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     hidden, weight, targets = inputs()
     part = weight.detach()[rank * V // 2 : (rank + 1) * V // 2].clone().requires_grad_()
-    got = linear_logprobs(hidden, part, targets, 0.7, dist.group.WORLD)
+    got = linear_logprobs(hidden, part, Targets(targets), 0.7, dist.group.WORLD)
     grad_hidden, grad_part = torch.autograd.grad(_mixed(got), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([got.detach(), grad_hidden, grad_part], directory / f"{rank}.pt")
     mask_MK = sampling_masks(targets)
-    cut = linear_logprobs(hidden, part, targets, 0.7, dist.group.WORLD, mask_MK)
+    cut = linear_logprobs(hidden, part, Targets(targets, mask_MK), 0.7, dist.group.WORLD)
     grad_hidden, grad_part = torch.autograd.grad(_mixed(cut), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([cut.detach(), grad_hidden, grad_part], directory / f"{rank}-kept.pt")
+    also = Targets(targets, others_MJ=others(targets), top_k=TOP_K)
+    more = linear_logprobs(hidden, part, also, 0.7, dist.group.WORLD)
+    more = torch.cat([without_padding(more[: -2 * TOP_K], others(targets)), more[-2 * TOP_K :].detach()])
+    grad_hidden, grad_part = torch.autograd.grad(_mixed(more), (hidden, part))
+    dist.all_reduce(grad_hidden)
+    torch.save([more.detach(), grad_hidden, grad_part], directory / f"{rank}-others.pt")
     dist.destroy_process_group()
 
 
-def _mixed(values_2M: torch.Tensor) -> torch.Tensor:
-    return (values_2M * torch.arange(1.0, 2 * M + 1, dtype=values_2M.dtype).view(2, M)).sum()
+def _mixed(values_RM: torch.Tensor) -> torch.Tensor:
+    return (values_RM * torch.arange(1.0, values_RM.numel() + 1, dtype=values_RM.dtype).view_as(values_RM)).sum()
 
 
 def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
@@ -288,10 +366,13 @@ def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
     hidden, weight, targets = inputs()
-    whole = linear_logprobs(hidden, weight, targets, 0.7)
+    whole = linear_logprobs(hidden, weight, Targets(targets), 0.7)
     assert_split([tmp_path / f"{rank}.pt" for rank in range(2)], whole, hidden, weight)
     over_kept = plain_over_masks(hidden, weight, targets, sampling_masks(targets))
     assert_split([tmp_path / f"{rank}-kept.pt" for rank in range(2)], over_kept, hidden, weight)
+    values, tokens = torch.log_softmax(hidden.detach() @ weight.detach().T / 0.7, -1).topk(TOP_K)
+    with_others = torch.cat([plain_with_others(hidden, weight, targets, others(targets)), values.T, tokens.T])
+    assert_split([tmp_path / f"{rank}-others.pt" for rank in range(2)], with_others, hidden, weight)
 
 
 def assert_split(files: list[Path], whole: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
