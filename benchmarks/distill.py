@@ -2,7 +2,8 @@
 from a teacher, or with GRPO. Both see the same data and generate as many samples in a step.
 
 `python -m benchmarks.distill grpo` saves distill-grpo. `python -m benchmarks.distill teacher DIR` trains a teacher in
-DIR with GRPO, and `python -m benchmarks.distill students DIR` distills from it and saves distill-quickstart.
+DIR with GRPO, and `python -m benchmarks.distill students DIR` distills from it and saves distill-quickstart;
+`python -m benchmarks.distill top_k DIR` compares the teacher's 8 most probable tokens and saves distill-top-k.
 """
 
 import sys
@@ -14,6 +15,7 @@ from benchmarks.report import keep
 _GOAL = 0.98
 _QUICKSTART, _DISTILL = "deploy/runs/quickstart.yaml", "deploy/runs/distill.yaml"
 _TEACHER = ["name=teacher", "seed=100", "num_steps=120", "evaluation.eval_freq=20", "checkpoint.save_freq=0"]
+_TOP_K = ["advantage.distill_coef=0", "trainer.loss.distill={coef: 1, top_k: 8}"]
 _COMMON = ["evaluation.eval_freq=5", "checkpoint.save_freq=0", "checkpoint.export_at_end=false"]
 
 
@@ -28,7 +30,8 @@ def main() -> None:
         teacher = Path(rest[0]) / "teacher"
         *_, (step, accuracy) = accuracies(read_metrics(teacher)).items()
         of_teacher = {f"held-out accuracy of the teacher after {step} steps": [accuracy]}
-        _measure("distill-quickstart", _DISTILL, [*_COMMON, f"teacher.model={teacher / 'model'}"], of_teacher)
+        name, keys = ("distill-top-k", _TOP_K) if what == "top_k" else ("distill-quickstart", [])
+        _measure(name, _DISTILL, [*_COMMON, *keys, f"teacher.model={teacher / 'model'}"], of_teacher)
 
 
 def _measure(name: str, config: str, overrides: list[str], also: dict[str, list[float]] | None = None) -> None:

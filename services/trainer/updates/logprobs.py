@@ -58,8 +58,8 @@ class Targets(NamedTuple):
 
     def at(self, rows: torch.Tensor) -> "Targets":
         """Returns those of some positions."""
-        of_rows = (None if values is None else values[rows] for values in self[1:3])
-        return Targets(self.tokens_M[rows], *of_rows, self.top_k)
+        mask_MK, others_MJ = (None if values is None else values[rows] for values in (self.mask_MK, self.others_MJ))
+        return Targets(self.tokens_M[rows], mask_MK, others_MJ, self.top_k)
 
 
 class _Scale(NamedTuple):

@@ -194,6 +194,7 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
         trained = np.add.reduceat(columns["loss_mask"], np.cumsum(counts) - counts)
     columns["completion_length"] = np.repeat(trained, counts)
     replayed = shape if "routed_experts" in samples.column_names else None
+    teacher = _teacher_top_k(samples, counts) if _has(samples, "teacher_top_k") else (None, None)
     return Microbatch(
         tokens_T=torch.from_numpy(np.concatenate(inputs).astype(np.int64)),
         positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
@@ -206,7 +207,8 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
         experts_TLK=_routed_experts(samples, replayed) if replayed else None,
         num_expert_layers=len(replayed.expert_layers) if replayed else 0,
         sampling_mask_NK=_sampling_mask(samples, counts) if _has(samples, "sampling_mask") else None,
-        **(_teacher_top_k(samples, counts) if _has(samples, "teacher_top_k") else {}),
+        teacher_tokens_NK=teacher[0],
+        teacher_logprobs_NK=teacher[1],
     )
 
 
@@ -214,10 +216,10 @@ def _has(samples: pa.Table, name: str) -> bool:
     return name in samples.column_names and not samples[name].null_count
 
 
-def _teacher_top_k(samples: pa.Table, num_tokens: np.ndarray) -> dict[str, torch.Tensor]:
+def _teacher_top_k(samples: pa.Table, num_tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     decoded = [decode_top_k(row.as_buffer(), n) for row, n in zip(samples["teacher_top_k"], num_tokens, strict=True)]
     tokens, logprobs = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*decoded, strict=True))
-    return {"teacher_tokens_NK": tokens, "teacher_logprobs_NK": logprobs}
+    return tokens, logprobs
 
 
 def _routed_experts(samples: pa.Table, shape: RoutedExpertsShape) -> torch.Tensor:
