@@ -39,6 +39,8 @@ KEPT = {
     "train/moe_router_agreement": "experts of the engine that the trainer's routers choose [share]",
     "lag/ess": "effective sample size [share of tokens]",
     "reward/mean": "training reward",
+    "teacher_kl/token_mean": "divergence from the teacher at the sampled token [nats]",
+    "train/distill_kl": "divergence from the teacher over its top k [nats]",
 }
 
 

@@ -37,6 +37,21 @@ class GpuHarness(Harness):
         self.open(kind, SMALL | {"compute_dtype": "bfloat16", "strategy": "megatron"})
         return self.train(samples(0), version=0)["grad_norm"]
 
+    def gradients(self, fp8: str, seed: int = 0) -> torch.Tensor:
+        """Returns the gradient of one update of a model with the sizes of a real one, before the clip, float32."""
+        settings = SMALL | {"compute_dtype": "bfloat16", "strategy": "megatron", "megatron": {"fp8": fp8}}
+        self.open("qwen3-0.6b", settings)
+        backend, step, kept = self.backend, self.backend.step, []
+
+        def recording(*rates: float) -> float:
+            parameters = [one for chunk in backend._model.ddp_chunks() for one in chunk.parameters()]
+            kept.append(torch.cat([one.main_grad.float().flatten() for one in parameters]))
+            return step(*rates)
+
+        backend.step = recording
+        self.train(samples(seed), version=0)
+        return kept[0]
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.cpu().clone() for name, tensor in self.backend.weights()}
 
@@ -44,7 +59,7 @@ class GpuHarness(Harness):
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuHarness]:
     models = tmp_path_factory.mktemp("models")
-    for kind in ("untied", "moe"):
+    for kind in ("untied", "moe", "qwen3-0.6b"):
         make_model(models / kind, kind)
     harness = GpuHarness(models)
     yield harness
@@ -88,3 +103,12 @@ def test_gradients_added_in_place_are_those_added_afterwards(
     monkeypatch.setattr(model, "add_gradients_in_place", lambda chunks: None)
     # If it is added afterwards, each micro-batch's part is rounded to bfloat16 first, up or down, by at most 2**-9.
     assert in_place == pytest.approx(harness.gradient_norm(kind), rel=2**-9)
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
+def test_a_float8_gradient_has_the_direction_of_that_of_bfloat16(harness: GpuHarness, fp8: str) -> None:
+    plain, got, other = harness.gradients("none"), harness.gradients(fp8), harness.gradients("none", seed=1)
+    near, far = (float(torch.cosine_similarity(plain, one, dim=0)) for one in (got, other))
+    assert not torch.equal(got, plain)  # otherwise nothing was computed in float8
+    assert near > 0.97 and abs(float(got.norm() / plain.norm()) - 1) < 0.05
+    assert far < 0.9  # that of other samples
