@@ -232,14 +232,19 @@ def with_teacher_top_k(samples: pa.Table, *, k: int = 6) -> pa.Table:
     rows = []
     for row in samples.to_pylist():
         num_tokens = len(row["tokens"])
-        tokens_TK, probs_TK = np.full((num_tokens, k), PADDING), random.dirichlet(np.ones(k + 1), num_tokens)[:, :k]
+        tokens_TK, probs_TK = np.full((num_tokens, k), PADDING), random.dirichlet(np.ones(k + 1), num_tokens)
         counts, allowed = np.zeros(num_tokens, int), np.zeros(0, int)
         if row["sampling_mask"]:
             counts, allowed = decode_sampling_masks(row["sampling_mask"], num_tokens)
         for place, mask in enumerate(np.split(allowed, np.cumsum(counts)[:-1])):
             chosen = random.permutation(mask if len(mask) else VOCAB)[:k]
             tokens_TK[place, : len(chosen)] = chosen
-        rows.append(encode_top_k(tokens_TK, np.where(tokens_TK >= 0, np.log(probs_TK), 0)))
+        probs_TK[:, :k][tokens_TK < 0] = 0
+        probs_TK[(counts > 0) & (counts <= k), k] = 0
+        probs_TK /= probs_TK.sum(1, keepdims=True)
+        logprobs_TK = np.log(probs_TK, out=np.full_like(probs_TK, -1e30), where=probs_TK > 0)
+        logprobs_TK[:, :k][tokens_TK < 0] = 0
+        rows.append(encode_top_k(tokens_TK, logprobs_TK))
     index = samples.schema.get_field_index("teacher_top_k")
     return samples.set_column(index, samples.schema.field(index), pa.array(rows, pa.large_binary()))
 

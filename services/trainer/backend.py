@@ -58,7 +58,7 @@ class Backend(Protocol):
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         """Returns the model's outputs at each micro-batch's targets, float32 [K, N], without gradient.
 
-        All micro-batches have the same `top_k`.
+        All micro-batches have the same `top_k`, and none has tokens of a teacher.
         """
         ...
 

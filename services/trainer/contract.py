@@ -18,6 +18,7 @@ from services.common.batches.routed_experts import RoutedExpertsShape, routed_ex
 from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.files.model_card import vocab_size_of
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
@@ -29,8 +30,8 @@ from services.trainer.samples import (
     check_samples,
     check_sampling_masks,
     check_teacher_top_k,
-    vocab_size_of,
 )
+from services.trainer.updates.softmax import TopK
 
 log = logging.getLogger(__name__)
 
@@ -176,16 +177,15 @@ def check_values(samples: pa.Table, opened: OpenRole) -> None:
     check_teacher_top_k(samples, vocab_size=vocab_size)
 
 
-def check_top_k(top_k: int, role: Role, opened: OpenRole) -> None:
-    """Raises InvalidInput if the model cannot return that many of its most probable tokens."""
-    if top_k and role is Role.CRITIC:
+def top_k_of(header: pb.ForwardHeader, role: Role, opened: OpenRole) -> TopK:
+    """Returns the tokens that a Forward call asks for. Raises InvalidInput if the model has not so many."""
+    if header.top_k and role is Role.CRITIC:
         raise InvalidInput("top_k: a critic has no probabilities of tokens", field="top_k")
-    if top_k > (vocab_size := vocab_size_of(opened.config_json)):
-        raise InvalidInput(
-            f"top_k: must be at most {vocab_size}, the size of the {role}'s vocabulary, not {top_k}; lower "
-            "trainer.loss.distill.top_k",
-            field="top_k",
-        )
+    vocab_size = vocab_size_of(opened.config_json)
+    vocab_size = min(header.vocab_size or vocab_size, vocab_size)
+    if header.top_k > vocab_size:
+        raise InvalidInput(f"top_k: must be at most {vocab_size}, the {role}'s number of tokens", field="top_k")
+    return TopK(header.top_k, vocab_size)
 
 
 def header_values(header: pb.TrainHeader) -> dict[str, Any]:

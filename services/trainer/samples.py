@@ -1,6 +1,5 @@
 """Checks samples before anything is computed from them, and splits them into each rank's part."""
 
-import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -143,8 +142,9 @@ def check_teacher_top_k(samples: pa.Table, *, vocab_size: int) -> None:
             raise _refusal(name, f"row {index} names a token outside of a vocabulary of {vocab_size}")
         if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] != PADDING)).any():
             raise _refusal(name, f"row {index} names a token twice at one place")
-        sums_T = np.where(tokens_TK == PADDING, 0, np.exp(logprobs_TK.astype(np.float64))).sum(1)
-        if not (np.isfinite(logprobs_TK).all() and (sums_T <= 1 + _ROUNDING).all()):
+        probs_TK = np.exp(np.minimum(logprobs_TK, 1))  # more than 1 is too much, and must not overflow
+        probs_TK[:, :-1][tokens_TK == PADDING] = 0
+        if not (np.isfinite(logprobs_TK).all() and (abs(probs_TK.sum(1) - 1) <= _ROUNDING).all()):
             raise _refusal(name, f"row {index} has log-probabilities that are not those of a distribution")
 
 
@@ -299,7 +299,8 @@ def train_parts(
         for rank, microbatches in enumerate(assigned):
             orders[rank] += [int(of_minibatch[index]) for microbatch in microbatches for index in microbatch]
             sizes[rank].append((number, [len(microbatch) for microbatch in microbatches]))
-    narrow = block.select(_columns(block, config, role))
+    distills = role is Role.POLICY and config.loss.distill.coef > 0
+    narrow = block.select([*_columns(block, config, role), *["teacher_top_k"] * distills])
     if block["segment"].null_count == 0:
         narrow = narrow.append_column("trained_tokens", trained_of_samples(block))
     return [
@@ -333,18 +334,12 @@ def forward_parts(
     return parts, np.argsort(order)
 
 
-def vocab_size_of(config_json: bytes) -> int:
-    content = json.loads(config_json)
-    return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
-
-
 def _columns(samples: pa.Table, config: TrainerConfig, role: Role) -> list[str]:
     """Returns the columns that the ranks need: routed experts only for the policy, since other models choose
     themselves."""
     replays = role is Role.POLICY and config.uses_router_replay and not samples["routed_experts"].null_count
     is_cut = role is not Role.CRITIC and not samples["sampling_mask"].null_count
-    distills = role is Role.POLICY and config.loss.distill.coef > 0 and not samples["teacher_top_k"].null_count
-    return [*_COLUMNS, *["routed_experts"] * replays, *["sampling_mask"] * is_cut, *["teacher_top_k"] * distills]
+    return [*_COLUMNS, *["routed_experts"] * replays, *["sampling_mask"] * is_cut]
 
 
 def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:

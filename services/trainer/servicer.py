@@ -111,9 +111,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._released.require_here(self._stand_in(role), Part.PARAMETERS)
         contract.check_temperature(header.temperature)
         contract.check_values(samples, opened)
-        contract.check_top_k(header.top_k, role, opened)
+        top_k = contract.top_k_of(header, role, opened)
         parts, order = forward_parts(samples, opened.config, opened.num_parts, role, pads_rows=opened.pads_rows)
-        wanted = {"role": role, "temperature": header.temperature, "top_k": header.top_k}
+        wanted = {"role": role, "temperature": header.temperature, "top_k": top_k}
         answers = await self._ranks.call(Worker.forward, [parts[rank] for rank in opened.data_ranks], **wanted)
         # Ranks that get the same samples give the same answer.
         outputs = [batches.decode(answers[opened.data_ranks.index(rank)].frames) for rank in range(len(parts))]

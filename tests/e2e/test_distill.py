@@ -73,11 +73,12 @@ def require_most_probable(batch: dict[str, list[Any]]) -> None:
     them, and are never less probable."""
     for data, tokens, logprobs in zip(batch["teacher_top_k"], batch["tokens"], batch["teacher_logprobs"], strict=True):
         for place, (top, top_logprobs) in enumerate(zip(*decode_top_k(data, len(tokens)), strict=True)):
-            assert len(top) == TOP_K and (np.diff(top_logprobs) <= 0).all()
-            if len(same := top_logprobs[top == tokens[place]]):
+            assert len(top) == TOP_K and (np.diff(top_logprobs[:-1]) <= 0).all()
+            assert np.exp(top_logprobs).sum() == pytest.approx(1, abs=1e-5)
+            if len(same := top_logprobs[:-1][top == tokens[place]]):
                 assert same[0] == pytest.approx(logprobs[place], abs=1e-6)
             else:
-                assert logprobs[place] <= top_logprobs[-1]
+                assert logprobs[place] <= top_logprobs[-2]
 
 
 def test_a_killed_run_is_equal_to_one_that_was_not_streamed(

@@ -30,7 +30,7 @@ from services.trainer.backend import Role
 from services.trainer.megatron import weights as weight_map
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts
-from tests.support import with_routed_experts
+from tests.support import VOCAB, with_routed_experts
 from tests.trainer.fsdp_harness import BASE, TEMPERATURE, aligned_samples, write
 from tests.trainer.megatron_layouts import FAMILY_LAYOUTS, LAYOUTS, LOSS, Layout
 from tests.trainer.updating import totals_of, train_whole, whole_parts
@@ -136,7 +136,7 @@ class MegatronHarness:
 
     def top_k(self, batch: pa.Table, role: str, k: int) -> list[bytes]:
         """Returns the encoded k most probable tokens of all samples."""
-        return self._forward(batch, role, top_k=k)["top_k"].to_pylist()
+        return self._forward(batch, role, top_k=(k, VOCAB))["top_k"].to_pylist()
 
     def _forward(self, batch: pa.Table, role: str, **more: Any) -> pa.Table:
         parts, order = forward_parts(batch, self._settings[role], self._num_parts(role))

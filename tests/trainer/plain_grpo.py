@@ -60,10 +60,13 @@ def divergence(probs_TV: torch.Tensor, row: Row, kl: str) -> torch.Tensor:
     divergences = []
     for probs_V, tokens, logprobs in zip(probs_TV, *decode_top_k(row["teacher_top_k"], len(probs_TV)), strict=True):
         is_token = tokens >= 0
-        policy = probs_V[tokens[is_token]]
-        teacher = torch.tensor(logprobs[is_token], dtype=torch.float64).exp()
-        policy, teacher = (torch.cat([p, (1 - p.sum()).clamp(min=1e-6)[None]]) for p in (policy, teacher))
+        others_V = torch.ones(len(probs_V), dtype=torch.bool)
+        others_V[tokens[is_token]] = False
+        policy = torch.cat([probs_V[tokens[is_token]], probs_V[others_V].sum()[None]])
+        teacher = torch.tensor(logprobs[[*is_token, True]], dtype=torch.float64).exp()
+        is_possible = policy > 0
         p, q = (policy, teacher) if kl == "reverse" else (teacher, policy)
+        p, q = p[is_possible], q[is_possible]
         divergences.append((p * (p / q).log()).sum())
     return torch.stack(divergences)
 

@@ -96,7 +96,9 @@ def plain_top_k_update(models: Path, batch: pa.Table, kl: str, shift: int = 0, k
     rows: list[dict[str, Any]] = batch.to_pylist()
     for row in rows:
         with torch.no_grad():
-            probs, tokens = plain_grpo.distributions(teacher, row, 1.0).roll(shift, 0).topk(k)
+            whole = plain_grpo.distributions(teacher, row, 1.0).roll(shift, 0)
+            probs, tokens = whole.topk(k)
+            probs = torch.cat([probs, whole.scatter(1, tokens, 0).sum(1, keepdim=True)], 1)
         row |= {"teacher_top_k": encode_top_k(tokens.numpy(), probs.log().numpy())}
     settings = config({"loss": {"distill": DISTILL | {"kl": kl}}})
     return plain_grpo.update(models / "untied", rows, settings, 1.0).weights
@@ -143,7 +145,7 @@ async def test_tokens_of_a_teacher_are_checked(trainer: Deployment) -> None:
     twice[-1, 1], outside[0, 0], likely[0] = twice[-1, 0], VOCAB, -0.1
     wrong = [
         first[:-8],
-        encode_top_k(tokens_TK[:, :5], logprobs_TK[:, :5]),
+        encode_top_k(tokens_TK[:, :5], logprobs_TK[:, :6]),
         *(encode_top_k(tokens, logprobs_TK) for tokens in (twice, outside, tokens_TK - 2)),
         *(encode_top_k(tokens_TK, logprobs) for logprobs in (likely, logprobs_TK + np.inf)),
         None,

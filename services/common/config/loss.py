@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from services.common.batches.top_k import top_k_bytes
 from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
 
@@ -126,8 +127,8 @@ class CorrectionConfig(Strict):
             raise ValueError("weight_cap has no effect while weight is none: set weight to token or sequence")
 
 
-# The bytes of a sample's top k, which travel in one message (rpc/channel.py: MAX_MESSAGE_BYTES) beside its tokens.
-_MAX_TOP_K_BYTES = 48 << 20
+# The most bytes of a sample's top k: they travel with its other columns in one message, of 64 MiB at most.
+_MAX_TOP_K_BYTES = 32 << 20
 
 
 class DistillConfig(Strict):
@@ -141,7 +142,7 @@ class DistillConfig(Strict):
     """Coefficient of the divergence; 0 turns it off. Needs `teacher`. With advantage.kind distill, also set
     advantage.distill_coef: 0 for this divergence alone."""
     top_k: int = Field(default=64, ge=1, le=4096)
-    """Number k of tokens. A batch has 8 k bytes for each token of its samples."""
+    """Number k of tokens. A batch has 8 k + 4 bytes for each token of its samples."""
     kl: Literal["reverse", "forward"] = "reverse"
     """reverse: KL(policy || teacher), which makes the policy avoid what the teacher would not say; forward:
     KL(teacher || policy), which makes it able to say all that the teacher would."""
@@ -151,6 +152,11 @@ class DistillConfig(Strict):
         for name in ("top_k", "kl"):
             if not self.coef and getattr(self, name) != defaults[name].default:
                 raise ValueError(f"distill.{name} has no effect while distill.coef is 0: set distill.coef")
+
+    @property
+    def used_top_k(self) -> int:
+        """`top_k`, or 0 if the divergence is off."""
+        return self.top_k if self.coef else 0
 
 
 # The kinds of loss that bound the ratio to the old policy for every token.
@@ -285,14 +291,14 @@ class LagConfig(Strict):
             raise ValueError("lag.min_ess has no effect while lag.versions is 0: set lag.versions, or leave it out")
 
 
-def check_top_k(top_k: int, most_tokens: int) -> None:
-    """Raises ValueError if the teacher's tokens of a sample of `most_tokens` are too large for a message."""
-    num_bytes, most = 8 * top_k * most_tokens, _MAX_TOP_K_BYTES
-    if num_bytes > most:
+def check_top_k(top_k: int, most_tokens: int, key: str) -> None:
+    """Raises ValueError if the teacher's tokens of a sample of `most_tokens`, which `key` sets, exceed a message."""
+    most_k, limit = (_MAX_TOP_K_BYTES // most_tokens - 4) // 8, _MAX_TOP_K_BYTES >> 20
+    if top_k > most_k:
         raise ValueError(
-            f"trainer.loss.distill.top_k {top_k} makes {num_bytes >> 20} MiB of a sample of {most_tokens} tokens, and "
-            f"at most {most >> 20} can be sent: set it to at most {most // (8 * most_tokens)}, or lower "
-            "rollout.sampling.max_tokens"
+            f"trainer.loss.distill.top_k {top_k} makes {top_k_bytes(top_k, most_tokens) / (1 << 20):.1f} MiB of a "
+            f"sample of {most_tokens} tokens, and at most {limit} can be sent: set it to at most {most_k}, or lower "
+            f"{key}"
         )
 
 

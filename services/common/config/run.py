@@ -229,7 +229,8 @@ class Config(AnyRun):
                 "teacher: set advantage.distill_coef to 0 for that of the loss alone, or to 1 for both"
             )
         if in_loss:
-            check_top_k(loss.distill.top_k, self.max_response_tokens)
+            key = "rollout.max_model_len" if self.environment else "rollout.sampling.max_tokens"
+            check_top_k(loss.distill.top_k, self.max_response_tokens, key)
 
     def _check_batch(self) -> None:
         groups = self.data.prompts_per_step

@@ -4,6 +4,7 @@ The trainer reads them from its model directory, so rollout and coordinator need
 to the Hugging Face hub.
 """
 
+import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
@@ -67,6 +68,12 @@ def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[st
     """
     _check_files(card, directory, (_REQUIRED, *_OPTIONAL))
     return {name: content.decode() for name, content in card.files.items()}
+
+
+def vocab_size_of(config_json: bytes) -> int:
+    """Returns the number of rows of the output layer, which may be more than the tokenizer has tokens."""
+    content = json.loads(config_json)
+    return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
 
 
 def write_model_card(card: ModelCard, directory: Path) -> None:

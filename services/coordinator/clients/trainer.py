@@ -153,6 +153,7 @@ class Model:
         self._client = TrainerClient(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts, self._renewal = config, config.timeouts, Renewal()
         self._role, self._columns, self._unread = _ROLES[name]
+        self._top_k = 0, 0
         self.opened = pb.OpenRunResponse()
         self.busy = Busy()
 
@@ -193,12 +194,15 @@ class Model:
                 field=key,
             )
 
+    def list_tokens(self, k: int, vocab_size: int) -> None:
+        """Makes every forward also return the k most probable of the first `vocab_size` tokens, if k is above 0."""
+        self._top_k = k, vocab_size
+
     async def forward(self, batch: pa.Table) -> dict[str, pa.ChunkedArray]:
         """Returns the model's columns of `batch`: the log-probability, or the critic's value, of every completion
         token, and a teacher's most probable tokens if the loss reads them."""
         header, batch = pb.ForwardHeader(role=self._role, temperature=self._temperature), self._needed(batch)
-        if self.name == "teacher" and (distill := self._config.trainer.loss.distill).coef:
-            header.top_k = distill.top_k
+        header.top_k, header.vocab_size = self._top_k
 
         async def forward(timeout_s: float) -> list[bytes]:
             requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)

@@ -150,7 +150,8 @@ def check_teacher(config: Config) -> Finding:
         return Finding("teacher", f"{teacher} or {config.model} is not on this host; tokenizers were not compared")
     try:
         cards = read_model_card(config.model), read_model_card(teacher)
-        require_teacher(*cards, max_model_len=config.rollout.max_model_len)
+        top_k = config.trainer.loss.distill.used_top_k
+        require_teacher(*cards, max_model_len=config.rollout.max_model_len, top_k=top_k)
     except LockstepError as error:
         return Finding("teacher", error.message, Verdict.FAIL, "choose another teacher.model")
     return Finding("teacher", f"{teacher}, with the tokenizer of the policy")

@@ -14,6 +14,7 @@ from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from services.common.config.load import AnyConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput, LockstepError
+from services.common.files.model_card import vocab_size_of
 from services.common.rpc.client import Client, Method
 from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments, open_environments
@@ -171,8 +172,10 @@ async def _open(run: Run, trainer: Trainer, model: Model) -> None:
     """
     await model.open(run.run_id, run.resume_critic_from if model.name == "critic" else "")
     if model.name == "teacher":
-        longest = run.config.rollout.max_model_len
-        require_teacher(trainer.opened.model_card, model.opened.model_card, max_model_len=longest)
+        policy, config = trainer.opened.model_card, run.config
+        longest, top_k = config.rollout.max_model_len, config.trainer.loss.distill.used_top_k
+        require_teacher(policy, model.opened.model_card, max_model_len=longest, top_k=top_k)
+        model.list_tokens(top_k, vocab_size_of(policy.files["config.json"]))
 
 
 def _require_pairs(num_ranks: int, rollout: Rollout) -> None:

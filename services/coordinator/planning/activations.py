@@ -29,6 +29,8 @@ _FLOAT32 = 4
 _ENTRIES_AT_ONCE = {False: 64 << 20, True: 256 << 20}
 _KEPT_ENTRIES = {False: 64 << 20, True: 768 << 20}
 _LOGITS_BYTES_CPU = (16, 21)
+# For each of a teacher's tokens at each place: the loss and its gradient in float32, and numbers of tokens in int64.
+_TOP_K_BYTES = 100
 # Larger tensors have a mapping of their own (glibc's DEFAULT_MMAP_THRESHOLD_MAX), which ends with them.
 _LARGEST_IN_HEAP = 32 << 20
 # Bytes of holes in the heap for each byte that a layer keeps: measured 0.82 with strategy fsdp and 0.84 with megatron.
@@ -245,7 +247,8 @@ def _logits(
     each = (2 * size, 2 * size) if is_gpu else _LOGITS_BYTES_CPU
     forward, backward = (num_bytes * (tokens if is_kept else at_once) * rows for num_bytes in each)
     gradient = 0 if trainer.lora.rank else _output_gradient(trainer, model, is_kept=is_kept, is_gpu=is_gpu)
-    return forward, backward + gradient * rows * model.hidden_size
+    of_teacher = _TOP_K_BYTES * trainer.loss.distill.used_top_k * tokens
+    return forward, backward + gradient * rows * model.hidden_size + of_teacher
 
 
 def _output_gradient(

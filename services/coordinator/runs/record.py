@@ -182,17 +182,22 @@ def calls_path(run_dir: Path, version: int) -> Path:
 def _write_parquet(table: pa.Table, path: Path) -> None:
     """Writes `table` to `path`, where a file is always complete and on disk."""
     partial = path.with_suffix(".partial")
-    # Building dictionaries of tokens and log-probabilities would double the time and save nothing.
-    scalars = [field.name for field in table.schema if not pa.types.is_list(field.type)]
+    # Building dictionaries of lists and bytes would double the time and save nothing.
+    scalars = [field.name for field in table.schema if not _is_large(field.type)]
     try:
         with partial.open("wb") as file:
-            pq.write_table(table, file, compression="zstd", use_dictionary=scalars)
+            # The size of a page, which must be below 2 GiB, is looked at only after so many rows; one may have 32 MiB.
+            pq.write_table(table, file, compression="zstd", use_dictionary=scalars, write_batch_size=16)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-    except OSError:
+    except (OSError, pa.ArrowException):
         partial.unlink(missing_ok=True)
         raise
+
+
+def _is_large(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_binary(kind)
 
 
 def sha256_of(path: Path) -> str:

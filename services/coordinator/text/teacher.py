@@ -7,6 +7,7 @@ import tokenizers
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput
+from services.common.files.model_card import vocab_size_of
 from services.common.json_values import JsonMapping
 from services.coordinator.text.tokenizer import VOCABULARIES
 
@@ -17,12 +18,12 @@ _PARTS = ("model", "pre_tokenizer", "normalizer")
 _OTHERS = (*VOCABULARIES, "merges.txt")
 
 
-def require_teacher(policy: ModelCard, teacher: ModelCard, *, max_model_len: int) -> None:
-    """Checks the teacher's tokenizer, and that its positions reach to the policy's longest sample.
+def require_teacher(policy: ModelCard, teacher: ModelCard, *, max_model_len: int, top_k: int = 0) -> None:
+    """Checks the teacher's tokenizer, its positions, and that both models have as many tokens as the loss compares.
 
     Raises:
-        InvalidInput: The tokenizers differ, of which the message names the first difference; or the teacher was made
-            for fewer than `max_model_len` tokens.
+        InvalidInput: The tokenizers differ, of which the message names the first difference; the teacher was made for
+            fewer than `max_model_len` tokens; or a model has fewer than `top_k` tokens.
     """
     if difference := _difference(policy.files, teacher.files):
         raise InvalidInput(
@@ -30,13 +31,20 @@ def require_teacher(policy: ModelCard, teacher: ModelCard, *, max_model_len: int
             "a teacher of the same family, or a policy with the teacher's tokenizer",
             field=FIELD,
         )
-    config = json.loads(teacher.files["config.json"])
-    longest = (config.get("text_config") or config).get("max_position_embeddings")
+    content = json.loads(teacher.files["config.json"])
+    longest = (content.get("text_config") or content).get("max_position_embeddings")
     if isinstance(longest, int) and longest < max_model_len:
         raise InvalidInput(
             f"{FIELD}: it has {longest} positions (max_position_embeddings), and a sample may have "
             f"rollout.max_model_len = {max_model_len} tokens; lower that, or choose another teacher",
             field=FIELD,
+        )
+
+    vocab_size = min(vocab_size_of(card.files["config.json"]) for card in (policy, teacher))
+    if top_k > vocab_size:
+        raise InvalidInput(
+            f"trainer.loss.distill.top_k {top_k} is above the {vocab_size} tokens of the models: lower it",
+            field="trainer.loss.distill.top_k",
         )
 
 

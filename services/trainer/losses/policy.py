@@ -11,7 +11,8 @@ from services.trainer.losses.kinds import Tokens, Totals, token_weights
 
 # The bounds of verl. Without them, one token that the policy has made impossible could overflow the whole mean.
 _MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
-_LEAST_REST = 1e-6
+# No logit gives less, except that of a token that sampling has removed (updates/softmax.py).
+_IMPOSSIBLE = -1e20
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -143,33 +144,26 @@ def distill_loss(
 
     Both are sums to be added over micro-batches and ranks. The divergence is between distributions of K + 1 events: the
     teacher's K most probable tokens, and all others together. Merging events makes no divergence larger (data
-    processing inequality), so it is a lower bound of that over the whole vocabulary.
+    processing inequality), so it is a lower bound of that over the whole vocabulary. An event that one of them cannot
+    sample at all, such as a token beside those of a sampling mask, does not count.
 
     Args:
-        logprobs_KN: The policy's log-probabilities of the teacher's tokens, with gradient.
-        teacher: These tokens, [N, K], negative for padding, and the teacher's log-probabilities of them.
+        logprobs_KN: The policy's log-probabilities of the K + 1 events, with gradient.
+        teacher: The K tokens, [N, K], negative for padding, and the teacher's log-probabilities, [N, K + 1].
         columns: As in `policy_loss`.
         totals: The counts over the whole mini-batch.
         config: `distill` and `aggregation`.
     """
-    is_token_KN = teacher[0].T >= 0
-    policy_KN = torch.where(is_token_KN, logprobs_KN, 0)
-    teacher_KN = torch.where(is_token_KN, teacher[1].T.to(policy_KN.dtype), 0)
-    policy, others = ((is_token_KN * x.exp(), x) for x in (policy_KN, teacher_KN))
+    tokens_NK, teacher_NK = teacher
+    is_event_KN = torch.nn.functional.pad(tokens_NK >= 0, (0, 1), value=True).T
+    is_event_KN = is_event_KN & (logprobs_KN > _IMPOSSIBLE) & (teacher_NK.T > _IMPOSSIBLE)
+    log_p_KN = torch.where(is_event_KN, logprobs_KN, 0)
+    log_q_KN = torch.where(is_event_KN, teacher_NK.T.to(log_p_KN.dtype), 0)
     if config.distill.kl == "forward":
-        policy, others = others, policy
-    kl_N = _kl_of(*policy, *others)
+        log_p_KN, log_q_KN = log_q_KN, log_p_KN
+    kl_N = (is_event_KN * log_p_KN.exp() * (log_p_KN - log_q_KN)).sum(0)
     loss = config.distill.coef * (token_weights(config, columns, totals) * kl_N).sum()
     return loss, (columns["loss_mask"] * kl_N.detach()).sum() / totals.num_tokens
-
-
-def _kl_of(p_KN: torch.Tensor, log_p_KN: torch.Tensor, q_KN: torch.Tensor, log_q_KN: torch.Tensor) -> torch.Tensor:
-    """Returns KL(p || q) of K events and the rest, [N].
-
-    A rest is at least 1e-6, below which it would only be the rounding of a sum in float32; then it has no gradient.
-    """
-    p_rest_N, q_rest_N = ((1 - x_KN.sum(0)).clamp(min=_LEAST_REST) for x_KN in (p_KN, q_KN))
-    return (p_KN * (log_p_KN - log_q_KN)).sum(0) + p_rest_N * (p_rest_N.log() - q_rest_N.log())
 
 
 def _joined(

@@ -80,10 +80,10 @@ class Chunk(HiddenStateModel):
     """Computes a chunk of a model; the last chunk returns outputs at the predictions."""
 
     num_outputs: int
-    """Those that a loss reads of every prediction."""
+    """Those of every model of this kind; a micro-batch may ask a language model for more (updates/logprobs.py)."""
 
     def forward(self, shard: MicrobatchShard, temperature: float) -> torch.Tensor:  # type: ignore[override]
-        """Returns hidden states for the next chunk; the last chunk returns its head's outputs [num_outputs, M]."""
+        """Returns hidden states for the next chunk; the last chunk returns its head's outputs [K, M]."""
         # Megatron's annotations leave out that positions, mask and packing may be None.
         hidden = super().forward(shard.tokens, None, None, packed_seq_params=shard.packed)  # pyright: ignore[reportArgumentType]
         return self._outputs(hidden, shard, temperature) if self.post_process else hidden
@@ -94,7 +94,7 @@ class Chunk(HiddenStateModel):
             yield layer
 
     def _outputs(self, hidden_SBD: torch.Tensor, shard: MicrobatchShard, temperature: float) -> torch.Tensor:
-        """Returns the head's outputs [num_outputs, M]."""
+        """Returns the head's outputs [K, M]."""
         raise NotImplementedError
 
 

@@ -17,7 +17,6 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.batches import batch as batches
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
-from services.common.batches.top_k import encode_top_k
 from services.common.config.load import parse_json
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
@@ -40,6 +39,7 @@ from services.trainer.ranks.publish import SendingMember, join_epoch, send
 from services.trainer.updates.batch import BatchUpdate, CriticUpdate
 from services.trainer.updates.packing import Microbatch, build_microbatch
 from services.trainer.updates.profiler import Profiler
+from services.trainer.updates.softmax import TopK
 
 # The config class of each role.
 CONFIGS: dict[Role, type[TrainerConfig]] = {
@@ -131,20 +131,30 @@ class Worker(MemoryCommands):
 
     @rank_command
     def forward(
-        self, *, role: str, microbatches: list[int], temperature: float, top_k: int = 0, frames: Sequence[bytes]
+        self,
+        *,
+        role: str,
+        microbatches: list[int],
+        temperature: float,
+        top_k: Sequence[int] = (),
+        frames: Sequence[bytes],
     ) -> Message:
         """Returns log-probabilities and entropy, or a critic's values, of this rank's samples in their order.
 
-        With `top_k`, also the log-probabilities of that many tokens at each place.
+        With `top_k`, also the most probable tokens of each place with their log-probabilities.
         """
-        scored = [replace(one, top_k=top_k) for one in self._microbatches(batches.decode(frames), microbatches)]
+        wanted = TopK(*top_k)
+        scored = [replace(one, top_k=wanted) for one in self._microbatches(batches.decode(frames), microbatches)]
         outputs = self._forward_of(Role(role))(scored, temperature)
         columns: dict[str, pa.Array] = {}
         for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
             rows = [one.per_sample(out[index]) for one, out in zip(scored, outputs, strict=True)]
             columns[name] = pa.array(itertools.chain(*rows), pa.list_(pa.float32()))
-        if top_k:
-            columns["top_k"] = pa.array(_top_k_of(scored, outputs), pa.large_binary())
+        if wanted.k:
+            columns["top_k"] = pa.array(
+                itertools.chain(*(one.encoded_top_k(out) for one, out in zip(scored, outputs, strict=True))),
+                pa.large_binary(),
+            )
         return Message({}, list(batches.encode(pa.table(columns))))
 
     @rank_command
@@ -365,14 +375,6 @@ class Worker(MemoryCommands):
         # With GPUs gloo too: ranks tell each other JSON in host memory (checkpoint/agreement.py).
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
-
-
-def _top_k_of(microbatches: Sequence[Microbatch], outputs: Sequence[torch.Tensor]) -> Iterator[bytes]:
-    """Yields the most probable tokens of each sample, of which `outputs` have the last rows."""
-    for microbatch, outputs_KN in zip(microbatches, outputs, strict=True):
-        logprobs_NK, tokens_NK = outputs_KN[-2 * microbatch.top_k :].T.chunk(2, 1)
-        samples = zip(microbatch.per_sample(tokens_NK), microbatch.per_sample(logprobs_NK), strict=True)
-        yield from itertools.starmap(encode_top_k, samples)
 
 
 def _exhaust(weights: Iterable[object]) -> None:

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +10,10 @@ import torch
 
 from services.common.batches.batch import decode_sampling_masks
 from services.common.batches.routed_experts import RoutedExpertsShape
-from services.common.batches.top_k import decode_top_k
+from services.common.batches.top_k import decode_top_k, encode_top_k
 from services.common.errors import InvalidInput
 from services.trainer.updates.logprobs import Targets
+from services.trainer.updates.softmax import TopK
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Microbatch:
     """The tokens that truncated sampling kept for each predicted token, int32, -1 after the last of them; None if the
     batch has no sampling masks."""
     teacher_tokens_NK: torch.Tensor | None = None
-    """The tokens that the teacher finds most probable at each prediction, int32, -1 for padding; None if the batch does
-    not have them."""
+    """The tokens that the teacher finds most probable at each prediction, int32, -1 for padding; None if the loss does
+    not read them."""
     teacher_logprobs_NK: torch.Tensor | None = None
-    """The teacher's log-probabilities of them, float32."""
-    top_k: int = 0
-    """How many of the most probable tokens of each prediction the model also returns."""
+    """The teacher's log-probabilities of them, and of all others together, float32 [N, K + 1]."""
+    top_k: TopK = field(default_factory=TopK)
+    """The most probable tokens of each prediction, which the model also returns."""
 
     @property
     def targets(self) -> Targets:
@@ -70,6 +71,12 @@ class Microbatch:
     def per_sample(self, values_N: torch.Tensor) -> list[np.ndarray]:
         """Cuts values of the predicted tokens, [N] or [N, ...], into one array per sequence."""
         return np.split(values_N.cpu().numpy(), np.cumsum(self.completion_lengths)[:-1])
+
+    def encoded_top_k(self, outputs_KN: torch.Tensor) -> list[bytes]:
+        """Returns the most probable tokens of each sequence, which `outputs_KN` have in their last rows."""
+        k = self.top_k.k
+        logprobs_NK, tokens_NK = outputs_KN[-2 * k - 1 :].T.tensor_split([k + 1], 1)
+        return list(map(encode_top_k, self.per_sample(tokens_NK), self.per_sample(logprobs_NK)))
 
 
 def assign(

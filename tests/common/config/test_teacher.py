@@ -48,8 +48,8 @@ RULES = {
     ),
     "the teacher's tokens of a sample fit a message": (
         ["trainer.loss.distill={coef: 1, top_k: 4096}", "rollout.sampling.max_tokens=2000", *TEACHER, *LONG],
-        ["trainer.loss.distill.top_k 4096 makes 62 MiB of a sample of 2000 tokens", "at most 3145"],
-        ["trainer.loss.distill={coef: 1, top_k: 3145}", "rollout.sampling.max_tokens=2000", *TEACHER, *LONG],
+        ["top_k 4096 makes 62.5 MiB of a sample of 2000 tokens", "at most 2096", "lower rollout.sampling.max_tokens"],
+        ["trainer.loss.distill={coef: 1, top_k: 2096}", "rollout.sampling.max_tokens=2000", *TEACHER, *LONG],
     ),
     "a teacher is another model": (
         ["advantage.kind=distill", "teacher={}"],

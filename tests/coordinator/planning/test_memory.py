@@ -361,6 +361,15 @@ def test_few_logits_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:
     assert needed == [4 * 6144 * 2**17 + 2 * weight, 4 * 2**28 + 4 * weight]
 
 
+def test_the_tokens_of_a_teacher_take_memory_in_the_backward_pass(dense: Path) -> None:
+    distill, teacher = {"coef": 1, "top_k": 1024}, {"teacher": {"model": str(dense)}}
+    config, model = make(dense, strategy="fsdp", loss={"distill": distill}, distilled=teacher)
+    plain = fsdp_memory(*make(dense, strategy="fsdp"), is_gpu=True).microbatch
+    more = fsdp_memory(config, model, is_gpu=True).microbatch
+    assert more.forward == plain.forward
+    assert more.backward - plain.backward == 100 * 1024 * config.trainer.max_tokens_per_microbatch
+
+
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("train-*.json"))
 
 

@@ -46,6 +46,20 @@ def refused(action: Callable[[], object], path: Path, fix: str) -> None:
     assert str(path) in error.message and fix in error.message and "\n" not in error.message
 
 
+@pytest.mark.long
+def test_a_batch_has_a_column_of_more_bytes_than_a_page_can_have(tmp_path: Path) -> None:
+    """Rows of a teacher's tokens, or of routed experts, of 2 MiB each: 1,024 of them are 2 GiB."""
+    row = np.random.default_rng(0).integers(0, 256, (2 << 20) + 1000, dtype=np.uint8).tobytes()
+    samples, stamp = pa.table({"bytes": pa.array([row] * 1100, pa.large_binary())}), PolicyStamp(digest="d")
+    record = RunRecord(tmp_path, Ledger(tmp_path / "ledger.sqlite"))
+    record.record_batch(
+        CollectedBatch(samples, 0, stamp, decision={}, outcomes={}, dataset="data", num_prompts=1, kl=None)
+    )
+    recorded = record.recorded_batch(0, stamp)
+    assert recorded is not None and recorded.num_rows == 1100
+    assert {len(one) for one in recorded["bytes"].to_pylist()} == {len(row)}
+
+
 def test_a_full_disk_ends_a_batch_with_a_word_and_the_run_goes_on_when_there_is_space(disk: SmallDisk):
     directory = disk.path / "run"
     directory.mkdir()

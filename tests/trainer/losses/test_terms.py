@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.config.loss import Aggregation, LossConfig, LossKind
 from services.common.config.trainer import OptimConfig
-from services.trainer.losses import LOSSES, Totals
+from services.trainer.losses import LOSSES, Totals, distill_loss
 from services.trainer.losses.kinds import Tokens, clipped_surrogate, token_weights
 from services.trainer.losses.policy import KL_ESTIMATES, kl_k3
 from services.trainer.updates.optim import learning_rate
@@ -107,6 +107,51 @@ def test_absolute_divergence_pulls_with_the_sign() -> None:
     divergence = KL_ESTIMATES["abs"](logprobs, torch.full((3,), -2.0))
     divergence.sum().backward()
     assert (divergence.tolist(), logprobs.grad.tolist()) == ([1, 1, 0], [1, -1, 0])
+
+
+def distilled(kl: str, policy: list[float], teacher: list[float], tokens: list[int]) -> tuple[float, list[float]]:
+    """Returns the divergence at one token, and its gradient to the logits that the policy's events are made of."""
+    logits_K = torch.tensor(policy, dtype=torch.float64).log().nan_to_num(neginf=-1e30).requires_grad_()
+    config = LossConfig.model_validate({"distill": {"coef": 1, "kl": kl}})
+    columns = {"loss_mask": torch.ones(1), "completion_length": torch.ones(1)}
+    of_teacher = torch.tensor([tokens]), torch.tensor([teacher]).log().nan_to_num(neginf=-1e30)
+    loss, mean = distill_loss(logits_K.log_softmax(0)[:, None], of_teacher, columns, Totals(1, 1), config)
+    assert float(mean) == float(loss)
+    loss.backward()
+    return float(loss), logits_K.grad.tolist()
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_divergence_from_a_teacher_has_the_gradient_of_the_whole(kl: str) -> None:
+    policy, teacher = [0.6, 0.3, 0.1], [0.2, 0.5, 0.3]
+    p, q = (policy, teacher) if kl == "reverse" else (teacher, policy)
+    want = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    value, gradient = distilled(kl, policy, teacher, [3, 1])
+    assert value == pytest.approx(want, rel=1e-6)
+    logs = [math.log(a / b) for a, b in zip(policy, teacher, strict=True)]
+    reverse = [a * (log - want) for a, log in zip(policy, logs, strict=True)]
+    forward = [a - b for a, b in zip(policy, teacher, strict=True)]
+    assert gradient == pytest.approx(reverse if kl == "reverse" else forward, rel=1e-5)
+    assert distilled(kl, policy, policy, [3, 1])[0] == pytest.approx(0, abs=1e-7)
+
+
+def test_a_confident_policy_still_learns_what_its_teacher_would_also_say() -> None:
+    _, gradient = distilled("forward", [1 - 1e-9, 1e-9], [0.667, 0.333], [0])
+    assert gradient == pytest.approx([0.333, -0.333], rel=1e-5)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+@pytest.mark.parametrize(
+    ("policy", "teacher"), [([0.5, 0.5, 0.0], [0.4, 0.5, 0.1]), ([0.5, 0.4, 0.1], [0.5, 0.5, 0.0])]
+)
+def test_what_one_of_them_cannot_sample_does_not_count(kl: str, policy: list[float], teacher: list[float]) -> None:
+    value, gradient = distilled(kl, policy, teacher, [0, 1])
+    assert abs(value) < 1 and all(math.isfinite(one) for one in gradient)
+
+
+def test_padding_is_no_event() -> None:
+    value = distilled("reverse", [0.6, 0.3, 0.1], [0.5, 1.0, 0.5], [0, -1])[0]
+    assert value == pytest.approx(0.6 * math.log(0.6 / 0.5) + 0.1 * math.log(0.1 / 0.5), rel=1e-6)
 
 
 # Each row: the ratio, the advantage, and whether the gradient is cut off. PPO clips only moves that go further in the

@@ -1,7 +1,6 @@
 """Tests log-probabilities from hidden states: values, gradients, split vocabularies, memory."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,22 @@ from torch.utils._pytree import tree_flatten
 
 from services.trainer.updates import logprobs
 from services.trainer.updates.logprobs import Targets, linear_logprobs
+from services.trainer.updates.softmax import TopK
 from tests.trainer.harness_processes import forks
-
-M, D, V = 7, 5, 12
-
-
-def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    hidden_MD = torch.randn(M, D, generator=random, dtype=torch.float64) * scale
-    weight_VD = torch.randn(V, D, generator=random, dtype=torch.float64)
-    targets_M = torch.randint(0, V, (M,), generator=random)
-    return hidden_MD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), targets_M
-
-
-def plain(
-    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    scores_MV = torch.log_softmax(hidden_MD.double() @ weight_VD.double().T / temperature, -1)
-    return torch.stack([scores_MV.gather(1, targets_M[:, None])[:, 0], -(scores_MV.exp() * scores_MV).sum(-1)])
-
-
-def sampling_masks(targets_M: torch.Tensor) -> torch.Tensor:
-    """Returns sampling masks of up to three tokens beside each target, padded with -1, int32 [M, 4].
-
-    The first row has no token beside its target, the second no set at all, and the third only tokens of the lower half
-    of the vocabulary. For that, the third of `targets_M` is changed in place.
-    """
-    mask_MK = torch.randint(0, V, (M, 4), generator=torch.Generator().manual_seed(1))
-    mask_MK[:, 0] = targets_M
-    mask_MK[0, 1:], mask_MK[1], mask_MK[3, 2:] = -1, -1, -1
-    targets_M[2] = mask_MK[2, 0] = 1
-    mask_MK[2, 1:] %= V // 2
-    return mask_MK.int()
+from tests.trainer.updates.logits import (
+    TOP_K,
+    D,
+    M,
+    V,
+    inputs,
+    mixed,
+    others,
+    plain,
+    plain_with_others,
+    rest,
+    sampling_masks,
+    without_padding,
+)
 
 
 def plain_over_masks(
@@ -72,17 +55,6 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-@pytest.fixture(params=[1, 2 * V, 3 * V, 1 << 20], ids=lambda entries: f"{entries}-entries")
-def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Makes chunks of 1 token (also when the budget is below one token's logits), 2, 3 (with a rest of 1), and all.
-
-    Only in the last case the logits are kept.
-    """
-    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", request.param)
-    monkeypatch.setitem(logprobs._KEPT_ENTRIES, "cpu", request.param)
-    return request.param
-
-
 @pytest.mark.usefixtures("chunked")
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 def test_values_are_those_of_log_softmax(temperature: float) -> None:
@@ -106,78 +78,8 @@ def test_over_sampling_masks_values_and_gradients_are_those_of_a_dense_softmax()
     want = plain_over_masks(hidden, weight, targets, mask_MK)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert got[:, 0].tolist() == [0, 0]  # only one token was kept
-    gradients = [torch.autograd.grad(_mixed(values), (hidden, weight)) for values in (got, want)]
+    gradients = [torch.autograd.grad(mixed(values), (hidden, weight)) for values in (got, want)]
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
-
-
-OTHERS = 3
-TOP_K = 4
-
-
-def others(targets_M: torch.Tensor) -> torch.Tensor:
-    """Returns three different tokens of each row, of which some are the target, and some only padding, [M, 3]."""
-    others_MJ = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(m))[:OTHERS] for m in range(M)])
-    others_MJ[0, 1], others_MJ[4], others_MJ[5, 2] = targets_M[0], -1, -1
-    assert (others_MJ[0] == targets_M[0]).sum() == 1
-    return others_MJ
-
-
-def plain_with_others(
-    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, others_MJ: torch.Tensor
-) -> torch.Tensor:
-    """Computes `plain` at temperature 0.7, and the rows of the other tokens; 0 for padding."""
-    scores_MV = torch.log_softmax(hidden_MD.double() @ weight_VD.double().T / 0.7, -1)
-    rows_JM = torch.where(others_MJ >= 0, scores_MV.gather(1, others_MJ.clamp(min=0)), 0).T
-    return torch.cat([plain(hidden_MD, weight_VD, targets_M, 0.7), rows_JM])
-
-
-def without_padding(values_RM: torch.Tensor, others_MJ: torch.Tensor) -> torch.Tensor:
-    return torch.cat([values_RM[:2], torch.where(others_MJ.T >= 0, values_RM[2:], 0)])
-
-
-@pytest.mark.usefixtures("chunked")
-def test_values_and_gradients_of_other_tokens_are_autograds() -> None:
-    hidden, weight, targets = inputs()
-    others_MJ = others(targets)
-    got = linear_logprobs(hidden, weight, Targets(targets, others_MJ=others_MJ.int()), 0.7)
-    got, want = without_padding(got, others_MJ), plain_with_others(hidden, weight, targets, others_MJ)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(_mixed(values), (hidden, weight)) for values in (got, want)]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
-
-
-def test_other_tokens_of_a_capped_and_masked_model_have_the_gradients_of_finite_differences() -> None:
-    hidden, weight, targets = inputs()
-    mask_MK = sampling_masks(targets)
-    also = Targets(targets, mask_MK, others_MJ=mask_MK[:, :2].clone())
-    also.others_MJ[2] = -1  # because a mask may have a token twice, and others may not
-
-    def computed(hidden_MD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        return without_padding(linear_logprobs(hidden_MD, weight_VD, also, 0.7, softcap=3.0), also.others_MJ)
-
-    assert torch.autograd.gradcheck(computed, (hidden, weight))
-
-
-@pytest.mark.usefixtures("chunked")
-def test_the_most_probable_tokens_are_those_of_log_softmax() -> None:
-    hidden, weight, targets = inputs()
-    with torch.no_grad():
-        got = linear_logprobs(hidden, weight, Targets(targets, top_k=TOP_K), 0.7)
-        values, tokens = torch.log_softmax(hidden @ weight.T / 0.7, -1).topk(TOP_K)
-    torch.testing.assert_close(got, torch.cat([plain(hidden, weight, targets, 0.7), values.T, tokens.T]))
-
-
-def test_a_likely_token_has_a_gradient_that_bfloat16_does_not_lose() -> None:
-    """Descends (log p - log q)^2 / 2 of one token, p = 0.997 and q = 0.9. Its logit's gradient is 2.8e-4, of 0.1."""
-    weight = torch.eye(4, dtype=torch.bfloat16).requires_grad_()
-    hidden = torch.tensor([[7.0, 0, 0, 0]], dtype=torch.bfloat16, requires_grad=True)
-    targets = Targets(torch.tensor([0]), others_MJ=torch.tensor([[0]]))
-    logprob = linear_logprobs(hidden, weight, targets, 1.0)[2]
-    ((logprob - math.log(0.9)) ** 2 / 2).sum().backward()
-    exact = torch.tensor([7.0, 0, 0, 0], dtype=torch.float64).log_softmax(0)[0]
-    want = (exact - math.log(0.9)) * -torch.expm1(exact)
-    # One rounding of 2^-9. The two parts of size 0.1 have roundings that alone are as large as their difference.
-    assert float(hidden.grad[0, 0]) == pytest.approx(float(want), rel=2**-8)
 
 
 @pytest.mark.parametrize("row", [0, 1], ids=["logprob", "entropy"])
@@ -336,25 +238,22 @@ def _rank(rank: int, directory: Path) -> None:
     hidden, weight, targets = inputs()
     part = weight.detach()[rank * V // 2 : (rank + 1) * V // 2].clone().requires_grad_()
     got = linear_logprobs(hidden, part, Targets(targets), 0.7, dist.group.WORLD)
-    grad_hidden, grad_part = torch.autograd.grad(_mixed(got), (hidden, part))
+    grad_hidden, grad_part = torch.autograd.grad(mixed(got), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([got.detach(), grad_hidden, grad_part], directory / f"{rank}.pt")
     mask_MK = sampling_masks(targets)
     cut = linear_logprobs(hidden, part, Targets(targets, mask_MK), 0.7, dist.group.WORLD)
-    grad_hidden, grad_part = torch.autograd.grad(_mixed(cut), (hidden, part))
+    grad_hidden, grad_part = torch.autograd.grad(mixed(cut), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([cut.detach(), grad_hidden, grad_part], directory / f"{rank}-kept.pt")
-    also = Targets(targets, others_MJ=others(targets), top_k=TOP_K)
+    also = Targets(targets, others_MJ=others(targets), top_k=TopK(TOP_K, V - 5))
     more = linear_logprobs(hidden, part, also, 0.7, dist.group.WORLD)
-    more = torch.cat([without_padding(more[: -2 * TOP_K], others(targets)), more[-2 * TOP_K :].detach()])
-    grad_hidden, grad_part = torch.autograd.grad(_mixed(more), (hidden, part))
+    split = -2 * TOP_K - 1
+    more = torch.cat([without_padding(more[:split], others(targets)), more[split:].detach()])
+    grad_hidden, grad_part = torch.autograd.grad(mixed(more), (hidden, part))
     dist.all_reduce(grad_hidden)
     torch.save([more.detach(), grad_hidden, grad_part], directory / f"{rank}-others.pt")
     dist.destroy_process_group()
-
-
-def _mixed(values_RM: torch.Tensor) -> torch.Tensor:
-    return (values_RM * torch.arange(1.0, values_RM.numel() + 1, dtype=values_RM.dtype).view_as(values_RM)).sum()
 
 
 def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
@@ -370,15 +269,17 @@ def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
     assert_split([tmp_path / f"{rank}.pt" for rank in range(2)], whole, hidden, weight)
     over_kept = plain_over_masks(hidden, weight, targets, sampling_masks(targets))
     assert_split([tmp_path / f"{rank}-kept.pt" for rank in range(2)], over_kept, hidden, weight)
-    values, tokens = torch.log_softmax(hidden.detach() @ weight.detach().T / 0.7, -1).topk(TOP_K)
-    with_others = torch.cat([plain_with_others(hidden, weight, targets, others(targets)), values.T, tokens.T])
+    scores_MV = torch.log_softmax(hidden.detach() @ weight.detach().T / 0.7, -1)
+    values, tokens = scores_MV[:, : V - 5].topk(TOP_K)
+    with_others = plain_with_others(hidden, weight, targets, others(targets))
+    with_others = torch.cat([with_others, values.T, rest(scores_MV, tokens), tokens.T])
     assert_split([tmp_path / f"{rank}-others.pt" for rank in range(2)], with_others, hidden, weight)
 
 
 def assert_split(files: list[Path], whole: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
     """Compares what the ranks left with `whole`, which one process has computed from `hidden` and `weight`."""
     values, hidden_gradients, weight_gradients = zip(*map(torch.load, files), strict=True)
-    want_hidden, want_weight = torch.autograd.grad(_mixed(whole), (hidden, weight))
+    want_hidden, want_weight = torch.autograd.grad(mixed(whole), (hidden, weight))
     for got in values:
         torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-12)
     for got in hidden_gradients:

@@ -95,14 +95,16 @@ class CloseRunResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ForwardHeader(_message.Message):
-    __slots__ = ("role", "temperature", "top_k")
+    __slots__ = ("role", "temperature", "top_k", "vocab_size")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     role: Role
     temperature: float
     top_k: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("header", "frame", "sha256")

@@ -62,7 +62,7 @@ _PANELS = (
     _Panel("Tokens per second", {"tokens/s": "time/tokens_per_s"}),
     _Panel("Shares", {"mixed groups": "reward/mixed_groups", "truncated": "completion/truncated"}),
     _Panel("KL to the reference, nats per token", {"k1": "kl/token_mean"}),
-    _Panel("KL to the teacher, nats per token", {"k1": "teacher_kl/token_mean"}),
+    _Panel("KL to the teacher, nats per token", {"sampled": "teacher_kl/token_mean", "top k": "train/distill_kl"}),
     _Panel("Critic: explained variance", {"of the returns": "value/explained_variance"}),
 )
 
