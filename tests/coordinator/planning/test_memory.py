@@ -367,7 +367,8 @@ def test_the_tokens_of_a_teacher_take_memory_in_the_backward_pass(dense: Path) -
     plain = fsdp_memory(*make(dense, strategy="fsdp"), is_gpu=True).microbatch
     more = fsdp_memory(config, model, is_gpu=True).microbatch
     assert more.forward == plain.forward
-    assert more.backward - plain.backward == 100 * 1024 * config.trainer.max_tokens_per_microbatch
+    logits = more.backward - 100 * 1024 * config.trainer.max_tokens_per_microbatch
+    assert 0 < logits <= plain.backward  # which is the most of a layer and of the logits
 
 
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("train-*.json"))
