@@ -129,26 +129,46 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
     A fence in a string of the program, such as an example in a docstring, closes nothing. A fence with a language
     closes an unclosed block. A fence at the end of the last line of the text closes too.
     """
-    end = 0
+    end, tokens = 0, _Tokens(text)
     while opened := _FENCE.search(text, end):
         start = min(opened.end() + 1, len(text))
         language = _LANGUAGE.match(opened[3].lower())
-        stop, end = _closing(text, opened, start)
+        stop, end = _closing(text, opened, start, tokens)
         content = text[start:stop]
         if stop == len(text):
             content = re.sub(r"(?<=\S)[ \t]*(?:`{3,}|~{3,})\s*\Z", "\n", content)
         yield language[1] if language else "", content
 
 
-def _closing(text: str, opened: re.Match, start: int) -> tuple[int, int]:
+class _Tokens:
+    """Finds strings and comments of one block after the other, and reads no part of the text for each block again."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self._search(0)
+
+    def _search(self, start: int) -> None:
+        self._from, self._next = start, _TOKEN.search(self._text, start)
+
+    def begin(self, start: int) -> None:
+        """Begins a block at `start`, whatever string was open before it."""
+        if start < self._from or (self._next and self._next.start() < start):
+            self._search(start)
+
+    def around(self, place: int) -> re.Match | None:
+        """Returns what `place` is within; places of a block must not fall."""
+        while self._next and self._next.end() <= place:
+            self._search(self._next.end())
+        return self._next if self._next and self._next.start() < place else None
+
+
+def _closing(text: str, opened: re.Match, start: int, tokens: _Tokens) -> tuple[int, int]:
     """Returns where the content of the block ends, and where the search for the next block begins."""
     fallback = (len(text), len(text))
-    strings = (token for token in _TOKEN.finditer(text, start) if token[1])
-    string = next(strings, None)
+    tokens.begin(start)
     for fence in _FENCE.finditer(text, start):
-        while string and string.end() <= fence.start():
-            string = next(strings, None)
-        if string and string.start() < fence.start() and _has_example(string):
+        token = tokens.around(fence.start())
+        if token and token[1] and _has_example(token):
             continue
         if fence[2][0] != opened[2][0] or len(fence[2]) < len(opened[2]):
             continue

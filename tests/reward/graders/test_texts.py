@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.graders.texts import normalize
+from services.reward.graders.texts import blocks, normalize
 
 SAME = [
     ("The Beatles!", "beatles", " Beatles.", '"The Beatles"', "**Beatles**", "\u201cBeatles\u201d", "(Beatles)"),
@@ -72,3 +72,14 @@ def test_numbers_are_the_same_only_if_they_are_written_alike(one: object, other:
 @pytest.mark.parametrize("piece", ["(,", "1,", "**a*", '"', "_ ", "((1,", "a ", "-", "x-"])
 def test_a_long_text_takes_little_time(piece: str) -> None:
     assert normalize(piece * 20_000)
+
+
+def test_blocks_are_found_in_linear_time() -> None:
+    """With thousands of blocks, as a policy that repeats itself writes, a quadratic search takes minutes."""
+    for program in ("x = 1\n", "x = 'a'  # it's\n", '"""a\n```\nb\n```\n"""\n'):
+        assert list(blocks(f"```python\n{program}```\n" * 20_000)) == [("python", program)] * 20_000
+
+
+def test_the_search_goes_on_behind_a_block_even_if_its_end_was_sought_farther() -> None:
+    text = "```python\n    ```\nx = 1\n" + '"""a\n```\nb\n```\n"""\n'
+    assert [content for _, content in blocks(text)] == ["", "b\n"]
