@@ -209,9 +209,9 @@ class Config(AnyRun):
         """Refuses a teacher that is of no use, the lack of one that is needed, and what two keys would do twice."""
         loss = self.trainer.loss
         in_loss, in_advantage = loss.distill.coef > 0, self.advantage.needs_teacher
-        if self.advantage.kind == "distill" and not (in_loss or in_advantage):
+        if self.advantage.distill_coef == 0 and not in_loss:
             raise ValueError(
-                "advantage.kind distill with distill_coef 0 trains on nothing: set trainer.loss.distill.coef above 0"
+                "advantage.distill_coef 0 distills nothing: leave it out, or set trainer.loss.distill.coef above 0"
             )
         if (in_loss or in_advantage) != (self.teacher is not None):
             raise ValueError(

@@ -33,8 +33,13 @@ RULES = {
     ),
     "distillation is of use": (
         ["advantage={kind: distill, distill_coef: 0}", *TEACHER],
-        ["trains on nothing", "trainer.loss.distill.coef"],
+        ["advantage.distill_coef 0 distills nothing", "trainer.loss.distill.coef"],
         ["advantage={kind: distill, distill_coef: 0}", "trainer.loss.distill.coef=1", *TEACHER],
+    ),
+    "a coefficient of 0 beside a reward": (
+        ["advantage.distill_coef=0"],
+        ["advantage.distill_coef 0 distills nothing: leave it out"],
+        ["advantage.distill_coef=0", "trainer.loss.distill.coef=1", *TEACHER],
     ),
     "one divergence, or two on purpose": (
         ["advantage.kind=distill", "trainer.loss.distill.coef=1", *TEACHER],
