@@ -32,13 +32,13 @@ class FakeModel:
         self.blocks: list[list[str]] = []
         self.error: Exception | None = None
 
-    async def forward(self, samples: pa.Table) -> pa.ChunkedArray:
+    async def forward(self, samples: pa.Table) -> dict[str, pa.ChunkedArray]:
         self.blocks.append(samples["prompt_id"].to_pylist())
         await asyncio.sleep(0)
         if self.error:
             raise self.error
         rows = [[-(group + 1.0)] * len(tokens) for group, tokens in zip(*_columns(samples), strict=True)]
-        return pa.chunked_array([pa.array(rows, pa.list_(pa.float32()))])
+        return {self.column: pa.chunked_array([pa.array(rows, pa.list_(pa.float32()))])}
 
 
 def _columns(samples: pa.Table) -> tuple[list[int], list[list[int]]]:
