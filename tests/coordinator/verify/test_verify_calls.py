@@ -162,7 +162,9 @@ def received_other(lines: Lines) -> None:
 
 def other_batch(lines: Lines) -> None:
     begin, _ = call_of(lines, "trainer.Train", nth=-1)
-    lines[begin + 1]["sent"]["header"]["batch_id"] += "0"
+    of_call = (line for line in lines[begin:] if line.get("n") == lines[begin]["n"])  # lines of others may be between
+    header = next(line["sent"]["header"] for line in of_call if "header" in line.get("sent", {}))
+    header["batch_id"] += "0"
 
 
 DAMAGES: dict[str, tuple[Callable[[Lines], None], str]] = {

@@ -116,9 +116,9 @@ def distilled(kl: str, policy: list[float], teacher: list[float], tokens: list[i
     columns = {"loss_mask": torch.ones(1), "completion_length": torch.ones(1)}
     of_teacher = torch.tensor([tokens]), torch.tensor([teacher]).log().nan_to_num(neginf=-1e30)
     loss, mean = distill_loss(logits_K.log_softmax(0)[:, None], of_teacher, columns, Totals(1, 1), config)
-    assert float(mean) == float(loss)
+    assert float(mean) == loss.item()
     loss.backward()
-    return float(loss), logits_K.grad.tolist()
+    return loss.item(), logits_K.grad.tolist()
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
