@@ -39,7 +39,6 @@ def require_teacher(policy: ModelCard, teacher: ModelCard, *, max_model_len: int
             f"rollout.max_model_len = {max_model_len} tokens; lower that, or choose another teacher",
             field=FIELD,
         )
-
     vocab_size = min(vocab_size_of(card.files["config.json"]) for card in (policy, teacher))
     if top_k > vocab_size:
         raise InvalidInput(

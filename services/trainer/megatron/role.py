@@ -143,8 +143,7 @@ class MegatronModel:
         if self.parallelism.is_last_stage:
             whole = torch.cat(list(values), 1)
         else:
-            k = microbatches[0].top_k.k
-            num_outputs = unwrap(self.chunks[0]).num_outputs + (2 * k + 1 if k else 0)
+            num_outputs = unwrap(self.chunks[0]).num_outputs + microbatches[0].top_k.num_rows
             whole = torch.empty(num_outputs, sum(counts), device=microbatches[0].targets_N.device)
         if self.config.pipeline_model_parallel_size > 1:
             dist.broadcast(whole, src=self.parallelism.last_stage_rank, group=self.parallelism.pp_group)

@@ -136,27 +136,26 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden_MD, weight_VD, local_M, local_MK, others_MJ, *of_rows, kept_MV = ctx.saved_tensors
-        entropy_M, log_norm_M, log_rest_M = of_rows
+        hidden_MD, weight_VD, local_M, local_MK, others_MJ, *of_softmax, kept_MV = ctx.saved_tensors
+        entropy_M, log_norm_M, log_rest_M = of_softmax
         is_whole, grad_hidden = kept_MV is not None, []
         sum_VD = _megatron_sum(weight_VD) if ctx.needs_input_grad[1] else None
         # A bfloat16 sum would be rounded after every chunk instead of once.
         is_direct = sum_VD is not None and (is_whole or sum_VD.dtype == precision(weight_VD))
         grad_weight = sum_VD if is_direct else None
-        # Of other tokens, and of all tokens beside them.
-        num_others = 0 if others_MJ is None else others_MJ.size(1)
-        grad_JM, grad_rest_M = grad_RM[2 : 2 + num_others], grad_RM[2 + num_others] if num_others else None
+        # Of other tokens and, in the last row, of all tokens beside them.
+        grad_listed = grad_RM[2 : 2 if others_MJ is None else 3 + others_MJ.size(1)]
         # Of the target, of the entropy, and of all log-probabilities together.
-        grad_3M = torch.cat([grad_RM[:2], grad_RM[:1] + grad_RM[2 : 3 + num_others if num_others else 2].sum(0)])
+        grad_3M = torch.cat([grad_RM[:2], grad_RM[:1] + grad_listed.sum(0)])
         for part in _chunks(hidden_MD, weight_VD, is_whole):
             logits = kept_MV if is_whole else _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
             # Copies, because the compiler would make code for the places of views in what they are views of.
             local, log_norm, entropy, grad_3 = (x[..., part].clone() for x in (local_M, log_norm_M, entropy_M, grad_3M))
-            rest = None if grad_rest_M is None else torch.stack([log_rest_M[part], grad_rest_M[part]])
+            rest = None if others_MJ is None else torch.stack([log_rest_M[part], grad_listed[-1, part]])
             position = _Position(local, log_norm, entropy, grad_3, rest)
             grad = _gradient(logits, position, ctx.temperature)
             if others_MJ is not None:
-                _set_others(grad, logits, others_MJ[part], grad_JM[:, part], position, ctx.temperature)
+                _set_others(grad, logits, others_MJ[part], grad_listed[:-1, part], position, ctx.temperature)
             if ctx.softcap:  # the derivative of the cap; a removed token has no gradient, and its logit is no cap's
                 grad *= (1 - (logits / ctx.softcap).square()).clamp_(min=0)
             del logits
@@ -223,17 +222,23 @@ def _gradient(logits_CV: torch.Tensor, position: _Position, temperature: float) 
 
     At other tokens than the target it means nothing if they have gradients of their own; see `_set_others`.
     """
-    local_C, log_norm_C, entropy_C, grad_3C, rest_2C = position
-    logprobs = logits_CV.to(precision(logits_CV)) / temperature - log_norm_C[:, None]
-    grad_logprob, grad_entropy, grad_all = grad_3C[..., None]
-    is_target = local_C[:, None] == torch.arange(logits_CV.size(1), device=logits_CV.device)
-    spread = logprobs.exp() * (grad_all + grad_entropy * (logprobs + entropy_C[:, None]))
-    grad = torch.where(is_target, grad_logprob, 0) - spread
-    if rest_2C is not None:
-        log_rest, grad_rest = rest_2C[..., None]
+    tokens = torch.arange(logits_CV.size(1), device=logits_CV.device)
+    logprobs, grad = _common_gradient(logits_CV, tokens, position, temperature)
+    if position.rest_2C is not None:
+        log_rest, grad_rest = position.rest_2C[..., None]
         # The share of a token in the rest is at most 1; only tokens that are not in it would have more.
         grad = grad + (logprobs - log_rest).clamp(max=0).exp() * grad_rest
     return (grad / temperature).to(logits_CV.dtype)
+
+
+def _common_gradient(
+    logits: torch.Tensor, tokens: torch.Tensor, position: _Position, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the log-probabilities of `tokens`, [C, n], and what each logit gets from target and softmax."""
+    logprobs = logits.to(precision(logits)) / temperature - position.log_norm_C[:, None]
+    grad_logprob, grad_entropy, grad_all = position.grad_3C[..., None]
+    spread = logprobs.exp() * (grad_all + grad_entropy * (logprobs + position.entropy_C[:, None]))
+    return logprobs, torch.where(position.local_C[:, None] == tokens, grad_logprob, 0) - spread
 
 
 def _set_others(
@@ -249,12 +254,9 @@ def _set_others(
     They are computed as in `_gradient`, and rounded once. If the onehot was added to what is already rounded, the small
     gradient of a token of high probability would be lost.
     """
-    logits_CJ = logits_CV.gather(1, others_CJ.clamp(min=0)).to(precision(logits_CV))
-    logprobs_CJ = logits_CJ / temperature - position.log_norm_C[:, None]
-    grad_logprob, grad_entropy, grad_all = position.grad_3C[..., None]
-    onehots_CJ = grad_JC.T + torch.where(others_CJ == position.local_C[:, None], grad_logprob, 0)
-    spread_CJ = logprobs_CJ.exp() * (grad_all + grad_entropy * (logprobs_CJ + position.entropy_C[:, None]))
-    write(grad_CV, others_CJ, ((onehots_CJ - spread_CJ) / temperature).to(grad_CV.dtype))
+    logits_CJ = logits_CV.gather(1, others_CJ.clamp(min=0))
+    _, grad_CJ = _common_gradient(logits_CJ, others_CJ, position, temperature)
+    write(grad_CV, others_CJ, ((grad_CJ + grad_JC.T) / temperature).to(grad_CV.dtype))
 
 
 def _plus_product(

@@ -74,8 +74,7 @@ class Microbatch:
 
     def encoded_top_k(self, outputs_KN: torch.Tensor) -> list[bytes]:
         """Returns the most probable tokens of each sequence, which `outputs_KN` have in their last rows."""
-        k = self.top_k.k
-        logprobs_NK, tokens_NK = outputs_KN[-2 * k - 1 :].T.tensor_split([k + 1], 1)
+        logprobs_NK, tokens_NK = outputs_KN[-self.top_k.num_rows :].T.tensor_split([self.top_k.k + 1], 1)
         return list(map(encode_top_k, self.per_sample(tokens_NK), self.per_sample(logprobs_NK)))
 
 

@@ -41,6 +41,11 @@ class TopK(NamedTuple):
     k: int = 0
     vocab_size: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows they have in a model's outputs: k + 1 log-probabilities, and k numbers of tokens."""
+        return 2 * self.k + 1 if self.k else 0
+
 
 class Softmax(NamedTuple):
     """The normalization of a chunk: its largest logit and the logarithm of the sum, both [C]."""
