@@ -3,8 +3,9 @@
 Run `python -m benchmarks.peers NAME SHAPE [--setting SETTING ...] [--steps N]` on the host and in the hour of the
 colocated benchmark, with trl, datasets, liger-kernel and what they need installed. SHAPE is one of
 benchmarks.megatron_layouts.MODELS. Each of SETTINGS runs in a process of its own: vLLM in TRL's process, the same
-prompts, 512 samples a step in groups of 8, the same lengths, one optimizer step for each batch, AdamW, bfloat16
-computation and float32 weights. Rewards are random.
+prompts, 512 samples a step in groups of 8, the same lengths (205 tokens on average, or 819 with `--shorter-by 1`), one
+optimizer step for each batch, AdamW, bfloat16 computation and float32 weights. With `--lora-rank R`, which needs peft,
+the weights are bfloat16 and only adapters are trained. Rewards are random.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.lengths import BLOCK, NUM_BLOCKS, read_lengths
+from benchmarks.lengths import BLOCK, MAX_TOKENS, NUM_BLOCKS, PROMPT_TOKENS, read_lengths
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.step import TOKENIZER
@@ -42,10 +43,31 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "vllm_enable_sleep_mode": True,
         "gradient_checkpointing": True,
     },
+    # For completions of 819 tokens: a sleeping engine can have more of the GPU for the cache of its keys and values.
+    "Liger, 8 samples, vLLM sleeps and has 0.7": {
+        "per_device_train_batch_size": 8,
+        "use_liger_kernel": True,
+        "vllm_enable_sleep_mode": True,
+        "vllm_gpu_memory_utilization": 0.7,
+    },
+    "Liger, 32 samples, vLLM sleeps and has 0.7, checkpointing": {
+        "per_device_train_batch_size": 32,
+        "use_liger_kernel": True,
+        "vllm_enable_sleep_mode": True,
+        "vllm_gpu_memory_utilization": 0.7,
+        "gradient_checkpointing": True,
+    },
+    # For weights of 16 GB beside it.
+    "Liger, 32 samples, vLLM sleeps and has 0.5, checkpointing": {
+        "per_device_train_batch_size": 32,
+        "use_liger_kernel": True,
+        "vllm_enable_sleep_mode": True,
+        "vllm_gpu_memory_utilization": 0.5,
+        "gradient_checkpointing": True,
+    },
 }
-_SAMPLES, _GROUP, _MAX_TOKENS = 512, 8, 1024
-_MEAN, _SHORTER_BY = 819, 4
-_TIMEOUT_S = 300.0
+_SAMPLES, _GROUP, _MEAN = 512, 8, 819
+_TIMEOUT_S = 540.0
 _WARM_UP = 1
 
 
@@ -54,7 +76,8 @@ def scheduler(vllm_config: Any, **arguments: Any) -> Any:
     from services.rollout.compat.vllm.scheduler import kind_of
 
     made = kind_of(vllm_config)(vllm_config=vllm_config, **arguments)
-    lengths = [max(1, length // _SHORTER_BY) for length in read_lengths(_MEAN, BLOCK * NUM_BLOCKS)]
+    shorter_by = vllm_config.additional_config["shorter_by"]
+    lengths = [max(1, length // shorter_by) for length in read_lengths(_MEAN, BLOCK * NUM_BLOCKS)]
     add_request, num_requests = made.add_request, 0
 
     def add_shortened(request: Any) -> None:
@@ -67,8 +90,17 @@ def scheduler(vllm_config: Any, **arguments: Any) -> Any:
     return made
 
 
-def train(model: str, out: Path, num_steps: int, settings: Mapping[str, Any]) -> None:
-    """Trains with TRL in this process, and writes the seconds of each step to `out`."""
+def adapters(rank: int) -> Mapping[str, Any]:
+    """Returns what tells TRL to train adapters of `rank`; nothing if that is 0."""
+    if not rank:
+        return {}
+    from peft import LoraConfig  # pyright: ignore[reportMissingImports]
+
+    return {"peft_config": LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")}
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains the model in directory `options.shape` with TRL in this process, and writes the seconds of each step."""
     import functools
 
     import pyarrow.parquet as pq
@@ -78,7 +110,10 @@ def train(model: str, out: Path, num_steps: int, settings: Mapping[str, Any]) ->
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     started = psutil.Process().create_time()
-    generation.LLM = functools.partial(generation.LLM, scheduler_cls="benchmarks.peers.scheduler")
+    settings, out = SETTINGS[options.setting[0]], options.train
+    max_tokens = (MAX_TOKENS - PROMPT_TOKENS) // options.shorter_by
+    own = {"scheduler_cls": "benchmarks.peers.scheduler", "additional_config": {"shorter_by": options.shorter_by}}
+    generation.LLM = functools.partial(generation.LLM, **own)
     rows = pq.read_table("data/arithmetic/train.parquet").to_pylist()
     samples: dict[str, list[float]] = defaultdict(list)
 
@@ -101,12 +136,11 @@ def train(model: str, out: Path, num_steps: int, settings: Mapping[str, Any]) ->
         output_dir=str(out.with_suffix("")),
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.4,
-        vllm_max_model_length=_MAX_TOKENS + 256,
+        vllm_max_model_length=max_tokens + PROMPT_TOKENS,
         gradient_accumulation_steps=_SAMPLES // size,
         num_generations=_GROUP,
-        max_completion_length=_MAX_TOKENS,
-        max_steps=num_steps,
+        max_completion_length=max_tokens,
+        max_steps=options.steps,
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -115,12 +149,13 @@ def train(model: str, out: Path, num_steps: int, settings: Mapping[str, Any]) ->
         temperature=1.0,
         beta=0.0,
         bf16=True,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "bfloat16" if options.lora_rank else "float32"},
         generation_kwargs={"ignore_eos": True},
-        **{"gradient_checkpointing": False, **settings},
+        **{"gradient_checkpointing": False, "vllm_gpu_memory_utilization": 0.4, **settings},
     )
     data = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
-    GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=[Clock()]).train()
+    parts = {"reward_funcs": reward, "args": config, "train_dataset": data, "callbacks": [Clock()]}
+    GRPOTrainer(model=options.shape, **parts, **adapters(options.lora_rank)).train()
 
 
 def main() -> None:
@@ -130,11 +165,13 @@ def main() -> None:
     parser.add_argument("shape")
     parser.add_argument("--setting", action="append", choices=SETTINGS)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--shorter-by", type=int, default=4, help="divide the lengths of the fixture by this")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     add_options(parser)
     options = parser.parse_args()
     if options.train:
-        train(options.shape, options.train, options.steps, SETTINGS[options.setting[0]])
+        train(options)
         return
     samples: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -145,6 +182,7 @@ def main() -> None:
             out = Path(name) / f"{number}.json"
             command = [sys.executable, "-m", "benchmarks.peers", options.name, str(model)]
             command += ["--setting", setting, "--steps", str(options.steps), "--train", str(out)]
+            command += ["--shorter-by", str(options.shorter_by), "--lora-rank", str(options.lora_rank)]
             # What does not fit has no samples. Lockstep's own changes of vLLM are not for TRL.
             run(command, timeout=_TIMEOUT_S, check=False, env={**os.environ, "VLLM_PLUGINS": ""})
             found = json.loads(out.read_text()) if out.exists() else {}
@@ -153,7 +191,8 @@ def main() -> None:
                 if after:
                     samples[f"TRL, {setting}: {quantity}"] = after
     libraries = ("trl", "liger-kernel", "torch", "vllm", "transformers", "datasets")
-    keep(options.name, samples, libraries=libraries, shape=options.shape, settings=dict(SETTINGS))
+    workload = {"shorter_by": options.shorter_by, "lora_rank": options.lora_rank}
+    keep(options.name, samples, libraries=libraries, shape=options.shape, settings=dict(SETTINGS), **workload)
 
 
 if __name__ == "__main__":
