@@ -2,11 +2,11 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,8 @@ from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_o
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message, TemplateRefusal, check_prefix_stable
 from services.coordinator.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,8 @@ def _without_flags(messages: Sequence[Message]) -> tuple[list[Message], list[int
             raise BadRow(f"message {index} has train or weight {flags}: give true or false, or 1 or 0")
         if message["role"] == "assistant" and all(flags):
             trained.append(index)
-        own = {key: value for key, value in message.items() if key not in ("train", "weight")}
-        if calls := message.get("tool_calls"):
-            own["tool_calls"] = list(map(_with_object, calls)) if isinstance(calls, list) else calls
-        without_flags.append(own)
+        without_flags.append({key: value for key, value in message.items() if key not in ("train", "weight")})
     return without_flags, trained
-
-
-def _with_object(call: Any) -> Any:
-    """Returns a call of a tool with an object of arguments, which OpenAI's API writes as JSON: templates expect it."""
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except (ValueError, TypeError, LookupError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _schemas(tools: object) -> list[dict[str, object]]:
@@ -111,6 +101,12 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
 
     def _check_template(self) -> None:
         super()._check_template()
+        column = self.config.tools_column
+        if column in self._file.types and not self.is_templated:
+            message = f"data.tools_column: only a chat template shows tools, but {self.path} has text prompts"
+            if "tools_column" in self.config.model_fields_set:
+                raise InvalidInput(f"{message}: set data.chat to template them", field="data.tools_column")
+            log.warning("%s: its column %s is ignored", message, column)
         self._end = [] if self.is_templated else [self._end_token()]  # a chat template adds the end token itself
 
     def _checked(self, name: str, is_right: Callable[[pa.DataType], bool], problem: str) -> pa.DataType:
@@ -139,7 +135,8 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         except TemplateRefusal:  # only this row is bad; any other error of the template affects all rows
             raise
         except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error.message}", reason=error.reason, **error.metadata) from error
+            fix = "; data.train_on=last trains on the last answer only" if len(trained) > 1 else ""
+            raise InvalidInput(f"{where}: {error.message}{fix}", reason=error.reason, **error.metadata) from error
         return Row(where, number, hash_of(content), tuple(pieces))
 
     def _pieces(self, messages: Sequence[Message], trained: Sequence[int], tokenizer: Tokenizer) -> list[str]:

@@ -1,18 +1,20 @@
 """Renders messages to text with a model's chat template, in the sandbox of transformers.
 
-The only difference to `apply_chat_template` is that the date comes from the config instead of the clock, so that a
-resumed run sees the same prompts.
+There are two differences to `apply_chat_template`. The date comes from the config instead of the clock, so that a
+resumed run sees the same prompts. And the arguments of tool calls are objects, which templates expect, also where
+messages have them as JSON, like those of OpenAI's API; vLLM's server does the same.
 """
 
 import datetime
+import json
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jinja2
 from jinja2.meta import find_undeclared_variables
 
 from services.common.errors import InvalidInput
-from services.common.json_values import JsonMapping
+from services.common.json_values import JsonMapping, JsonObject
 from services.coordinator.compat.transformers import compile_template
 
 Message = JsonMapping
@@ -58,7 +60,8 @@ class ChatTemplate:
         if unknown := sorted(variables.keys() - self.variables):
             message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self.variables))}"
             raise InvalidInput(message, field="data.chat_template_kwargs")
-        inputs = {"messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
+        read = [_with_objects(message) for message in messages]
+        inputs = {"messages": read, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             return self._template.render(self._constants | inputs)
         except InvalidInput:  # raised by _strftime_now
@@ -73,6 +76,30 @@ class ChatTemplate:
             )
             raise InvalidInput(message, field="data.template_date")
         return self._date.strftime(pattern)
+
+
+def read_arguments(arguments: object) -> JsonObject | None:
+    """Returns the arguments of a tool call as an object: themselves, or what their JSON says, and none if they are
+    empty. None if they are no object.
+    """
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _with_objects(message: Message) -> Message:
+    calls: Any = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(_with_object, calls))} if isinstance(calls, list) else message
+
+
+def _with_object(call: Any) -> Any:
+    """Returns a tool call with an object of arguments; as it is, if it has none."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or (arguments := read_arguments(function.get("arguments"))) is None:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 _NUM_SHOWN = 30  # characters before and after the first difference

@@ -325,6 +325,12 @@ def test_a_conversation_as_openai_writes_it(texts: Callable) -> None:
     assert texts({"messages": messages, "tools": []}, {"messages": messages, "tools": [SCHEMA]})[0] == called[0]
 
 
+def test_calls_that_are_null_are_none(texts: Callable) -> None:
+    rows = {"messages": [user("a"), {**assistant("4"), "refusal": None, "tool_calls": None}]}
+    template = WITH_CALLS.replace("{{ m.content }}", "{{ m.content }}{% if 'tool_calls' in m %}!{% endif %}")
+    assert texts(rows, template=template) == texts({"messages": [user("a"), assistant("4")]})
+
+
 @pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": 0, "train": True}])
 def test_messages_that_are_not_trained_on(texts: Callable, flag: dict[str, Any]) -> None:
     first, last = {**assistant("4"), **flag}, {**assistant("6"), "train": True, "weight": 1}
@@ -371,6 +377,13 @@ def test_an_answer_that_quotes_an_end_token_is_trained_on_as_text(
             {"messages": [{"role": "user", "content": [{"type": "text"}]}, assistant("b")]},
             "part 0 of message 0 is without",
         ),
+        *(
+            (
+                {"messages": [user("a"), {**assistant(""), "tool_calls": [{"function": {"arguments": text}}]}]},
+                "the arguments of tool call 0 of message 1 are neither an object nor the JSON of one",
+            )
+            for text in ('{"a": 1', "[1]", "2", [1], "[" * 100_000)
+        ),
         ({"messages": [user("a"), assistant("b")], "tools": "x"}, "the tools are not JSON"),
         (
             {"messages": [user("a"), assistant("b")], "tools": ["x"]},
@@ -383,3 +396,14 @@ def test_what_is_no_conversation_of_text(texts: Callable, row: dict[str, Any], w
         texts(row)
     with pytest.raises(InvalidInput, match="has no column schemas"):
         texts({"messages": TWO_TURNS}, tools_column="schemas")
+
+
+def test_tools_of_text_prompts_are_not_ignored_in_silence(texts: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "a", "response": "b", "tools": [SCHEMA]}
+    keys = {"messages_column": None, "prompt_column": "prompt", "response_column": "response"}
+    keys["end_token"] = "<|im_end|>"
+    with pytest.raises(InvalidInput, match="only a chat template shows tools, but .* has text prompts: set data.chat"):
+        texts(row, tools_column="tools", **keys)
+    assert texts(row, **keys) == texts({**row, "tools": None}, tools_column=None, **keys)
+    assert "its column tools is ignored" in caplog.text
+    assert texts(row, chat=True, **keys)[0][0].startswith("<|im_start|>tools ")

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from services.coordinator.data.reading.record import BadRow, in_words
-from services.coordinator.text.chat_template import Message
+from services.coordinator.text.chat_template import Message, read_arguments
 
 _KINDS = {str: "text", list: "a list of messages", (str, list): "text or a list of messages"}
 
@@ -94,23 +94,33 @@ def as_conversation(value: object) -> list[Message]:
 
 def _checked(messages: Sequence[object], whose: str = "") -> list[Message]:
     """Returns messages whose content is text, also of those that have it as OpenAI's API does: in parts, or not at all
-    beside calls of tools.
+    beside calls of tools. Calls that are null are left out: templates ask only whether a message has any.
     """
     checked: list[Message] = []
     for index, message in enumerate(messages):
         if not isinstance(message, dict | None):
             raise BadRow(f"message {index}{whose} is {in_words(message)}, not an object")
-        if message and isinstance(message.get("content"), list):
-            message = {**message, "content": _joined(message["content"], f"message {index}{whose}")}
-        elif message and message.get("content") is None and message.get("tool_calls"):
-            message = {**message, "content": ""}
+        message = {key: value for key, value in (message or {}).items() if key != "tool_calls" or value is not None}
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], f"message {index}{whose}")
+        if calls := message.get("tool_calls"):
+            message["content"] = message.get("content") or ""
+            _check_calls(calls, f"message {index}{whose}")
         for key in ("content", "role"):
-            if not message or message.get(key) is None:
+            if message.get(key) is None:
                 raise BadRow(f"message {index}{whose} has no {key}")
             if not isinstance(message[key], str):
                 raise BadRow(f"the {key} of message {index}{whose} is {in_words(message[key])}, not text")
         checked.append(message)
     return checked
+
+
+def _check_calls(calls: object, whose: str) -> None:
+    """Raises BadRow if the arguments of a tool call, which may be an object or its JSON, are something else."""
+    for number, call in enumerate(calls if isinstance(calls, list) else []):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and read_arguments(function.get("arguments")) is None:
+            raise BadRow(f"the arguments of tool call {number} of {whose} are neither an object nor the JSON of one")
 
 
 def _joined(parts: Sequence[object], whose: str) -> str:
