@@ -109,7 +109,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     count = read_architecture(directory).num_parameters if is_known else None
     rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
-    answer = _column(rows, _ANSWERS, "answers", is_text)
+    answer = _column(rows, _ANSWERS, "answers", lambda kind: is_text(kind) or pa.types.is_integer(kind))
     kind, tests = _scorer(rows, answer)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)

@@ -303,7 +303,7 @@ class TestBadInput:
             ({"prompt": [1], "answer": ["b"]}, {}, r"prompt of .* is int64, not text or a list of \{role, content\}"),
             ({"prompt": [["a"]], "answer": ["b"]}, {}, r"prompt of .* not text or a list"),
             ({"prompt": [[{"role": "user"}]], "answer": ["b"]}, {}, r"prompt of .* not text or a list"),
-            ({"prompt": ["a"], "answer": [42]}, {}, r"answer of .* is int64, not text"),
+            ({"prompt": ["a"], "answer": [4.5]}, {}, r"answer of .* is double, not text or integers"),
             (
                 {"prompt": ["a"], "answer": ["b"], "image": [b"x"]},
                 {},

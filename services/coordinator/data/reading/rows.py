@@ -78,9 +78,11 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         prompt, answer, wanted = self.config.prompt_column, self.config.answer_column, self.config.extra_columns
         kind, types = self._type(prompt, "data.prompt_column"), self._file.types
         if self.needs_answer:
-            self._require(is_text(self._type(answer, "data.answer_column")), answer, self.field, "not text")
+            kind_of_answer = self._type(answer, "data.answer_column")
+            is_answer = is_text(kind_of_answer) or pa.types.is_integer(kind_of_answer)
+            self._require(is_answer, answer, self.field, "not text or integers")
         # A column that is not text, and need not be, is a column like any other.
-        self._answer = answer if answer in types and is_text(types[answer]) else None
+        self._answer = answer if self.needs_answer or (answer in types and is_text(types[answer])) else None
         self._extra = wanted
         for name in [name for name in types if name not in (prompt, self._answer)] if wanted is None else wanted:
             problem = "which JSON cannot represent: list the columns to use in data.extra_columns"
@@ -99,6 +101,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
         names = self.config.prompt_column, self._answer
         prompt, answer = (None if name is None else record.get(name) for name in names)
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            answer = str(answer)
         others = [name for name in record if name not in names] if self._extra is None else self._extra
         extra = {name: record[name] for name in others if name in record}
         messages = as_messages(prompt, may_continue=self.config.continue_final_message)

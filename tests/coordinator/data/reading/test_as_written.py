@@ -152,7 +152,7 @@ def test_what_cannot_be_passed_on_is_a_bad_row_if_it_is_read(
         ('{"prompt": 1, "answer": "1"}', "the prompt is a number, not text or a list of messages"),
         ('{"prompt": NaN, "answer": "1"}', "the prompt is NaN, which is not JSON, not text or a list of messages"),
         ('{"answer": "1"}', "the prompt is null"),
-        ('{"prompt": "a", "answer": 1}', "the answer is a number, not text"),
+        ('{"prompt": "a", "answer": 1.5}', "the answer is a number, not text"),
         ('{"prompt": "a"}', "the answer is null"),
         (r'{"prompt": "\ud83d", "answer": "1"}', r"column prompt holds '\\ud83d', half of a character"),
         ('{"prompt": ["a"], "answer": "1"}', "message 0 of the prompt is text, not an object"),
@@ -201,3 +201,13 @@ def test_lines_after_those_that_are_wanted_are_not_read(tokenizer: Tokenizer, tm
     with raises(InvalidInput, field="data.eval.x"):
         load_eval(config, tokenizer)
     assert len(load_eval(config.model_copy(update={"max_eval_prompts": 1}), tokenizer)["x"]) == 1
+
+
+def test_integers_are_answers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": 12}\n{"prompt": "b", "answer": -3}\n')
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [12, -3]}), tmp_path / "x.parquet")
+    for name in ("x.jsonl", "x.parquet"):
+        assert [prompt.answer for prompt in load(tmp_path / name, tokenizer).prompts] == ["12", "-3"]
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": true}\n{"prompt": "b", "answer": false}\n')
+    with pytest.raises(InvalidInput, match="not text or integers"):
+        load(tmp_path / "x.jsonl", tokenizer)
