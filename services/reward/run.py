@@ -1,6 +1,7 @@
 """Runs the scorers of one run and combines their scores into rewards."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from services.reward.scorers.base import Item, PythonScorer, Scorer, expected
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.model import HttpScorer, JudgeScorer, ModelScorer
 from services.reward.scorers.text import AnswerScorer, ExactScorer, FormatScorer, Gsm8kScorer, LengthScorer, MathScorer
+
+log = logging.getLogger(__name__)
 
 SCORERS: dict[str, Callable[..., Scorer]] = {
     "exact": ExactScorer,
@@ -42,7 +45,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A sample's reward, or the first failure in config order; `components` has the scores that succeeded."""
+    """A sample's reward, or the first failure in config order; `components` has the scores that succeeded.
+
+    A scorer of weight 0 only records, so that its failure is none of the sample.
+    """
 
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
@@ -87,7 +93,10 @@ class ScoringRun:
             outcome = "scored"
             if isinstance(result, ScoringError):
                 outcome = result.reason.lower()
-                failure = failure or Failure(result.reason, config.component, result.detail, result.traceback)
+                if config.weight:
+                    failure = failure or Failure(result.reason, config.component, result.detail, result.traceback)
+                else:
+                    log.warning("scorer %s, whose weight is 0, failed: %s", config.component, result.detail)
             else:
                 components[config.component] = result
             self._metrics.scores.labels(config.component, outcome).inc()

@@ -21,7 +21,7 @@ class BaseScorerConfig(Strict):
     """Name of this scorer's component in results and metrics; null uses the kind. Required if a kind is used twice.
     Names of other metrics, such as mean or reward, are refused."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Weight of this score in the reward; 0 only records the score."""
+    """Weight of this score in the reward; 0 only records the score, and a failure to score is then only logged."""
 
     @property
     def component(self) -> str:

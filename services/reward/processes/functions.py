@@ -174,9 +174,11 @@ def _reply(result: Any, call: Reply) -> Reply:
     return {"scores": [_score_or_failure(result) for result in results]}
 
 
-def _score(result: object) -> float:
+def _score(result: Any) -> float:
     if isinstance(result, ScoringError):
         raise result
+    if getattr(result, "shape", None) == ():  # a number of numpy, such as np.True_, or a tensor with one
+        result = result.item()
     if not isinstance(result, numbers.Real) or not math.isfinite(result):
         raise TypeError(f"a score must be a finite number, not {result!r}")
     return float(result)

@@ -35,6 +35,20 @@ async def test_weights_names_and_versions(open_run, make_item):
     assert described == f"size {digest} x 0.5 + exact 2 x 2 + python {digest} x 0"
 
 
+async def test_a_scorer_that_only_records_fails_no_sample(open_run, make_item, caplog):
+    async with open_run(scorer("raises", weight=0), {"kind": "exact"}) as run:
+        right, wrong = await run.score([make_item("a", "a"), make_item("b", "a")])
+    assert (right.failure, right.reward, wrong.failure, wrong.reward) == (None, 1.0, None, 0.0)
+    assert right.components == {"exact": 1.0}
+    assert "scorer python, whose weight is 0, failed: KeyError: 'column'" in caplog.text
+
+
+async def test_what_numpy_returns_is_a_number(open_run, make_item):
+    async with open_run(scorer("close_to")) as run:
+        outcomes = await run.score([make_item("1", "1"), make_item("2", "1")])
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("name", "reason", "words"),
     [
