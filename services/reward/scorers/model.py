@@ -93,8 +93,12 @@ class JudgeScorer(Scorer):
         return await self._remote.post({key: value for key, value in request.items() if value is not None}, self._read)
 
     async def _read(self, answer: object) -> float:
-        """Returns the score in the judge's answer. One out of range is no score, so the judge is asked again."""
-        score = await self._pool.call({"text": _content(answer), "pattern": self._config.score_pattern})
+        """Returns the score in the judge's text. If there is none, or one out of range, the judge is asked again."""
+        call = {"text": _content(answer), "pattern": self._config.score_pattern}
+        try:
+            score = await self._pool.call(call)
+        except ScoringError as error:
+            raise (MayPassError(error) if error.reason is FailureReason.ERROR else error) from None
         least, most = self._config.limits
         if not least <= score <= most and math.isfinite(score):
             detail = f"the judge's score {score:g} is not from {least:g} to {most:g} (score_range)"

@@ -67,11 +67,6 @@ async def test_the_version_follows_what_decides_the_score(open_run):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (chat("no verdict"), "does not match the judge's answer 'no verdict'"),
-        (chat("Score: high"), "score 'high' is not a number"),
-        (chat("Score: nan"), "finite number"),
-        (chat("Score: 1e999"), "finite number"),
-        (chat("Score: __import__('os')"), "is not a number"),
         (chat(None), "no choices[0].message.content"),
         (web.json_response({"choices": []}), "no choices[0].message.content"),
         (web.json_response([1]), "no choices[0].message.content"),
@@ -100,6 +95,25 @@ async def test_a_pattern_that_explodes_on_an_answer_stops_its_worker_and_not_the
             (outcome,) = await run.score([make_item("bad")])
         assert outcome.failure.reason is FailureReason.TIMEOUT
         assert (await run.score([make_item("good")]))[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("no verdict", "does not match the judge's answer 'no verdict'"),
+        ("Score: high", "score 'high' is not a number"),
+        ("Score: nan", "finite number"),
+        ("Score: 1e999", "finite number"),
+        ("Score: __import__('os')", "is not a number"),
+    ],
+)
+async def test_an_answer_that_says_no_score_is_asked_for_again(open_run, make_item, pauses, said, words):
+    async with served(in_turn(chat(said), chat("Score: 7"))) as end, open_run(judge(end.url)) as run:
+        assert (await run.score([make_item("a")]))[0].reward == 7.0
+    async with served(in_turn(chat(said))) as end, open_run(judge(end.url, max_retries=1)) as run:
+        (outcome,) = await run.score([make_item("a")])
+    assert (outcome.failure.reason, len(end.bodies)) == (FailureReason.ERROR, 2)
+    assert words in outcome.failure.detail
 
 
 @pytest.mark.parametrize(
