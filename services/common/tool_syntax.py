@@ -16,7 +16,7 @@ from services.common.json_values import JsonMapping
 MAX_CALLS = 8  # in one turn. Each further one is answered with an error, up to as many again
 THINK = ("<think>", "</think>")
 MAX_DEPTH = 64
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_TAGS = _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"\s*")
 _CLOSES = re.compile(r"\s*</tool_call>")
 _NOTHING = "(?!)"

@@ -8,9 +8,15 @@ from functools import cached_property
 
 from lockstep.reward.v1.environment_pb2 import Message
 
-from services.common.config.environment import BaseEnvironmentConfig, ReasoningTags
+from services.common.config.environment import (
+    AgentEnvironmentConfig,
+    BaseEnvironmentConfig,
+    ReasoningTags,
+    ToolSyntax,
+)
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
+from services.common.tool_syntax import CALL_TAGS
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.bridge import Bridge
 from services.coordinator.text.tokenizer import Tokenizer
@@ -39,6 +45,10 @@ class Dialog:
         self._bridge = Bridge(tokenizer, tools, config.data.chat_template_kwargs)
         environment = config.environment
         self._reasoning_tags = environment.reasoning_tags if isinstance(environment, ReasoningTags) else ()
+        syntax = environment.syntax if isinstance(environment, ToolSyntax) else "none"
+        syntax = environment.tool_syntax if isinstance(environment, AgentEnvironmentConfig) else syntax
+        self._result_tag = environment.result_tag if isinstance(environment, ToolSyntax) else ""
+        self._call_tags = CALL_TAGS if syntax in ("hermes", "qwen3_coder") else ()
         self._has_default_tags = "reasoning_tags" not in environment.model_fields_set
         takes_turns = isinstance(environment, BaseEnvironmentConfig)
         self._max_message_tokens = environment.max_message_tokens if takes_turns else None
@@ -50,9 +60,15 @@ class Dialog:
 
         Raises:
             InvalidInput: It changes them, or cannot render the messages; or the tags are not set and the model has
-                tokens for others.
+                tokens for others; or results are to be within the policy's turn, and nothing interrupts it.
         """
         self._bridge.check(roles)
+        if self._result_tag and not self._stop:
+            raise InvalidInput(
+                f"environment.result_tag {self._result_tag} puts results within the policy's turn, but nothing stops it "
+                'at a call: set rollout.sampling.stop to the end of a call, such as ["</search>"]',
+                field="rollout.sampling.stop",
+            )
         if not self._reasoning_tags or not self._has_default_tags:
             return
         has_token = self._tokenizer.has_token
@@ -114,19 +130,23 @@ class Dialog:
         return tail.rstrip().endswith(begin)
 
     def text(self, turn: Sequence[int]) -> str:
-        """Returns the text of a turn, without special tokens but with the tags of reasoning."""
+        """Returns the text of a turn, without special tokens but with the tags of reasoning and of tool calls."""
         parts = [(tag, list(tokens)) for tag, tokens in itertools.groupby(turn, self._special_tags.get)]
         return "".join(tag * len(tokens) if tag else self._tokenizer.decode(tokens) for tag, tokens in parts)
+
+    def has_ended(self, turn: Sequence[int]) -> bool:
+        """Returns whether a turn ended with a stop token."""
+        return turn[-1] in self._tokenizer.eos_token_ids
 
     def is_stopped(self, turn: Sequence[int]) -> bool:
         """Returns whether a turn ended with a stop token or a stop string."""
         text = self.text(turn)
-        return turn[-1] in self._tokenizer.eos_token_ids or any(stop in text for stop in self._stop)
+        return self.has_ended(turn) or any(stop in text for stop in self._stop)
 
     @cached_property
     def _special_tags(self) -> Mapping[int, str]:
-        """Returns the tags of reasoning that are special tokens, which decoding leaves out."""
-        tags = [tag for tag in self._reasoning_tags if self._tokenizer.has_token(tag)]
+        """Returns the tags of reasoning and of tool calls that are special tokens, which decoding leaves out."""
+        tags = [tag for tag in (*self._reasoning_tags, *self._call_tags) if self._tokenizer.has_token(tag)]
         encoded = {tag: self._tokenizer.encode(tag) for tag in tags}
         return {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not self._tokenizer.decode(ids)}
 

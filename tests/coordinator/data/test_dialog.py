@@ -4,6 +4,7 @@ import pytest
 import tokenizers
 
 from services.common.errors import InvalidInput
+from services.common.tool_syntax import ToolCall, find_calls
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import make_config
@@ -13,8 +14,11 @@ QUESTION = {"role": "user", "content": "How many clips? Write <think> first."}
 CALL = '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'
 
 
+TOOLS = {"kind": "tools", "tools": [{"kind": "calculator"}]}
+
+
 def make_dialog(tokenizer: Tokenizer, **environment: object) -> Dialog:
-    settings = {"kind": "tools", "tools": [{"kind": "calculator"}], **environment}
+    settings = environment if "kind" in environment else {**TOOLS, **environment}
     return Dialog(tokenizer, (), make_config(environment=settings))
 
 
@@ -61,6 +65,30 @@ def test_tags_that_are_special_tokens_stay_in_the_text_of_a_turn(kind):
     assert make_dialog(tokenizer).text(turn).replace(" ", "") == said.replace(" ", "")
     assert make_dialog(tokenizer, reasoning_tags=[]).text(turn) == tokenizer.decode(turn)
     assert make_dialog(tokenizer).text([]) == ""
+
+
+@pytest.mark.parametrize("settings", [{}, {"syntax": "qwen3_coder"}, {"kind": "agent", "path": "m:f"}])
+def test_tags_of_calls_that_are_special_tokens_stay_too(settings):
+    backend = tokenizers.Tokenizer.from_str(make_tokenizer(None)._backend.to_str())
+    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = Tokenizer(backend, None, (0,))
+    turn = tokenizer.encode(f"Hm.\n{CALL}")
+    assert "<tool_call>" not in tokenizer.decode(turn)
+    assert find_calls("hermes", make_dialog(tokenizer, **settings).text(turn), {}) == [ToolCall("search", {})]
+    assert "<tool_call>" not in make_dialog(tokenizer, syntax="llama3").text(turn)
+
+
+def test_results_within_a_turn_need_what_stops_the_turn():
+    settings = {**TOOLS, "syntax": "tags", "result_tag": "result"}
+    for sampling in ({}, {"stop": ["</calculator>"]}):
+        config = make_config(environment=settings, rollout={"sampling": {"max_tokens": 8, **sampling}})
+        dialog = Dialog(make_tokenizer(None), (), config)
+        if sampling:
+            dialog.check([])
+            continue
+        with pytest.raises(InvalidInput, match=r'such as \["</search>"\]') as caught:
+            dialog.check([])
+        assert caught.value.metadata == {"field": "rollout.sampling.stop"}
 
 
 def with_tokens(*tokens: str) -> Tokenizer:

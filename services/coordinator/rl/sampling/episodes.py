@@ -91,6 +91,9 @@ class EpisodeCollector(PlayedCollector):
             if reply.done:
                 reason = completion.finish_reason
                 break
+            if not reply.messages and self._dialog.has_ended(completion.tokens):
+                detail = f"turn {turn} has ended, and the environment returned no message and is not done"
+                raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
             added = self._dialog.reply(completion.tokens, reply.messages)
             if len(stream.tokens) + len(added) >= self._max_tokens:
                 reason = FinishReason.FINISH_REASON_LENGTH

@@ -276,6 +276,12 @@ async def test_a_lost_episode_is_played_again():
     assert played_on.metrics["environment/failed_lost"] == 2.0  # type: ignore[attr-defined]
 
 
+async def test_an_environment_that_says_nothing_after_the_end_of_a_turn_fails():
+    environment = FakeEnvironment(lambda turn, text: pb.StepResponse(done=turn == 1))
+    with pytest.raises(EpisodeFailed, match="invalid_reply: turn 0 has ended, and the environment returned no message"):
+        await played(environment, on_failure="fail", max_retries=0)
+
+
 async def test_a_group_whose_environment_keeps_failing_is_dropped_and_never_rewarded():
     assert await played(FakeEnvironment(ends_after(2), [CRASHED] * 6), max_retries=2) == [None]
     with pytest.raises(EpisodeFailed, match="crashed: on demand") as raised:
