@@ -65,8 +65,8 @@ class Dialog:
         self._bridge.check(roles)
         if self._result_tag and not self._stop:
             raise InvalidInput(
-                f"environment.result_tag {self._result_tag} puts results within the policy's turn, but nothing stops it "
-                'at a call: set rollout.sampling.stop to the end of a call, such as ["</search>"]',
+                f"environment.result_tag {self._result_tag} puts results within the policy's turn, but nothing stops "
+                'that at a call: set rollout.sampling.stop to the end of a call, such as ["</search>"]',
                 field="rollout.sampling.stop",
             )
         if not self._reasoning_tags or not self._has_default_tags:

@@ -402,7 +402,7 @@ def test_tools_of_text_prompts_are_not_ignored_in_silence(texts: Callable, caplo
     row = {"prompt": "a", "response": "b", "tools": [SCHEMA]}
     keys = {"messages_column": None, "prompt_column": "prompt", "response_column": "response"}
     keys["end_token"] = "<|im_end|>"
-    with pytest.raises(InvalidInput, match="only a chat template shows tools, but .* has text prompts: set data.chat"):
+    with pytest.raises(InvalidInput, match=r"only a chat template shows tools, but .* has text prompts: set data"):
         texts(row, tools_column="tools", **keys)
     assert texts(row, **keys) == texts({**row, "tools": None}, tools_column=None, **keys)
     assert "its column tools is ignored" in caplog.text
