@@ -20,7 +20,7 @@ def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns r - mean. Dividing by the std would favor too easy and too hard prompts (arXiv 2503.20783)."""
-    return samples.to_tokens(centered(samples.net_rewards_S, samples.group_S))
+    return samples.shared(centered(samples.net_rewards_S, samples.group_S))
 
 
 def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
@@ -30,20 +30,20 @@ def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
         size = np.bincount(samples.group_S)
         std = np.sqrt(np.bincount(samples.group_S, centered_S**2) / (size - 1))
         centered_S /= (std + config.eps)[samples.group_S]
-    return samples.to_tokens(centered_S)
+    return samples.shared(centered_S)
 
 
 def rloo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns r - mean of the others, which is n / (n - 1) * (r - mean of all n) (arXiv 2402.14740, section 2.2)."""
     size_S = np.bincount(samples.group_S)[samples.group_S]
     centered_S = centered(samples.net_rewards_S, samples.group_S)
-    return samples.to_tokens(centered_S * size_S / (size_S - 1))
+    return samples.shared(centered_S * size_S / (size_S - 1))
 
 
 def opo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns r - mean weighted by trained tokens, the baseline of least variance (arXiv 2505.23585)."""
     centered_S = centered(samples.net_rewards_S, samples.group_S)
-    return samples.to_tokens(centered_S - _mean(centered_S, samples.group_S, samples.count_S))
+    return samples.shared(centered_S - _mean(centered_S, samples.group_S, samples.count_S))
 
 
 def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
@@ -51,7 +51,7 @@ def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     mixed = np.bincount(samples.group_S, centered_S != 0) > 0
     num_mixed = np.count_nonzero(mixed[samples.group_S])
-    return samples.to_tokens(centered_S * (len(centered_S) / max(num_mixed, 1)))
+    return samples.shared(centered_S * (len(centered_S) / max(num_mixed, 1)))
 
 
 def _mean(numbers: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
