@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.support import raises
 _WORDS = ("clips", "12 + 30", "Zoë", "漢字", "🎉 fun", "= 7?", "<b>", '{"a": null}', "\n", "\n\n", "  ", "it's", "\t•")
 _MARKUP = ("<|im_end|>", "</s>", "[INST]", "<|eot_id|>", "<|end|>", "<tool_call>")
 
+QWEN3 = Path("deploy/templates/qwen3.jinja")
 QUESTION: Message = {"role": "user", "content": "How many clips?"}
 
 
@@ -138,6 +140,26 @@ def test_thinking_that_a_user_message_removes_is_found(name: str):
     assert "so a later turn would contradict the tokens that were sampled" in message
     assert message.endswith("set data.chat_template to one that keeps it")
     FAMILIES[name].bridge().check(["tool"])
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_the_template_for_qwen3_keeps_every_turn_and_shows_what_qwen3s_shows(variables: dict[str, bool]):
+    own, of_model = (
+        make_tokenizer(path.read_text(), eos=("<|im_end|>",)) for path in (QWEN3, TEMPLATES / "qwen3.jinja")
+    )
+    for tools in ((), TOOLS):
+        Bridge(own, tools, variables).check(("user", "tool"))
+    say = {role: {"role": role, "content": f"Say {role}."} for role in ("system", "user", "tool")}
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "漢"}}}
+    thinks = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo.", "tool_calls": [call, call]}
+    conversations = [[say["user"]], [say["system"], say["user"]]]
+    if variables.get("enable_thinking", True):
+        conversations += [
+            [say["system"], say["user"], thinks, say["tool"], say["tool"]],
+            [say["user"], {**thinks, "content": "So.", "reasoning_content": "Hm."}, say["tool"]],
+        ]
+    for messages in conversations:
+        assert own.render(messages, **variables) == of_model.render(messages, **variables)
 
 
 def test_an_empty_thinking_block_that_the_history_lacks_is_found():
