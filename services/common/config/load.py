@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from services.common.config.base import Table, help_of
-from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_yaml, suggest
+from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_value, parse_yaml, suggest
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import RoleConfig, TrainerConfig
@@ -187,7 +187,7 @@ def _read_yaml(path: Path) -> Table:
 def _parse_override(arg: str) -> Table:
     path, _, text = arg.partition("=")
     try:
-        value = parse_yaml(text)
+        value = parse_value(text)
     except yaml.YAMLError as error:
         shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
         raise InvalidInput(f"{path}: {shown!r} is not a YAML value: {' '.join(str(error).split())}") from error
