@@ -63,6 +63,10 @@ MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=8", "trainer.megatro
         (["data.max_tokens=20000"], ["max_tokens_per_microbatch 16384", "at least 20000"]),
         (["trainer.num_ranks=3", "data.max_tokens=9000"], ["at least 18000", "do not divide"]),
         (["evaluation.eval_freq=1"], ["eval_freq", "data.eval"]),
+        (
+            ["data.eval={t: b.parquet}", "evaluation={eval_freq: 1, early_stopping: eval/t/loss}"],
+            ["eval/t/loss: t has no loss, only nll, perplexity"],
+        ),
         (["data.samples_per_setp=1"], ["did you mean data.samples_per_step?"]),
         (["trainer.megatron.async_save=true"], ["trainer.megatron.async_save", "trainer.strategy=megatron"]),
         ([*MEGATRON, "trainer.megatron.pipeline_model_parallel_size=3"], ["num_ranks 8", "nearest legal: 12"]),
