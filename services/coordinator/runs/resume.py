@@ -4,14 +4,14 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from services.common.config.load import AnyConfig
+from services.common.config.load import AnyConfig, is_override
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
 from services.coordinator.runs.database import Database
@@ -135,6 +135,26 @@ def _named_checkpoint(config: AnyConfig) -> str:
     if not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
     return ""
+
+
+def require_own_paths(own: str, paths: Mapping[str, Path], overrides: Sequence[str]) -> None:
+    """Raises NotFound if a path that a run's config has is relative, and there is nothing from this directory.
+
+    Args:
+        own: The run's config.json.
+        paths: Paths by config key.
+        overrides: What comes after the run's config. A path that it sets is not the run's; a file may set any.
+    """
+    is_kept = all(map(is_override, overrides))
+    for key, path in paths.items():
+        is_own = is_kept and not any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in overrides)
+        is_plain = not (path.is_absolute() or set(str(path)) & set("*?[:"))  # and no pattern or URL
+        if is_own and is_plain and not path.exists():
+            raise NotFound(
+                f"{key}: {path} does not exist here: {own} has it relative to the directory in which the run was "
+                f"started; run this command there, or add {key}=PATH",
+                field=key,
+            )
 
 
 def is_path(resume: str) -> bool:
