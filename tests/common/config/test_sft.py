@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from services.common.config.load import keys, load
+from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
@@ -81,3 +82,19 @@ def test_what_cannot_work_is_refused(file: str, changes: list[str], words: list[
         load(SftConfig, [file, *changes])
     for word in words:
         assert word in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "words"),
+    [
+        (SftConfig, "quickstart.yaml", "`lockstep run`, not of `lockstep sft`: it has data.prompts_per_step"),
+        (Config, "sft.yaml", "`lockstep sft`, not of `lockstep run`: it has data.samples_per_step"),
+    ],
+)
+def test_a_config_of_the_other_command_is_told(model: type[SftConfig | Config], name: str, words: str) -> None:
+    file = str(ROOT / "deploy" / "runs" / name)
+    with pytest.raises(InvalidInput, match=words):
+        load(model, [file])
+    both = "data={samples_per_step: 8, prompts_per_step: 8}"  # a wrong key in a config of this command
+    with pytest.raises(InvalidInput, match="unknown key"):
+        load(model, [file, both])
