@@ -2,21 +2,16 @@
 
 import difflib
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.base import NAME, Strict, nearest_multiples
+from services.common.config.base import AT_HOME, NAME, Strict, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_held_out
-from services.common.config.layout import (
-    Layout,
-    check_layout,
-    microbatches_multiple,
-    named_ranks,
-    samples_at_once,
-)
+from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.operation import CheckpointConfig, TimeoutsConfig, WeightsConfig
@@ -39,12 +34,12 @@ class AnyRun(Strict):
 
     name: str = Field(default="run", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
+    runs_dir: Annotated[Path, AT_HOME] = Field(default=Path("runs"), validate_default=False)  # JSON has no Path
     """Directory that holds the directories of all runs."""
-    model: str
+    model: Annotated[str, AT_HOME]
     """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
     trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
-    resume: str = "auto"
+    resume: Annotated[str, AT_HOME] = "auto"
     """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
     never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
     back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
