@@ -23,7 +23,7 @@ $(VENV)/.installed: requirements/cpu.txt pyproject.toml deploy/setup.sh
 	@touch $@
 
 run: setup
-	$(BIN)/lockstep data arithmetic --out data/arithmetic
+	$(BIN)/lockstep data arithmetic
 	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 # A host that cannot compile the package runs all other tests, and tries again the next time.
@@ -42,7 +42,7 @@ data/larger/model.safetensors: | setup-gpu
 # On GPUS GPUs of this host, each of which has a trainer rank and an engine: by default those in CUDA_VISIBLE_DEVICES, or
 # all if it is not set.
 run-gpu: setup-gpu data/larger/model.safetensors
-	$(GPU_BIN)/lockstep data arithmetic --out data/arithmetic
+	$(GPU_BIN)/lockstep data arithmetic
 	$(GPU_BIN)/lockstep run deploy/runs/gpu.yaml trainer.num_ranks=$(GPUS) rollout.num_replicas=$(GPUS) \
 	  name=gpu-$$(date +%Y%m%d-%H%M%S)
 

@@ -4,13 +4,15 @@ import ast
 import functools
 import inspect
 import math
+import os
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -26,6 +28,20 @@ _COMPILED_STEPS = 50
 """Number of steps from which auto compiles. Of a step of 7.3 s with Qwen3-0.6B's shape on an
 H100, torch.compile saves the trainer 1.3 s and the engine 0.5 s. It takes them 7 and 4 s, or the first time on a host
 40 and 26 s, which smaller models make up for later."""
+
+
+def _expanded(value: object) -> object:
+    if isinstance(value, str | Path):
+        return type(value)(os.path.expanduser(value))
+    if isinstance(value, tuple):
+        return tuple(map(_expanded, cast(tuple[object, ...], value)))
+    if isinstance(value, dict):
+        return {name: _expanded(one) for name, one in cast(dict[str, object], value).items()}
+    return value
+
+
+AT_HOME = AfterValidator(_expanded)
+"""Marks a key whose paths may begin with ~, the user's home, which a shell leaves as it is in `key=~/a`."""
 
 Table = dict[str, Any]
 """A table whose keys and values are not fixed, such as arguments for a function or a library."""

@@ -4,24 +4,24 @@ import datetime
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import Field, JsonValue, field_validator
 
-from services.common.config.base import NAME, Strict
+from services.common.config.base import AT_HOME, NAME, Strict
 
 
 class FilesConfig(Strict):
     """The files of rows, and how rows become text."""
 
-    train: tuple[Path, ...] = Field(min_length=1)
+    train: Annotated[tuple[Path, ...], AT_HOME] = Field(min_length=1)
     """File with the training rows, or a list of files that are concatenated in this order. The form is known by the
     name's ending: .parquet; .jsonl or .ndjson, JSON objects, one a line; .json, a list of objects, or one a line; .csv,
     whose columns are all text. These but Parquet may be compressed (.jsonl.gz). A name may be a pattern, such as
     data/*.parquet, for the files that match, sorted. hf://datasets/OWNER/NAME@REVISION/FILE is a file of a dataset on
     the Hugging Face Hub; without @REVISION, of its newest version. There, FILE may be a pattern in which * is any text
     without a slash. Without /FILE, these are the files of the dataset's training split, if it has one in one folder."""
-    eval: dict[str, Path] = Field(default_factory=dict)
+    eval: Annotated[dict[str, Path], AT_HOME] = Field(default_factory=dict)
     """Held-out files, like those of train, as a table of name: path. The name (letters, digits, `.`, `_` and `-`)
     labels the file's metrics and samples. A path given without a name is named `<folder>-<file>`."""
     shuffle: bool = True
@@ -45,7 +45,7 @@ class FilesConfig(Strict):
     add_special_tokens: bool = True
     """Let the tokenizer put its special tokens, such as BOS, before a text prompt that does not begin with them. They
     are never added to a templated prompt, because the chat template writes its own."""
-    chat_template: Path | None = None
+    chat_template: Annotated[Path | None, AT_HOME] = None
     """Jinja file to use instead of the model's own chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra variables to pass to the chat template, such as enable_thinking."""

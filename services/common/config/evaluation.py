@@ -1,7 +1,7 @@
 """Defines the config section `evaluation`, and which evaluation is the best."""
 
-from collections.abc import Mapping
-from pathlib import Path
+import re
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -29,6 +29,10 @@ class BestConfig(Strict):
     def set_name(self) -> str:
         return self.metric.split("/")[1]
 
+    @property
+    def name(self) -> str:
+        return self.metric.split("/", 2)[2]
+
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Returns whether `value` is better than another by more than `by`. NaN never is."""
         return is_above(value, than, by) if self.mode == "max" else is_above(-value, -than, by)
@@ -55,9 +59,12 @@ class EvaluationFrequency(Strict):
 
 
 def check_held_out(
-    evaluation: EvaluationFrequency, held_out: Mapping[str, Path], keep_best: BestConfig | None, save_freq: int
+    evaluation: EvaluationFrequency, held_out: Mapping[str, Sequence[str]], keep_best: BestConfig | None, save_freq: int
 ) -> None:
-    """Raises ValueError if `evaluation` does not fit data.eval, which is `held_out`, or the section `checkpoint`."""
+    """Raises ValueError if `evaluation` does not fit the sets of data.eval, or the section `checkpoint`.
+
+    `held_out` has the names of the metrics of each set; `...` in a name stands for any text.
+    """
     eval_freq = evaluation.eval_freq
     if eval_freq and not held_out:
         raise ValueError("evaluation.eval_freq is set but data.eval names no file")
@@ -68,6 +75,11 @@ def check_held_out(
         if config.set_name not in held_out:
             has = ", ".join(held_out) or "no set"
             raise ValueError(f"{key}.metric {config.metric}: data.eval has no {config.set_name}, only {has}")
+        names = held_out[config.set_name]
+        if not any(re.fullmatch(re.escape(name).replace(r"\.\.\.", "(?s:.*)"), config.name) for name in names):
+            raise ValueError(
+                f"{key}.metric {config.metric}: {config.set_name} has no {config.name}, only {', '.join(names)}"
+            )
         if not eval_freq:
             raise ValueError(f"{key} is set but evaluation.eval_freq is 0: set how often to evaluate")
     if keep_best and (not save_freq or eval_freq % save_freq):
@@ -142,3 +154,15 @@ class EvaluationConfig(EvaluationFrequency):
         """Returns the settings of the set `name`; `max_tokens` is None only if neither set nor section sets it."""
         settings = self.sets.get(name, EvalSetConfig())
         return settings.model_copy(update={"max_tokens": settings.max_tokens or self.max_tokens})
+
+    def metrics(self, name: str, components: Sequence[str], column: str | None) -> list[str]:
+        """Returns the names of all metrics that the set `name` can have; `...` stands for any text.
+
+        Args:
+            name: The set's name in data.eval.
+            components: The names of the scorers, and of an environment.
+            column: data.metrics_column.
+        """
+        of_values = [f"reward[{column.replace('/', '|')}=...]"] if column else []
+        passed = [f"pass@{k}" for k in self.settings(name).pass_k]
+        return list(dict.fromkeys(["reward", *passed, "tokens_mean", "truncated", "failed", *components, *of_values]))

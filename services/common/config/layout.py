@@ -369,3 +369,11 @@ def _nearest(value: int, is_legal: Callable[[int], bool], limit: int) -> str:
     below = next((n for n in range(value - 1, 0, -1) if is_legal(n)), None)
     above = next((n for n in range(value + 1, limit + 1) if is_legal(n)), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)
+
+
+def named_ranks(name: str, model: TrainerConfig) -> str:
+    """Returns the key and number of a model's ranks, with what they are divided into, for an error."""
+    size = data_parallel_size(model)
+    of_all = "" if size == model.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
+    stages = microbatches_multiple(model)
+    return f"{name}.num_ranks {model.num_ranks}{of_all}" + (f" x PP {stages}, interleaved" if stages > 1 else "")

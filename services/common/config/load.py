@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from services.common.config.base import Table, help_of
-from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_yaml, suggest
+from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_value, parse_yaml, suggest
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import RoleConfig, TrainerConfig
@@ -71,6 +71,7 @@ def load(model: type[Model], args: Sequence[str]) -> Model:
             and where it was set.
     """
     tree, origin = read(model, args)
+    _require_kind(model, tree)
     return validate(model, tree, origin)
 
 
@@ -187,7 +188,7 @@ def _read_yaml(path: Path) -> Table:
 def _parse_override(arg: str) -> Table:
     path, _, text = arg.partition("=")
     try:
-        value = parse_yaml(text)
+        value = parse_value(text)
     except yaml.YAMLError as error:
         shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
         raise InvalidInput(f"{path}: {shown!r} is not a YAML value: {' '.join(str(error).split())}") from error
@@ -307,6 +308,26 @@ def load_any(args: Sequence[str]) -> AnyConfig:
     """Loads the config of either kind. A supervised run's has data.samples_per_step and no section `reward`."""
     # Tables that both kinds of runs have are of the same classes.
     tree, origin = read(Config, args)
-    data = tree.get("data")
-    is_supervised = "reward" not in tree and isinstance(data, dict) and "samples_per_step" in data
+    is_supervised = "reward" not in tree and "samples_per_step" in _data(tree)
     return validate(SftConfig if is_supervised else Config, tree, origin)
+
+
+# The command of each kind of run, and the required key in `data` that no other kind has.
+_KINDS: dict[type[BaseModel], tuple[str, str]] = {
+    Config: ("run", "prompts_per_step"),
+    SftConfig: ("sft", "samples_per_step"),
+}
+
+
+def _data(tree: Table) -> Table:
+    return cast(Table, data) if isinstance(data := tree.get("data"), dict) else {}
+
+
+def _require_kind(model: type[BaseModel], tree: Table) -> None:
+    """Raises InvalidInput if `tree` is the config of another kind of run: most of its keys would be unknown."""
+    command, own = _KINDS.get(model, ("", ""))
+    for other, key in _KINDS.values():
+        is_other = key in _data(tree) and own not in _data(tree) and not (command == "run" and "reward" in tree)
+        if command and is_other:
+            message = f"this is a config of `lockstep {other}`, not of `lockstep {command}`: it has data.{key}"
+            raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field=f"data.{key}")

@@ -68,6 +68,31 @@ def parse_yaml(text: str) -> object:
     return value
 
 
+# YAML 1.1 takes 010 for the octal number 8, which nobody means.
+_OCTAL = re.compile(r"[-+]?0[0-9_]+")
+
+
+def parse_value(text: str) -> object:
+    """Returns the value of an override.
+
+    It is YAML if it begins like a table, a list or a quoted text. Otherwise it is a number, a truth value, a date or
+    null if all of it is written like one, and else the text itself, of which YAML would end `a #b` before the `#`.
+
+    Raises:
+        yaml.YAMLError: What begins like a table, a list or a quoted text is none.
+    """
+    text = text.strip()
+    if text.startswith(("{", "[", "'", '"')):
+        return parse_yaml(text)
+    if _OCTAL.fullmatch(text):
+        return text
+    loader: Any = _Loader("")
+    try:
+        return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))
+    except (yaml.YAMLError, ValueError):  # of `<<`, and of Python for the 31st of February
+        return text
+
+
 def _count(value: object, sizes: dict[int, int], depth: int) -> int:
     """Returns the number of values in `value`, with an alias counted wherever it is used; `sizes` has results by id."""
     if not isinstance(value, dict | list):

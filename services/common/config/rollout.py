@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from services.common.config.base import Compile, Strict, Table, compiles
+from services.common.config.base import AT_HOME, Compile, Strict, Table, compiles
 
 
 class _Speculation(Strict):
@@ -62,7 +62,7 @@ class Eagle3SpeculationConfig(_Speculation):
     kind: Literal["eagle3"]
     """Drafts with an EAGLE-3 head, a small model that reads hidden states of the policy. It stays as it is while the
     policy is trained, so fewer of its tokens are accepted as the run goes on."""
-    draft: Path
+    draft: Annotated[Path, AT_HOME]
     """Directory of the head in Hugging Face format, on the host of each replica."""
 
     def for_vllm(self) -> dict[str, object]:
@@ -83,7 +83,7 @@ class FileDiscoveryConfig(Strict):
     kind: Literal["file"] = "file"
     """Each line of a file is a replica, HOST:PORT; # begins a comment. The file is read whenever it is written or
     replaced, and before each publication."""
-    path: Path
+    path: Annotated[Path, AT_HOME]
     """The file, on the coordinator's host."""
 
 

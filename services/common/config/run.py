@@ -2,21 +2,16 @@
 
 import difflib
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.base import NAME, Strict, nearest_multiples
+from services.common.config.base import AT_HOME, NAME, Strict, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_held_out
-from services.common.config.layout import (
-    Layout,
-    check_layout,
-    data_parallel_size,
-    microbatches_multiple,
-    samples_at_once,
-)
+from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.operation import CheckpointConfig, TimeoutsConfig, WeightsConfig
@@ -39,12 +34,12 @@ class AnyRun(Strict):
 
     name: str = Field(default="run", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
+    runs_dir: Annotated[Path, AT_HOME] = Field(default=Path("runs"), validate_default=False)  # JSON has no Path
     """Directory that holds the directories of all runs."""
-    model: str
+    model: Annotated[str, AT_HOME]
     """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
     trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
-    resume: str = "auto"
+    resume: Annotated[str, AT_HOME] = "auto"
     """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
     never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
     back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
@@ -145,6 +140,11 @@ class Config(AnyRun):
         return self.weights.bucket_bytes or BUCKET_BYTES[self.placement]
 
     @property
+    def _components(self) -> list[str]:
+        """The names of what a sample's reward is the sum of."""
+        return [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
+
+    @property
     def _longest(self) -> tuple[int, str]:
         """The maximum number of tokens of a sample with its prompt, and the config keys that add up to it."""
         key = "environment.max_tokens" if self.environment else "rollout.sampling.max_tokens"
@@ -165,7 +165,9 @@ class Config(AnyRun):
         self._check_selection()
         self._check_agent()
         self._check_sets()
-        check_held_out(self.evaluation, self.data.eval, self.checkpoint.keep_best, self.checkpoint.save_freq)
+        column = self.data.metrics_column
+        metrics = {name: self.evaluation.metrics(name, self._components, column) for name in self.data.eval}
+        check_held_out(self.evaluation, metrics, self.checkpoint.keep_best, self.checkpoint.save_freq)
 
     def _check_models(self) -> None:
         policys = self.trainer.strategy
@@ -247,7 +249,7 @@ class Config(AnyRun):
                 fewest = microbatches_multiple(model)
                 raise ValueError(
                     f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
-                    f"for {_ranks(name, model)}; every rank needs at least {'one' if fewest == 1 else fewest}"
+                    f"for {named_ranks(name, model)}; every rank needs at least {'one' if fewest == 1 else fewest}"
                 )
         longest, parts = self._longest
         limits = {"rollout.max_model_len": self.rollout.max_model_len}
@@ -262,7 +264,7 @@ class Config(AnyRun):
                 padded += -longest % Layout.of(model.megatron, model.num_ranks).align
             if group % samples_at_once(model) and budget < 2 * padded:
                 raise ValueError(
-                    f"rollout.completions_per_prompt {group} is not divisible by {_ranks(name, model)}, so "
+                    f"rollout.completions_per_prompt {group} is not divisible by {named_ranks(name, model)}, so "
                     f"long samples may be split unevenly: raise {name}.max_tokens_per_microbatch "
                     f"{budget} to at least {2 * padded}"
                 )
@@ -367,7 +369,7 @@ class Config(AnyRun):
                 "selection.dynamic compares the samples of a prompt with each other: "
                 "rollout.completions_per_prompt must be at least 2"
             )
-        components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
+        components = self._components
         for key in ("dynamic", "curriculum"):
             settings = getattr(self.selection, key)
             if settings.enabled and not components:
@@ -390,10 +392,3 @@ class Config(AnyRun):
                     f"evaluation: data.max_prompt_tokens + max_tokens of set {name} = {longest} is above "
                     f"rollout.max_model_len = {limit}; raise that to at least {longest}"
                 )
-
-
-def _ranks(name: str, model: TrainerConfig) -> str:
-    size = data_parallel_size(model)
-    of_all = "" if size == model.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
-    stages = microbatches_multiple(model)
-    return f"{name}.num_ranks {model.num_ranks}{of_all}" + (f" x PP {stages}, interleaved" if stages > 1 else "")

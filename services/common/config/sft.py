@@ -117,7 +117,8 @@ class SftConfig(AnyRun):
             tokens = self.trainer.max_tokens_per_microbatch
             check_layout(self.trainer.megatron, self.trainer.num_ranks, max_tokens=tokens)
         self._check_batch()
-        check_held_out(self.evaluation, self.data.eval, self.checkpoint.keep_best, self.checkpoint.save_freq)
+        metrics = dict.fromkeys(self.data.eval, ("nll", "perplexity"))
+        check_held_out(self.evaluation, metrics, self.checkpoint.keep_best, self.checkpoint.save_freq)
 
     def _check_batch(self) -> None:
         samples, minibatches = self.data.samples_per_step, self.trainer.num_minibatches

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field
 
-from services.common.config.base import Compile, Seconds, Strict, compiles
+from services.common.config.base import AT_HOME, Compile, Seconds, Strict, compiles
 from services.common.config.loss import LagConfig, LossConfig, ValueLossConfig, check_lag
 from services.common.config.megatron import MegatronConfig
 
@@ -305,7 +305,7 @@ class RoleConfig(Strict):
 
     deployment: Literal["shared", "own"] = "shared"
     """shared: run on the policy's ranks; own: run on a trainer service of its own."""
-    model: str | None = None
+    model: Annotated[str | None, AT_HOME] = None
     """Path of the model on its trainer's host, or a model on the Hugging Face Hub, as in `model`; null uses that of the
     policy."""
     strategy: Literal["fsdp", "megatron"] | None = None
@@ -341,7 +341,7 @@ class ReferenceConfig(RoleConfig):
 class TeacherConfig(ReferenceConfig):
     """The frozen model that the policy is distilled from. Its tokenizer must be the policy's."""
 
-    model: str | None = None
+    model: Annotated[str | None, AT_HOME] = None
     """Path of the model on its trainer's host, or a model on the Hugging Face Hub, as in `model`; required."""
 
     def check_rules(self) -> None:

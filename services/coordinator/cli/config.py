@@ -54,6 +54,9 @@ YAML files and `key=value` overrides are merged from left to right, later ones w
   `trainer.loss`, `advantage` and others whose keys are the same for every kind are merged.
 - Entries with names that you choose (type `dict`, such as `data.eval`) are merged too; `data.eval={}` removes them all.
 - A table whose default is `None` is removed by `null`, as in `environment=null`.
+- The value of an override is YAML if it begins with `{`, `[`, `'` or `"`. Else it is a number, `true`, `false`, a date
+  or `null` if all of it is one, and text as it stands if not: `data.system_prompt=Answer: yes or no  # or neither`.
+- `~` begins the path of your home in `model` of all models, `runs_dir`, `resume`, `data` and `rollout`.
 """
 
 

@@ -55,7 +55,7 @@ def _converter(format: Format) -> Callable[..., None]:
 
 
 def _arithmetic(
-    out: _Out,
+    out: _Out = Path("data/arithmetic"),  # where the configs of deploy/runs look for it
     num_train: Annotated[int, typer.Option(min=1, help="Rows of train.parquet.")] = 10_000,
     num_test: Annotated[int, typer.Option(min=1, help="Rows of test.parquet.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,

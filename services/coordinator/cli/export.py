@@ -17,7 +17,7 @@ from services.common.families.architecture import read_content
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.fleet.launch import Addresses, launch
 from services.coordinator.fleet.running import unless_one_dies
-from services.coordinator.runs.resume import CHECKPOINTS
+from services.coordinator.runs.resume import CHECKPOINTS, require_own_paths
 
 _LAYOUT = Path("state") / "layout.json"  # only strategy megatron writes it
 _DTYPES = ("float32", "bfloat16")
@@ -32,7 +32,7 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
         dtype: float32, bfloat16, or auto for the dtype that the starting model's config.json names.
 
     Raises:
-        NotFound: There is no checkpoint, or no config of its run.
+        NotFound: There is no checkpoint, no config of its run, or no model where that says.
         InvalidInput: The config is invalid, or the dtype is none of these.
     """
     if not (checkpoint / "manifest.json").is_file():
@@ -44,6 +44,8 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
     if not files and not overrides:
         raise NotFound(f"{of_run} does not exist: give the config of the run as well", field="checkpoint")
     config = load_any([*files, *overrides])
+    for own in files:
+        require_own_paths(own, {"model": Path(config.model)}, overrides)
     trainer = _on_one_process(config.trainer, checkpoint)
     trainer = trainer.model_copy(update={"compute_dtype": _dtype(config.model, dtype)})
     changes = {"trainer": trainer, "trace": False} | (

@@ -124,7 +124,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         fitting=f"`lockstep plan {file} --suggest` lists placements that fit the GPUs;\n# " if num_gpus else "",
         placement=shared if num_gpus == 1 else "",
         file=file,
-        name=json.dumps(file.stem),
+        name=json.dumps(_name_of(file)),
         model=json.dumps(str(model)),
         family=f"   # {content.get('model_type')}{f', {_size_of(count)}' if count else ''}",
         lr=next((rate for least, rate in _RATES.items() if count and count < least), _RATE),
@@ -144,6 +144,11 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         budget=max(sizes.tokens_per_microbatch, 2 * length),
     )
     return re.sub(r"^(\s*[^\s#].*?) +# ", lambda line: f"{line[1] + ' ':<32} # ", text, flags=re.MULTILINE)
+
+
+def _name_of(file: Path) -> str:
+    """Returns the name of a run that is like the file's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-") or "run"
 
 
 def _size_of(num_parameters: int) -> str:

@@ -122,13 +122,11 @@ def evaluate(
     **options: Unpack[ServiceOptions],
 ) -> None:
     """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
-    from services.common.config.load import load
-    from services.common.config.run import Config
-    from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation, with_own_config
+    from services.coordinator.rl.eval_session import eval_config, eval_session, load_config, show_evaluation
 
     services = addresses_of(options)
-    with_files = with_own_config(checkpoint, config or [])
-    settings = _with_model(eval_config(load(Config, with_files), checkpoint, out), services)
+    loaded = load_config(checkpoint, config or [], model_is_remote=bool(services.trainer))
+    settings = _with_model(eval_config(loaded, checkpoint, out), services)
     with outliving_output(settings.run_dir):
         evaluation = asyncio.run(eval_session(settings, services, _console))
     show_evaluation(evaluation, _console)

@@ -22,6 +22,7 @@ from services.coordinator.doctor.services import check_broadcast, examine_servic
 from services.coordinator.doctor.settings import examine_settings
 from services.coordinator.fleet.launch import Addresses, started_ranks
 from services.coordinator.fleet.membership import read_source, source_of
+from services.coordinator.runs.resume import check_resume
 
 # torch reads both; the second is its name for all accelerators.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -94,6 +95,17 @@ def check_restarts(config: AnyConfig) -> Finding:
     return Finding("restart", f"{often}; after a death of the trainer the run resumes from {place}")
 
 
+def examine_resume(config: AnyConfig) -> Iterator[Finding]:
+    """Checks that what `resume` asks for is there; yields nothing for auto, which takes what it finds."""
+    if config.resume == "auto":
+        return
+    try:
+        check_resume(config)
+        yield Finding("resume", config.resume)
+    except LockstepError as error:
+        yield Finding("resume", error.message, Verdict.FAIL, "set resume to what is there, or leave it out")
+
+
 def examine(config: AnyConfig | None, addresses: Addresses, console: Console) -> bool:
     """Checks this host and the services at `addresses` and prints the findings. Returns whether no check failed."""
     with console.status("checking"):
@@ -138,6 +150,7 @@ def _of_run(config: AnyConfig, addresses: Addresses, absent: Sequence[Finding]) 
     yield from absent or examine_inputs(config, addresses, prompts)
     yield from examine_settings(config, addresses)
     yield from examine_replicas(config, addresses)
+    yield from examine_resume(config)
     if isinstance(config, Config):
         yield from examine_colocated(config, addresses)
         yield from examine_environment(config, addresses, prompts[0] if prompts else None)

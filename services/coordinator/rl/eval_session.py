@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.load import is_override
+from services.common.config.load import is_override, load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import Prompts, load_eval, load_from_card, load_if_local
@@ -25,7 +25,7 @@ from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publishing.colocated import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.runs.ledger import LEDGER
-from services.coordinator.runs.resume import CHECKPOINTS
+from services.coordinator.runs.resume import CHECKPOINTS, require_own_paths
 from services.coordinator.runs.run import Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
@@ -62,6 +62,23 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     quiet = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
     place = {"runs_dir": directory.parent, "name": directory.name, "observability": quiet}
     return config.model_copy(update={**place, **start, **alone})
+
+
+def load_config(checkpoint: Path, arguments: Sequence[str], *, model_is_remote: bool) -> Config:
+    """Returns the config of `arguments`, or of the run that made `checkpoint` if they name no file.
+
+    Raises:
+        NotFound: As of `with_own_config`, or the run's config has a path that is not there.
+        InvalidInput: As of `with_own_config`, or the config is invalid.
+    """
+    own, *_ = files = with_own_config(checkpoint, arguments)
+    config = load(Config, files)
+    if len(files) > len(arguments):
+        has_model = model_is_remote or not _is_checkpoint(checkpoint)
+        paths = {} if has_model else {"model": Path(config.model)}
+        paths |= {f"data.eval.{name}": path for name, path in config.data.eval.items()}
+        require_own_paths(own, paths, arguments)
+    return config
 
 
 def with_own_config(checkpoint: Path, arguments: Sequence[str]) -> list[str]:

@@ -4,18 +4,19 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from services.common.config.load import AnyConfig
+from services.common.config.load import AnyConfig, is_override
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
 from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger
+from services.coordinator.runs.reader import LedgerReader
 
 log = logging.getLogger(__name__)
 
@@ -96,28 +97,64 @@ def open_run(config: AnyConfig) -> Start:
         PreconditionFailed: Another coordinator has the run open, or it was started with another config.
         DataLoss: The checkpoint named in the ledger is missing or damaged, or the directory has lost its ledger.
     """
-    ledger_path = config.run_dir / LEDGER
-    exists = ledger_path.exists()
-    if exists and config.resume == "never":
-        raise InvalidInput(
-            f"resume: {config.run_dir} already holds a run; set resume=auto to resume it, or use another name",
-            field="resume",
-        )
-    checkpoint = ""
-    if is_path(config.resume):
-        checkpoint = str(Path(config.resume).absolute())
-        if not exists:
-            _require_checkpoint(checkpoint)
-    elif not exists and config.resume == "must":
-        raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
+    checkpoint = _named_checkpoint(config)
     with writing(config.run_dir):
         config.run_dir.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(ledger_path)
+    ledger = Ledger(config.run_dir / LEDGER)
     try:
         return _open(config, ledger, checkpoint)
     except LockstepError:
         ledger.close()
         raise
+
+
+def check_resume(config: AnyConfig) -> None:
+    """Raises like `open_run` if `config.resume` asks for what is not there, and changes nothing."""
+    checkpoint = _named_checkpoint(config)
+    if checkpoint and (config.run_dir / LEDGER).exists():
+        with closing(LedgerReader(config.run_dir)) as ledger:
+            if before := _same_resume(ledger, checkpoint):
+                _newest_after(ledger, config, before)
+            else:
+                _require_checkpoint(checkpoint)
+
+
+def _named_checkpoint(config: AnyConfig) -> str:
+    """Returns the path in `config.resume`, or "" if it is none; raises if the run's directory does not fit it."""
+    exists = (config.run_dir / LEDGER).exists()
+    if exists and config.resume == "never":
+        raise InvalidInput(
+            f"resume: {config.run_dir} already holds a run; set resume=auto to resume it, or use another name",
+            field="resume",
+        )
+    if is_path(config.resume):
+        checkpoint = str(Path(config.resume).absolute())
+        if not exists:
+            _require_checkpoint(checkpoint)
+        return checkpoint
+    if not exists and config.resume == "must":
+        raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
+    return ""
+
+
+def require_own_paths(own: str, paths: Mapping[str, Path], overrides: Sequence[str]) -> None:
+    """Raises NotFound if a path that a run's config has is relative, and there is nothing from this directory.
+
+    Args:
+        own: The run's config.json.
+        paths: Paths by config key.
+        overrides: What comes after the run's config. A path that it sets is not the run's; a file may set any.
+    """
+    is_kept = all(map(is_override, overrides))
+    for key, path in paths.items():
+        is_own = is_kept and not any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in overrides)
+        is_plain = not (path.is_absolute() or set(str(path)) & set("*?[:"))  # and no pattern or URL
+        if is_own and is_plain and not path.exists():
+            raise NotFound(
+                f"{key}: {path} does not exist here: {own} has it relative to the directory in which the run was "
+                f"started; run this command there, or add {key}=PATH",
+                field=key,
+            )
 
 
 def is_path(resume: str) -> bool:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,19 @@ def test_what_a_service_would_refuse_later_is_refused_in_the_config(wrong: str, 
 def test_every_key_has_help() -> None:
     keys = [(model, name) for model in models() for name in model.model_fields]
     assert [(model, name) for model, name in keys if not help_of(model).get(name)] == []
+
+
+def test_paths_may_begin_at_home(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ["model=~/m", "runs_dir=~/runs", "resume=~/c", "reference.model=~/r", "data.train=~/a.jsonl"]
+    data = ["data.eval={t: ~/b.jsonl}", "data.chat_template=~/t.jinja", "rollout.discovery={kind: file, path: ~/f}"]
+    config = load(Config, [file, *paths, *data])
+    assert (config.model, config.runs_dir, config.resume) == ("/home/me/m", Path("/home/me/runs"), "/home/me/c")
+    assert (config.reference.model, config.data.train) == ("/home/me/r", (Path("/home/me/a.jsonl"),))
+    assert config.data.eval == {"t": Path("/home/me/b.jsonl")}
+    assert config.data.chat_template == Path("/home/me/t.jinja")
+    assert config.rollout.discovery and config.rollout.discovery.kind == "file"
+    assert config.rollout.discovery.path == Path("/home/me/f")
+    assert parse_json(Config, config.model_dump_json()) == config
+    unchanged = load(Config, [file, "model=a/b~c", "data.train=[hf://datasets/a/b, x~]"])
+    assert (unchanged.model, unchanged.data.train) == ("a/b~c", (Path("hf://datasets/a/b"), Path("x~")))

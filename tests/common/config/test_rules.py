@@ -268,6 +268,11 @@ CROSS_FIELD = {
         ["evaluation.early_stopping", "data.eval has no x, only t"],
         ["evaluation.eval_freq=2", "data.eval={t: b.parquet}", "evaluation.early_stopping=eval/t/reward"],
     ),
+    "the best is of a metric": (
+        ["evaluation.eval_freq=2", "data.eval={t: b.parquet}", "evaluation.early_stopping=eval/t/pass@2"],
+        ["evaluation.early_stopping.metric eval/t/pass@2: t has no pass@2, only reward, tokens_mean, ", ", exact"],
+        ["evaluation.eval_freq=2", "data.eval={t: b.parquet}", "evaluation.early_stopping=eval/t/exact"],
+    ),
     "the best is found by evaluations": (
         ["data.eval={t: b.parquet}", "checkpoint={save_freq: 1, keep_best: eval/t/reward}"],
         ["checkpoint.keep_best", "evaluation.eval_freq is 0"],

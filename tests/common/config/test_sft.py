@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from services.common.config.load import keys, load
+from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
@@ -63,6 +64,10 @@ MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=8", "trainer.megatro
         (["data.max_tokens=20000"], ["max_tokens_per_microbatch 16384", "at least 20000"]),
         (["trainer.num_ranks=3", "data.max_tokens=9000"], ["at least 18000", "do not divide"]),
         (["evaluation.eval_freq=1"], ["eval_freq", "data.eval"]),
+        (
+            ["data.eval={t: b.parquet}", "evaluation={eval_freq: 1, early_stopping: eval/t/loss}"],
+            ["eval/t/loss: t has no loss, only nll, perplexity"],
+        ),
         (["data.samples_per_setp=1"], ["did you mean data.samples_per_step?"]),
         (["trainer.megatron.async_save=true"], ["trainer.megatron.async_save", "trainer.strategy=megatron"]),
         ([*MEGATRON, "trainer.megatron.pipeline_model_parallel_size=3"], ["num_ranks 8", "nearest legal: 12"]),
@@ -77,3 +82,19 @@ def test_what_cannot_work_is_refused(file: str, changes: list[str], words: list[
         load(SftConfig, [file, *changes])
     for word in words:
         assert word in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "words"),
+    [
+        (SftConfig, "quickstart.yaml", "`lockstep run`, not of `lockstep sft`: it has data.prompts_per_step"),
+        (Config, "sft.yaml", "`lockstep sft`, not of `lockstep run`: it has data.samples_per_step"),
+    ],
+)
+def test_a_config_of_the_other_command_is_told(model: type[SftConfig | Config], name: str, words: str) -> None:
+    file = str(ROOT / "deploy" / "runs" / name)
+    with pytest.raises(InvalidInput, match=words):
+        load(model, [file])
+    both = "data={samples_per_step: 8, prompts_per_step: 8}"  # a wrong key in a config of this command
+    with pytest.raises(InvalidInput, match="unknown key"):
+        load(model, [file, both])

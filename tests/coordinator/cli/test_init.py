@@ -43,6 +43,13 @@ def test_plan_accepts_it(tmp_path: Path, num_gpus: int) -> None:
     assert planned.exit_code == 0, planned.output
 
 
+@pytest.mark.parametrize(("file", "name"), [("my run.yaml", "my-run"), ("_1é+b.c.yaml", "1-b.c"), ("é.yaml", "run")])
+def test_the_name_is_one_that_a_run_may_have(tmp_path: Path, file: str, name: str) -> None:
+    out = tmp_path / file
+    out.write_text(starting_config(MODEL, write(tmp_path / "a.jsonl", prompt="1", answer="2"), out, num_gpus=0))
+    assert load(Config, [str(out)]).name == name
+
+
 def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("mine")
     data = write(tmp_path / "a.jsonl", prompt="1", answer="2")

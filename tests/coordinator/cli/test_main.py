@@ -1,6 +1,7 @@
 """Tests what the command says about itself."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -51,6 +52,34 @@ def test_the_shell_completes_commands() -> None:
     typed = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "lockstep re", "COMP_CWORD": "1"}
     shown = CliRunner().invoke(app, [], prog_name="lockstep", env=typed)
     assert shown.output.split() == ["report", "replay", "replicas"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["export", "--out", "out"], "model"),
+        (["eval"], "model"),
+        (["eval", "model=MODEL"], "data.eval.test"),
+        (["eval", "--trainer", "127.0.0.1:1"], "data.eval.test"),
+    ],
+)
+def test_a_runs_own_config_is_relative_to_where_it_was_started(
+    arguments: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (tmp_path / "runs" / "run" / "ledger.sqlite").touch()
+    data = {"train": "a.jsonl", "eval": {"test": "b.jsonl", "all": "*.jsonl"}, "prompts_per_step": 1}
+    own = tmp_path / "runs" / "run" / "config.json"
+    own.write_text(json.dumps({"model": "my/model", "data": data, "reward": {"scorers": [{"kind": "exact"}]}}))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command, *rest = [one.replace("MODEL", str(tmp_path)) for one in arguments]
+    error = CliRunner().invoke(app, [command, str(checkpoint), *rest]).exception
+    path = "my/model" if key == "model" else "b.jsonl"
+    words = f"{key}: {path} does not exist here: {own} has it relative to the directory in which the run was started"
+    assert isinstance(error, NotFound) and words in str(error) and f"add {key}=PATH" in str(error)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])

@@ -12,6 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from services.common.config.data import DataConfig
+from services.common.config.load import load
+from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli import data as cli
 from services.coordinator.data.prepare.convert import ConversionOptions, convert
@@ -19,7 +21,7 @@ from services.coordinator.data.prepare.formats import DEEPSCALER, GSM8K
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading import parquet
 from tests.coordinator.data import fake_hub
-from tests.support import raises
+from tests.support import ROOT, raises
 
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 thousand.\nAltogether 48+24 = <<48+24=72>>72 thousand.\n#### 72,000"
 GSM8K_ROWS = [{"question": "How many clips?", "answer": SOLUTION}] + [
@@ -246,6 +248,13 @@ def test_arithmetic(run, tmp_path):
     assert (tmp_path / "a" / "train.parquet").read_bytes() == (tmp_path / "b" / "train.parquet").read_bytes()
     run("arithmetic", "--out", tmp_path / "b", "--num-train", 200, "--num-test", 20, "--seed", 6)
     assert (tmp_path / "a" / "train.parquet").read_bytes() != (tmp_path / "b" / "train.parquet").read_bytes()
+
+
+def test_arithmetic_is_written_where_the_examples_read_it(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("arithmetic", "--num-train", 20, "--num-test", 2)
+    config = load(Config, [str(ROOT / "deploy" / "runs" / "tries.yaml")])
+    assert all(path.is_file() for path in (*config.data.train, *config.data.eval.values()))
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""Tests what doctor says about lists of replicas and about restarts."""
+"""Tests what doctor says about lists of replicas, about restarts and about `resume`."""
 
 from pathlib import Path
 
 import pytest
 
 from services.coordinator.doctor.finding import Verdict
-from services.coordinator.doctor.session import examine_replicas
+from services.coordinator.doctor.session import examine_replicas, examine_resume
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import make_config
 
@@ -38,3 +38,11 @@ def test_it_says_what_a_death_costs() -> None:
     assert "at most 5 steps old" in says(checkpoint={"save_freq": 5})
     assert "no service is started again" in says(restart={"max": 0})
     assert not list(examine_replicas(make_config(), GIVEN))
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    (finding,) = examine_resume(make_config(runs_dir=tmp_path, resume=str(tmp_path / "step-000010")))
+    assert finding.verdict is Verdict.FAIL and "step-000010 is not a checkpoint" in finding.result
+    (finding,) = examine_resume(make_config(runs_dir=tmp_path, resume="never"))
+    assert finding.verdict is Verdict.OK
+    assert not list(examine_resume(make_config(runs_dir=tmp_path)))

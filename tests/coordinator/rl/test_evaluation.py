@@ -135,6 +135,9 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
     }
     assert metrics == pytest.approx(expected, abs=1e-12)
     assert list(metrics) == list(expected)
+    for name in EVAL:  # what the config may name
+        of_set = {metric.removeprefix(f"eval/{name}/") for metric in metrics if metric.startswith(f"eval/{name}/")}
+        assert of_set | {"failed"} == set(run.config.evaluation.metrics(name, ["math"], None))
     (recorded,) = run.record.ledger.all(Kind.EVALUATED)
     assert recorded == {"version": 4, **metrics}
     (shown,) = run.record.evaluations()
@@ -298,6 +301,13 @@ def test_sets_and_sections_that_do_not_fit(run_yaml: str, overrides: list[str], 
         load(Config, [run_yaml, *overrides])
     for word in words:
         assert word in raised.value.message
+
+
+def test_a_reward_of_a_value_may_choose_the_best(run_yaml: str):
+    args = [run_yaml, "evaluation.eval_freq=1", "evaluation.early_stopping=eval/aime/reward[a|b=x/y]"]
+    assert load(Config, [*args, "data.metrics_column=a/b"]).data.metrics_column == "a/b"
+    with pytest.raises(InvalidInput, match=r"only reward, tokens_mean, truncated, failed, exact, reward\[level=\.\.\."):
+        load(Config, [*args, "data.metrics_column=level"])
 
 
 def test_what_a_set_leaves_open_is_the_sections(run_yaml: str):

@@ -167,10 +167,8 @@ async def test_the_last_step_is_saved(opened: Open, save_freq: int, saved: list[
 
 @pytest.mark.parametrize("key", ["keep_best", "early_stopping"])
 async def test_a_metric_that_no_evaluation_has_is_named(opened: Open, key: str) -> None:
-    run = opened(**{key: "eval/test/rewards"})
-    with pytest.raises(
-        InvalidInput, match=f"{key}.metric: there is no metric eval/test/rewards, only eval/test/reward"
-    ):
+    run = opened(**{key: "eval/test/failed"})  # is there only if a sample has failed
+    with pytest.raises(InvalidInput, match=f"{key}.metric: there is no metric eval/test/failed, only eval/test/reward"):
         run.finish_evaluation(0, {METRIC: 0.5})
     assert not run.record.ledger.all(Kind.EVALUATED)
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.resume import Start, open_run
+from services.coordinator.runs.resume import Start, check_resume, open_run
 from tests.coordinator.fake_services import make_config
 from tests.support import raises
 
@@ -111,6 +111,34 @@ def test_must_needs_something_to_resume(tmp_path: Path):
     begin(tmp_path)
     with raises(NotFound, field="resume"):
         begin(tmp_path, "must")
+
+
+def test_what_a_run_would_refuse_is_known_before(tmp_path: Path):
+    """Tests check_resume, which opens and makes nothing."""
+
+    def check(resume: str) -> None:
+        check_resume(make_config(runs_dir=tmp_path, resume=resume))
+
+    check("auto")
+    check("never")
+    for nothing in ("must", "nowhere"):
+        with raises(NotFound, field="resume"):
+            check(nothing)
+    assert not (tmp_path / "run").exists()
+    begin(tmp_path)
+    older = save(tmp_path, 2)
+    check("must")
+    check(str(older))
+    with raises(InvalidInput, field="resume"):
+        check("never")
+    with raises(NotFound, field="resume"):
+        check(str(tmp_path / "nowhere"))
+    begin(tmp_path, str(older))
+    publish(tmp_path)
+    save(tmp_path, 4)
+    delete(tmp_path, older)
+    (older / "manifest.json").unlink()
+    check(str(older))  # the run goes on from step 4, as with the same command
 
 
 def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):

@@ -1,5 +1,7 @@
 """Tests that hostile YAML ends in a message, quickly, and that ordinary anchors and merges still work."""
 
+import json
+
 import pytest
 import yaml
 
@@ -7,6 +9,7 @@ from services.common.config.load import load
 from services.common.config.read_yaml import parse_yaml
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
+from tests.common.config.smallest import refused
 
 _LEVELS = 12
 BOMBS = {
@@ -26,7 +29,7 @@ def test_a_bomb_is_refused_by_file_and_by_override(text: str, tmp_path):
     with pytest.raises(InvalidInput, match=r"run\.yaml is not YAML: "):
         load(Config, [str(tmp_path / "run.yaml")])
     flow = text if text.startswith("a: ") else f"{{{','.join(text.splitlines())}}}"
-    with pytest.raises(InvalidInput, match=r"is not a YAML value: |unknown key"):
+    with pytest.raises(InvalidInput, match=r"is not a YAML value: |unknown key|must be a table of keys"):
         load(Config, [f"data={flow.removeprefix('a: ')}"])
 
 
@@ -44,3 +47,20 @@ def test_anchors_and_merges_of_a_usual_size_work():
 def test_a_key_that_is_set_twice_is_refused():
     with pytest.raises(yaml.YAMLError, match="lr is set twice"):
         parse_yaml("lr: 1\nlr: 2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Put it after #### and stop", "Answer: yes or no", "*.jsonl", "- a", "@a", "one\n two", "5 # five", "<<", "---"],
+)
+def test_a_text_on_the_command_line_is_kept_as_it_is(file: str, text: str) -> None:
+    for value in (text, f" {text}\n", json.dumps(text)):
+        assert load(Config, [file, f"data.system_prompt={value}"]).data.system_prompt == text
+
+
+def test_an_override_is_a_number_only_as_a_whole(file: str) -> None:
+    assert "num_steps: must be an integer, not '5 # five'" in refused(file, "num_steps=5 # five")
+    config = load(Config, [file, "num_steps=010", "name=010", "data.template_date=2026-02-28"])
+    assert (config.num_steps, config.name, str(config.data.template_date)) == (10, "010", "2026-02-28")  # not octal 8
+    assert "data.template_date: must be a valid date" in refused(file, "data.template_date=2026-02-31")
+    assert load(Config, [file, "data.max_eval_prompts=5", "data.max_eval_prompts="]).data.max_eval_prompts is None
