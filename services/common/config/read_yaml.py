@@ -63,6 +63,8 @@ def parse_yaml(text: str) -> object:
         value = yaml.load(text, Loader=_Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it nests too deeply") from error
+    except ValueError as error:  # of a date such as the 31st of February
+        raise yaml.YAMLError(str(error)) from error
     if _count(value, {}, 0) > _MAX_VALUES:
         raise yaml.YAMLError(f"it has more than {_MAX_VALUES} values once its aliases (*name) are written out")
     return value

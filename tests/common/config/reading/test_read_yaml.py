@@ -64,3 +64,9 @@ def test_an_override_is_a_number_only_as_a_whole(file: str) -> None:
     assert (config.num_steps, config.name, str(config.data.template_date)) == (10, "010", "2026-02-28")  # not octal 8
     assert "data.template_date: must be a valid date" in refused(file, "data.template_date=2026-02-31")
     assert load(Config, [file, "data.max_eval_prompts=5", "data.max_eval_prompts="]).data.max_eval_prompts is None
+
+
+def test_a_date_that_does_not_exist_is_an_error_of_the_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("data: {template_date: 2026-02-31}")
+    with pytest.raises(InvalidInput, match="is not YAML: day is out of range"):
+        load(Config, [str(tmp_path / "run.yaml")])
