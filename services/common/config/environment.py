@@ -230,7 +230,7 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     see docs/agents.md. Set command, path or url."""
     command: tuple[str, ...] = ()
     """Program and arguments, run in a sandbox without network but for the model. {prompt}, {seed} and {url} are
-    replaced in each."""
+    replaced in each. {prompt} is the text of a prompt or of its only message, a user's; with others, episodes fail."""
     path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
     """Function, as package.module:function, sync or async, that is importable on the reward service. It runs in a
     worker process without a sandbox, gets row, seed, url and key as keyword arguments, and returns the final text."""
