@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections import Counter
 from typing import Any
 
@@ -14,7 +15,7 @@ from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.sampling import agents
 from tests.agents.harness import Stage, staged, table_of, trained
-from tests.agents.in_process import caught
+from tests.agents.in_process import TOKENIZER, Ask, Engine, Speaker, caught, play
 from tests.support import until
 
 AGENTS = "tests.agents.user_agents"
@@ -107,7 +108,7 @@ async def test_what_would_change_the_distribution_is_refused_by_name():
         named += ["logit_bias", "top_logprobs", "parallel_tool_calls", "unknown", "tools", "max_tokens", "stop"]
         assert said == [*([400, name] for name in named), [404, "path"], [413, "size"], [401, "key"]]
         (_, answer), (row,) = stage.engine.log[-1], table_of(group).to_pylist()
-        assert len(answer) == 3 and row["finish_reason"] == "length", "max_completion_tokens only lowers the limit"
+        assert len(answer) == 3 and row["finish_reason"] == "stop", "a lower limit of the agent cuts no episode off"
         assert len(stage.engine.log) == 1, "nothing that was refused has reached the engine"
 
 
@@ -124,6 +125,15 @@ async def test_a_limit_ends_the_episode_as_an_outcome(limit: dict[str, int], fin
         assert {row["finish_reason"] for row in rows} == {finish_reason} and {row["reward"] for row in rows} == {0.0}
         assert num_calls is None or len(stage.engine.log) == num_calls
         assert sum(len(answer) for _, answer in stage.engine.log) <= limit.get("max_tokens", 10**9)
+
+
+@pytest.mark.parametrize("dialect", ["messages", "chat"])
+async def test_an_answer_that_the_run_cuts_is_cut_whatever_the_agent_allows(dialect: str):
+    async def agent(speaker: Speaker, ask: Ask) -> None:
+        await ask([{"role": "user", "content": "Q"}])
+
+    (row,) = await play(agent, Engine(lambda: TOKENIZER.encode("x" * 4000), random.Random(0)), dialect)
+    assert (len(row["tokens"]), row["finish_reason"]) == (200, "length"), "Anthropic's client allows 4000 tokens"
 
 
 async def test_an_agent_that_ignores_the_end_is_ended_and_scored():

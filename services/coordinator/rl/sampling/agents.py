@@ -161,7 +161,8 @@ class AgentEpisode:
         entry |= {"parent": call.parent and call.parent.number, "after": call.after}
         room = self._model.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
-        limit = min(room, left, *([said["max_tokens"]] if said["max_tokens"] else []))
+        most = min(room, left, self.request.sampling.max_tokens)
+        limit = min(most, said["max_tokens"] or most)
         sampled = await self._model.sample(call, self, limit, said["stop"])
         completion = sampled.completion
         message, stop = message_of(self._settings, self._model.dialog, call, completion.tokens, said)
@@ -171,7 +172,7 @@ class AgentEpisode:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256))
             self._log.answer(entry, message, reason)
         self._num_tokens += len(completion.tokens)
-        self._note(call.number, is_cut=is_cut)
+        self._note(call.number, is_cut=is_cut and limit == most)
         return CallAnswer(
             call=asked.number,
             message_json=json.dumps(message),
@@ -219,7 +220,7 @@ class AgentEpisode:
         return call
 
     def _note(self, number: int, *, is_cut: bool) -> None:
-        """Remembers whether the last call was cut off by the context."""
+        """Remembers whether the last call was cut off by a limit of the run, and not by the agent's own."""
         if number >= self._last:
             self._last, self._is_cut = number, is_cut
 
