@@ -10,6 +10,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.advantage import AdvantageConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.rl.advantages import compute_advantages
@@ -110,6 +111,18 @@ async def test_what_would_change_the_distribution_is_refused_by_name():
         (_, answer), (row,) = stage.engine.log[-1], table_of(group).to_pylist()
         assert len(answer) == 3 and row["finish_reason"] == "stop", "a lower limit of the agent cuts no episode off"
         assert len(stage.engine.log) == 1, "nothing that was refused has reached the engine"
+
+
+async def test_stop_strings_are_refused_where_the_engine_would_not_return_what_is_trained():
+    async with staged(says, path=f"{AGENTS}:stops") as stage:
+        stage.collector._rollout.replicas[0].returns_routed_experts = True
+        for keep_failed, text in ((False, "trainer.moe.router_replay"), (True, "200 ")):
+            group = await stage.play(keep_failed=keep_failed)
+            assert group is not None and group.left[0] and text in group.left[0].text, "the run goes on"
+        stage.sampling = SamplingConfig(max_tokens=200, top_k=50)
+        with pytest.raises(EpisodeFailed):
+            await stage.play("gives up")
+        assert len(stage.engine.log) == 3, "no call with stop strings has reached the engine in training"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,10 @@ class AgentCollector(PlayedCollector):
         self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
         self.dialog = Dialog(tokenizer, (), config)
         self.dialog.check(())
-        self._has_experts = False
+
+    @property
+    def has_experts(self) -> bool:
+        return any(replica.returns_routed_experts for replica in self._rollout.replicas)
 
     async def _attempt(
         self, episode_id: str, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
@@ -98,12 +101,6 @@ class AgentCollector(PlayedCollector):
         if call.parent:
             self._counts.update(reused=len(call.parent.tokens), cached=group.num_cached_tokens)
         experts, masks = group.routed_experts, group.sampling_mask
-        self._has_experts = self._has_experts or bool(experts)
-        if self._has_experts and not experts:
-            message = (
-                "an agent's `stop`: the engine returns no routed experts then; set trainer.moe.router_replay to off"
-            )
-            raise InvalidInput(message, field="trainer.moe.router_replay")
         return Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
 
     def count(self, **numbers: int) -> None:
@@ -117,6 +114,11 @@ class Model(Protocol):
     config: Config
     renderer: Renderer
     dialog: Dialog
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the engines return the experts that they choose."""
+        ...
 
     async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled: ...
 
@@ -203,6 +205,8 @@ class AgentEpisode:
         if self._limit is not None:
             return self._over(asked)
         self._num_calls += 1  # one that is refused counts too, or an agent that ignores it would go on until episode_s
+        if said["stop"] and (why := self._refuses_stop()):
+            return self._refuse(asked, why, "unsupported_stop")
         try:
             call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
@@ -218,6 +222,17 @@ class AgentEpisode:
             message = f"the prompt has {len(call.prompt)} tokens, and a prompt with its answer at most {most}"
             return self._refuse(asked, message, "context_length_exceeded")
         return call
+
+    def _refuses_stop(self) -> str:
+        """Returns why a call with texts that end its answer is refused; empty if it is not."""
+        needed = ""
+        if self.request.has_masks:
+            needed = (
+                "sampling masks that rollout.sampling.top_k needs; leave it out, or set that and min_p to 0, top_p to 1"
+            )
+        elif self.request.is_trained_on and self._model.has_experts:
+            needed = "routed experts that trainer.moe.router_replay needs; leave it out, or set that to off"
+        return needed and f"stop (stop_sequences): an answer that ends at such a text comes without the {needed}"
 
     def _note(self, number: int, *, is_cut: bool) -> None:
         """Remembers whether the last call was cut off by a limit of the run, and not by the agent's own."""
