@@ -15,6 +15,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.json_values import JsonMapping, JsonObject
 from services.common.tool_syntax import BadCall, ToolCall, find_calls, read_texts
@@ -150,6 +151,7 @@ class AgentEpisode:
         self._log = CallLog()
         self._limit: FinishReason | None = None
         self._last, self._is_cut = -1, False
+        self._num_refused, self._refusal = 0, ""
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         """Returns the model's answer, or a refusal."""
@@ -247,13 +249,20 @@ class AgentEpisode:
 
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
         self._model.count(refused_calls=1)
+        self._num_refused += 1
+        if self._limit is None:  # that the episode is over says less than why the calls before were refused
+            self._refusal = message
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
     def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
-        """Returns the episode once the agent has ended. Raises EpisodeFailed if it has not called the model."""
+        """Returns the episode once the agent has ended. Raises EpisodeFailed if the model has answered no call."""
         paths = self.threads.paths()
         if not paths:
-            detail = f"the agent ended with exit code {end.exit_code} and never called the model: {end.text[:200]!r}"
+            why = "never called the model, or only with requests that the endpoint refused as malformed or unsupported"
+            if self._num_refused:
+                refused = f"{counted(self._num_refused, 'call')} refused, because: {self._refusal}"
+                why = f"got no answer of the model ({refused})"
+            detail = f"the agent ended with exit code {end.exit_code} and {why}: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
         self._model.count(retries=end.num_retries)
         reason = self._limit if self._limit is not None else _LENGTH if self._is_cut else _STOP
