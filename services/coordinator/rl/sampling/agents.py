@@ -173,7 +173,7 @@ class AgentEpisode:
         is_cut = completion.finish_reason == _LENGTH
         reason = "length" if is_cut else "tool_calls" if "tool_calls" in message else "stop"
         async with self._adding:
-            close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256))
+            close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256), stop)
             self._log.answer(entry, message, reason)
         self._num_tokens += len(completion.tokens)
         self._note(call.number, is_cut=is_cut and limit == most)
