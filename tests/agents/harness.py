@@ -6,7 +6,7 @@ The engine logs every prompt that it gets and every token that it samples.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,7 @@ class Stage:
     collector: AgentCollector
     engines: Sequence[ScriptedReplica]
     servicer: RewardServicer
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=200))
 
     @property
     def engine(self) -> ScriptedReplica:
@@ -126,8 +127,7 @@ class Stage:
         """Plays and scores one prompt group."""
         messages = ({"role": "user", "content": question},)
         prompt = Prompt("p0", question, (5,), answer, extra, messages, question)
-        sampling = SamplingConfig(max_tokens=200)
-        request = PromptRequest(num_samples, sampling, STAMP, STAMP.version, keep_failed=keep_failed)
+        request = PromptRequest(num_samples, self.sampling, STAMP, STAMP.version, keep_failed=keep_failed)
         async with asyncio.timeout(60):
             return await self.collector.one(0, prompt, request)
 

@@ -53,6 +53,7 @@ class Engine:
     draws: Callable[[], Sequence[int]]
     chance: random.Random
     log: dict[int, tuple[Tokens, Tokens]] = field(default_factory=dict)
+    replicas: Sequence[Any] = ()
 
     async def generate(
         self, index: int, prompt: Prompt, seeds: Sequence[int], params: Any, stamp: Any, affinity: Any = None

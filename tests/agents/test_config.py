@@ -65,6 +65,11 @@ RULES = {
         ["environment.columns", "level"],
         ["environment={kind: agent, path: 'm:run', columns: [level]}", "data.extra_columns=[level]"],
     ),
+    "an agent sends its own system prompt": (
+        [_AGENT, "data.system_prompt=Be brief.", "data.chat=true"],
+        ["data.system_prompt", "agent"],
+        [_AGENT, "data.chat_template_kwargs={enable_thinking: false}", "data.chat=true"],
+    ),
     "a file of the code scorer": (
         ["reward.scorers=[{kind: code, file: a.py}]"],
         ["reward.scorers", "agent"],

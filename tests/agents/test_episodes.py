@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections import Counter
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.advantage import AdvantageConfig
+from services.common.config.rollout import SamplingConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.sampling import agents
 from tests.agents.harness import Stage, staged, table_of, trained
-from tests.agents.in_process import caught
+from tests.agents.in_process import TOKENIZER, Ask, Engine, Speaker, caught, play
 from tests.support import until
 
 AGENTS = "tests.agents.user_agents"
@@ -107,8 +109,20 @@ async def test_what_would_change_the_distribution_is_refused_by_name():
         named += ["logit_bias", "top_logprobs", "parallel_tool_calls", "unknown", "tools", "max_tokens", "stop"]
         assert said == [*([400, name] for name in named), [404, "path"], [413, "size"], [401, "key"]]
         (_, answer), (row,) = stage.engine.log[-1], table_of(group).to_pylist()
-        assert len(answer) == 3 and row["finish_reason"] == "length", "max_completion_tokens only lowers the limit"
+        assert len(answer) == 3 and row["finish_reason"] == "stop", "a lower limit of the agent cuts no episode off"
         assert len(stage.engine.log) == 1, "nothing that was refused has reached the engine"
+
+
+async def test_stop_strings_are_refused_where_the_engine_would_not_return_what_is_trained():
+    async with staged(says, path=f"{AGENTS}:stops") as stage:
+        stage.collector._rollout.replicas[0].returns_routed_experts = True
+        for keep_failed, text in ((False, "trainer.moe.router_replay"), (True, "200 ")):
+            group = await stage.play(keep_failed=keep_failed)
+            assert group is not None and group.left[0] and text in group.left[0].text, "the run goes on"
+        stage.sampling = SamplingConfig(max_tokens=200, top_k=50)
+        with pytest.raises(EpisodeFailed, match=r"rollout\.sampling\.top_k"):
+            await stage.play("gives up")
+        assert len(stage.engine.log) == 3, "no call with stop strings has reached the engine in training"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +140,15 @@ async def test_a_limit_ends_the_episode_as_an_outcome(limit: dict[str, int], fin
         assert sum(len(answer) for _, answer in stage.engine.log) <= limit.get("max_tokens", 10**9)
 
 
+@pytest.mark.parametrize("dialect", ["messages", "chat"])
+async def test_an_answer_that_the_run_cuts_is_cut_whatever_the_agent_allows(dialect: str):
+    async def agent(speaker: Speaker, ask: Ask) -> None:
+        await ask([{"role": "user", "content": "Q"}])
+
+    (row,) = await play(agent, Engine(lambda: TOKENIZER.encode("x" * 4000), random.Random(0)), dialect)
+    assert (len(row["tokens"]), row["finish_reason"]) == (200, "length"), "Anthropic's client allows 4000 tokens"
+
+
 async def test_an_agent_that_ignores_the_end_is_ended_and_scored():
     async with staged(says, path=f"{AGENTS}:floods", max_calls=2, grace_s=0.2) as stage:
         group = await stage.play("forever")
@@ -137,7 +160,9 @@ async def test_an_agent_that_ignores_the_end_is_ended_and_scored():
 async def test_an_overflow_is_told_and_an_agent_that_recovers_goes_on(question: str, reason: str | None):
     async with staged(says, path=f"{AGENTS}:too_long") as stage:
         if reason is None:  # it has sampled nothing, so there is nothing to train
-            with pytest.raises(EpisodeFailed, match="never called"):
+            with pytest.raises(
+                EpisodeFailed, match=r"no answer of the model \(1 call refused, .*: the prompt has \d+ tokens"
+            ):
                 await stage.play(question)
             return
         group = await stage.play(question)

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from services.reward.agents import endpoint
+from services.reward.agents import endpoint, function
 from tests.agents import own_agents
 from tests.agents.harness import Stage, staged, table_of
+from tests.agents.own_agents import Json
 from tests.agents.test_episodes import everything_sampled_is_trained_once, says
 
 _ACCEPTED = ("in drops", "whole URL", "gzip", "half a pair")
@@ -50,3 +51,18 @@ async def test_agents_of_users_train_what_they_sample_and_hurt_nothing(caplog: p
         assert json.loads(text) == _RAW
     errors = [record for record in caplog.records if record.name == endpoint.__name__]
     assert not errors, "an agent that leaves or sends nonsense is no error of the service"
+
+
+def _wrapped(row: Json, seed: int, url: str, key: str) -> object:
+    """Returns what an async function in a decorator returns: a coroutine."""
+    return _AsyncObject()(row, seed, url, key)
+
+
+class _AsyncObject:
+    async def __call__(self, row: Json, seed: int, url: str, key: str) -> str:
+        return row["prompt"]
+
+
+@pytest.mark.parametrize("agent", [_wrapped, _AsyncObject(), _AsyncObject().__call__, lambda **fields: "4"])
+async def test_what_an_agent_returns_is_awaited_if_it_is_async(agent: object):
+    assert await function._call(agent, {"row": {"prompt": "4"}, "seed": 0, "url": "", "key": ""}) == "4"

@@ -33,7 +33,7 @@ SCORER = "tests.agents.test_record:score"
 _AGENT = """
 import json, os, pathlib, urllib.request
 
-def ask(*texts, **more):
+def ask(*texts, back="", **more):
     history = []
     for text in texts:
         history.append({"role": "user", "content": text})
@@ -41,12 +41,14 @@ def ask(*texts, **more):
         headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
         request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
         try:
-            history.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+            message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
         except urllib.error.HTTPError as error:
             return str(error.code)
+        history.append({**message, "content": message["content"] + back})
     return history[-1]["content"]
 
-said = ask("one", "two", "three") + ask("word " * 5000) + ask("one", "two", stop=["9", "\\ud800"], max_tokens=10**12)
+said = ask("one", "two", "three") + ask("word " * 5000)
+said += ask("one", "two", back="swer", stop=["swer", "\\ud800"], max_tokens=10**12)
 pathlib.Path("said.txt").write_text("5" + said)
 print("done")
 raise SystemExit(3)
@@ -124,7 +126,8 @@ def test_what_was_asked_is_recorded_once_with_its_answer_and_its_fate(played: Pa
     assert dict(command["files"])["said.txt"].startswith(b"5answer") and command["exit_code"] == 3
     first, *_, last = [said for _, said in requests_of(command)]
     assert first["messages"] == [{"role": "user", "content": "one"}]
-    assert (last["stop"], last["max_tokens"], len(last["messages"])) == (["9", "?"], 2**31 - 1, 3)
+    assert (last["stop"], last["max_tokens"], len(last["messages"])) == (["swer", "?"], 2**31 - 1, 3)
+    assert [call["parent"] for call in command["calls"]] == [None, 0, 1, None, None, 4], "it has put the stop text back"
     numbers = sorted(
         call["number"] for row in rows if row["sample"] == 0 and row["group"] == 0 for call in row["calls"]
     )

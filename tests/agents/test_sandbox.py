@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from services.common.config.environment import AgentEnvironmentConfig
 from services.coordinator.clients.environment import EpisodeFailed
 from services.reward.agents import command
+from services.reward.agents.base import Part
+from services.reward.errors import EpisodeError
 from tests.agents.harness import is_running, staged
 from tests.support import until
 
@@ -156,3 +159,14 @@ async def test_a_collected_program_is_tested_in_another_sandbox(program):
     async with staged(lambda text, seed: "hi", scorers=scorers, **settings) as stage:
         group = await stage.play(tests=tests)
         assert group is not None and dict(group.scores[0].components) == {"code": 1.0, "other": 0.0}
+
+
+async def test_a_prompt_of_messages_is_filled_in_if_it_is_one_of_a_user():
+    user, system = {"role": "user", "content": "1 + 1?"}, {"role": "system", "content": "Be brief."}
+    for prompt in ("1 + 1?", [user]):
+        assert command._prompt_text(["a", "-t={prompt}"], {"prompt": prompt}) == "1 + 1?"
+    assert command._prompt_text(["a"], {"prompt": [system, user]}), "the program reads the row itself"
+    runner = command.CommandRunner(AgentEnvironmentConfig(command=("a", "-t={prompt}")))
+    part = Part("e", 0, {"prompt": [system, user]}, "key", lambda _: asyncio.sleep(0), "")
+    with pytest.raises(EpisodeError, match=r"system, user, .*LOCKSTEP_ROW"):
+        await runner.run(part)

@@ -104,6 +104,35 @@ def test_an_edited_answer_begins_a_segment_and_the_original_is_still_trained(edi
     assert talk.shape == [([0], 0), ([1], 0)]
 
 
+@pytest.mark.parametrize(
+    ("change", "is_known"),
+    [
+        ({"name": "planner"}, True),
+        ({"content": "print(1)</code>"}, True),
+        ({"content": "print(1)</code>", "name": "planner"}, True),
+        ({"content": "print(1)</code></code>"}, False),
+        ({"content": "</code>"}, False),
+    ],
+)
+def test_an_answer_with_a_name_or_with_the_text_that_has_ended_it_goes_on(change: Json, is_known: bool):
+    talk, tokens = Talk(), tokens_of("print(1)</code>")
+    close(talk.add([user("q")]), tokens, {"role": "assistant", "content": "print(1)"}, None, "</code>")
+    history = [user("q"), {"role": "assistant", "content": "print(1)", **change}, user("It is 1.")]
+    said = talk.ask(history, "Yes")
+    talk.ask([*history, {**said, "name": "planner"}, user("Sure?")], "Yes")
+    assert talk.shape == ([([0, 1, 2], 0)] if is_known else [([0], 0), ([1, 2], 0)])
+    first, _, last = talk.threads.calls
+    assert first.answer == tuple(tokens) and (last.prompt[: len(first.tokens)] == first.tokens) is is_known
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_another_name_begins_a_segment(role: str):
+    talk, first = Talk(), {"role": role, "content": "hello", "name": "ann"}
+    said = talk.ask([first, user("q")], "Paris")
+    talk.ask([{**first, "name": "bob"}, user("q"), said, user("Sure?")], "Yes")
+    assert talk.shape == [([0], 0), ([1], 0)]
+
+
 def test_reasoning_that_a_client_leaves_out_stays_as_it_was_sampled():
     talk = Talk()
     talk.ask([user("q")], {"role": "assistant", "content": "Paris", "reasoning": "easy"}, tokens_of("<think>easy"))

@@ -148,6 +148,15 @@ def too_long(row: Json, seed: int, url: str, key: str) -> str:
     return said
 
 
+def stops(row: Json, seed: int, url: str, key: str) -> str:
+    """Asks for an answer that ends at a text, and then for any, unless the row says that it gives up."""
+    model = Model(url, key)
+    status, answer = model.post({"messages": [user("x")], "stop": ["END"]})
+    if row["prompt"] != "gives up":
+        model.ask([user("x")])
+    return f"{status} {answer['error']['message'] if 'error' in answer else ''}"
+
+
 def overflows(row: Json, seed: int, url: str, key: str) -> str:
     """Asks something short, and then something that is too long until the episode is over."""
     model, codes = Model(url, key), list[str]()

@@ -6,6 +6,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, RootModel, field_validator
 
 from services.common.config.base import NAME, Strict, Table
+from services.common.config.data import DataConfig
+from services.common.config.loss import LossConfig
 from services.common.config.scorers import check_url, is_local
 from services.common.import_path import IMPORT_PATH
 
@@ -230,7 +232,7 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     see docs/agents.md. Set command, path or url."""
     command: tuple[str, ...] = ()
     """Program and arguments, run in a sandbox without network but for the model. {prompt}, {seed} and {url} are
-    replaced in each."""
+    replaced in each. {prompt} is the text of a prompt or of its only message, a user's; with others, episodes fail."""
     path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
     """Function, as package.module:function, sync or async, that is importable on the reward service. It runs in a
     worker process without a sandbox, gets row, seed, url and key as keyword arguments, and returns the final text."""
@@ -314,3 +316,23 @@ EnvironmentConfig = Annotated[TurnsConfig | AgentEnvironmentConfig, Field(discri
 
 class EnvironmentSection(RootModel[EnvironmentConfig]):
     """The config section `environment`, as the reward service receives it."""
+
+
+def check_agent(agent: AgentEnvironmentConfig, data: DataConfig, loss: LossConfig) -> None:
+    """Refuses what would treat the segments of an episode as samples, and what an agent does not get."""
+    keys = ["kind gspo"] if loss.kind == "gspo" else []
+    keys += ["correction.weight sequence"] if loss.correction.weight == "sequence" else []
+    keys += [f"correction.{key}" for key in ("geometric_mask", "veto") if getattr(loss.correction, key) is not None]
+    if keys:
+        raise ValueError(
+            f"trainer.loss.{keys[0]} with an agent: it is made of the ratio of a whole sample, and an episode of "
+            "several segments has no such ratio; use a loss of single tokens"
+        )
+    if data.system_prompt is not None:
+        raise ValueError(
+            "data.system_prompt with an agent: it would be shown to nobody, because an agent sends all messages "
+            "itself; leave it out, and let the agent send it"
+        )
+    missing = [name for name in agent.columns if data.extra_columns is not None and name not in data.extra_columns]
+    if missing:
+        raise ValueError(f"environment.columns: {missing[0]} is not one of data.extra_columns")

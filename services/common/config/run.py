@@ -9,7 +9,7 @@ from pydantic import Field
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import AT_HOME, NAME, Strict, nearest_multiples
 from services.common.config.data import DataConfig
-from services.common.config.environment import EnvironmentConfig
+from services.common.config.environment import EnvironmentConfig, check_agent
 from services.common.config.evaluation import EvaluationConfig, check_held_out
 from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
@@ -293,26 +293,13 @@ class Config(AnyRun):
             raise ValueError("rollout.sampling.temperature must be above 0: greedy samples of a prompt are identical")
 
     def _check_agent(self) -> None:
-        """Refuses what would treat the segments of an episode as samples."""
         if not self.environment or self.environment.kind != "agent":
             if any(scorer.kind == "code" and scorer.file for scorer in self.reward.scorers):
                 raise ValueError(
                     "reward.scorers: a code scorer has a file, which an agent leaves: set environment.kind"
                 )
             return
-        loss, correction = self.trainer.loss, self.trainer.loss.correction
-        keys = ["kind gspo"] if loss.kind == "gspo" else []
-        keys += ["correction.weight sequence"] if correction.weight == "sequence" else []
-        keys += [f"correction.{key}" for key in ("geometric_mask", "veto") if getattr(correction, key) is not None]
-        if keys:
-            raise ValueError(
-                f"trainer.loss.{keys[0]} with an agent: it is made of the ratio of a whole sample, and an episode of "
-                "several segments has no such ratio; use a loss of single tokens"
-            )
-        extra = self.data.extra_columns
-        missing = [name for name in self.environment.columns if extra is not None and name not in extra]
-        if missing:
-            raise ValueError(f"environment.columns: {missing[0]} is not one of data.extra_columns")
+        check_agent(self.environment, self.data, self.trainer.loss)
 
     def _check_speculation(self, speculation: SpeculationConfig) -> None:
         if self.trainer.moe.router_replay == "on":

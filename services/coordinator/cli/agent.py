@@ -36,6 +36,10 @@ class TypedModel:
         self.dialog = Dialog(tokenizer, (), config)
         self._tokenizer, self._turns, self._console = tokenizer, turns, console
 
+    @property
+    def has_experts(self) -> bool:
+        return False  # which only an engine could tell
+
     async def sample(self, call: Call, episode: AgentEpisode, limit: int, stop: Sequence[str]) -> Sampled:
         place = "begins a segment" if call.parent is None else f"continues call {call.parent.number}"
         tools = ", ".join(tool["function"]["name"] for tool in json.loads(call.tools))

@@ -52,6 +52,7 @@ class Replica:
         self.is_leaving = False
         """Whether it is to be dropped as soon as the run can do without it."""
         self.num_workers = self.max_samples = 0
+        self.returns_routed_experts = False
         self.num_opens = 0
         self.incarnation = ""
         """Id of the service's process when it was opened last; empty if it has sent none."""
@@ -84,6 +85,7 @@ class Replica:
             )
         self.incarnation = await self.identify(MAX_RETRY_S)
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
+        self.returns_routed_experts = answer.returns_routed_experts
         self.num_opens += 1
         self.state = ReplicaState.STALE
 

@@ -152,6 +152,15 @@ class Dialog:
 
     def _cut(self, message: Message) -> dict[str, str]:
         most, content = self._max_message_tokens, message.content
-        if most and len(tokens := self._tokenizer.encode_marked(self._tokenizer.as_text(content))) > most:
-            content = self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
+        if most and len(tokens := self._encode(content)) > most:
+            tokens = tokens[:most]
+            # Without what the cut has left of a character, the last token may become several.
+            while len(self._encode(content := self._decode(tokens).rstrip("\ufffd"))) > most:
+                tokens = tokens[:-1]
         return {"role": message.role, "content": content} | ({"name": message.name} if message.name else {})
+
+    def _encode(self, content: str) -> list[int]:
+        return self._tokenizer.encode_marked(self._tokenizer.as_text(content))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)

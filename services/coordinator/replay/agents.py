@@ -90,9 +90,9 @@ class _Mapper:
         """Gives a call its recorded tokens as the answer, and compares what they say."""
         (call, said), answer = earlier, texts[earlier[0]["answer"]]
         made, tokens = mapped[call["number"]], recorded[call["number"]].answer
-        message, _ = message_of(self._settings, self._dialog, made, tokens, said)
+        message, stop = message_of(self._settings, self._dialog, made, tokens, said)
         yield from compare({"answer": answer}, {"answer": message}, f"{at} call {call['number']}: ")
-        close(made, tokens, answer, None)
+        close(made, tokens, answer, None, stop)
 
 
 def _tokens_of(rows: Sequence[JsonMapping]) -> dict[int, _Tokens]:

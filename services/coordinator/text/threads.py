@@ -180,10 +180,12 @@ class Threads:
         return found[0] if is_continued and is_known else None
 
 
-def close(call: Call, answer: Sequence[int], message: JsonMapping, facts: object) -> None:
-    """Records the answer of a call: its tokens, and the message that the agent gets."""
+def close(call: Call, answer: Sequence[int], message: JsonMapping, facts: object, stop: str = "") -> None:
+    """Records the answer of a call: its tokens, the message that the agent gets, and the text of the request's `stop`
+    that has ended it, which is not in the message.
+    """
     call.answer, call.facts, call.is_answered = tuple(answer), facts, True
-    call.conversation = [*call.conversation, _canonical(message)]
+    call.conversation = [*call.conversation, {**_canonical(message), **({"stop": stop} if stop else {})}]
 
 
 def _order(call: Call) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -211,15 +213,18 @@ def _same(one: Sequence[JsonMapping], other: Sequence[JsonMapping]) -> bool:
     return all(map(_same_message, one, other))
 
 
-def _same_message(one: JsonMapping, other: JsonMapping) -> bool:
-    """Compares two messages. Most clients do not send reasoning back, which is kept then as it was sampled."""
-    if "reasoning" in one and "reasoning" in other and one["reasoning"] != other["reasoning"]:
+def _same_message(known: JsonMapping, sent: JsonMapping) -> bool:
+    """Returns whether a client that knows a message has sent it.
+
+    Most clients do not send reasoning back, which is kept then as it was sampled. Some give the answer a name, or put
+    the text back that has ended it.
+    """
+    optional = ("reasoning", "name") if known["role"] == "assistant" else ("reasoning",)
+    if any(key in known and key in sent and known[key] != sent[key] for key in optional):
         return False
-    return _without_reasoning(one) == _without_reasoning(other)
-
-
-def _without_reasoning(message: JsonMapping) -> JsonMapping:
-    return {key: value for key, value in message.items() if key != "reasoning"}
+    one, other = ({key: value for key, value in each.items() if key not in optional} for each in (known, sent))
+    stop = one.pop("stop", "")
+    return other in (one, {**one, "content": one["content"] + stop})
 
 
 def _to_template(message: JsonMapping) -> JsonMapping:

@@ -11,8 +11,9 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.reward.agents.base import Part, Played, Runner
@@ -59,7 +60,7 @@ class CommandRunner(Runner):
 
     async def run(self, part: Part) -> Played:
         config, values = self._config, {"url": _URL, "key": part.key, "seed": str(part.seed)}
-        row = {**values, "prompt": str(part.row.get("prompt", ""))}
+        row = {**values, "prompt": _prompt_text(config.command, part.row)}
         env = {**_base_env(values), **{name: _filled(value, values) for name, value in config.env.items()}}
         job = {
             "command": [_filled(word, row) for word in config.command],
@@ -244,6 +245,21 @@ def _base_env(values: Mapping[str, str]) -> dict[str, str]:
         "LOCKSTEP_ROW": f"{HOME}/row.json",
         "LOCKSTEP_SEED": values["seed"],
     }
+
+
+def _prompt_text(command: Sequence[str], row: Mapping[str, Any]) -> str:
+    """Returns the row's prompt as {prompt} of a command. Raises EpisodeError if it is other than a user's message."""
+    prompt = row.get("prompt", "")
+    if isinstance(prompt, str) or not any("{prompt}" in word for word in command):
+        return str(prompt)
+    roles = [message["role"] for message in prompt]
+    if roles != ["user"]:
+        detail = (
+            f"environment.command has {{prompt}}, and the row's prompt is messages of {', '.join(roles)}, not text or "
+            "one message of a user: leave {prompt} out, and let the program read the file that LOCKSTEP_ROW names"
+        )
+        raise EpisodeError(EnvironmentFailure.REFUSED, detail)
+    return prompt[0]["content"]
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

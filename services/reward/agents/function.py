@@ -38,7 +38,9 @@ class FunctionExecutor(Executor):
 
 
 async def _call(function: object, fields: Mapping[str, object]) -> object:
-    """Calls a function on the event loop if it is async, else in a thread of its own."""
+    """Calls a function on the event loop if it is async, else in a thread of its own. Awaits what it returns if that is
+    to be awaited, as of an async function in a decorator.
+    """
     assert callable(function)
     if inspect.iscoroutinefunction(function):
         return await function(**fields)
@@ -46,12 +48,13 @@ async def _call(function: object, fields: Mapping[str, object]) -> object:
     try:
         result = asyncio.get_running_loop().run_in_executor(thread, lambda: function(**fields))
         try:
-            return await asyncio.shield(result)
+            returned = await asyncio.shield(result)
         except asyncio.CancelledError:  # a thread cannot be interrupted
             await asyncio.wait({result})
             raise
     finally:
         thread.shutdown(wait=False)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 class FunctionRunner(CalledRunner):

@@ -2,6 +2,7 @@
 
 import pytest
 import tokenizers
+from lockstep.reward.v1.environment_pb2 import Message
 
 from services.common.errors import InvalidInput
 from services.common.tool_syntax import ToolCall, find_calls
@@ -110,3 +111,11 @@ def test_tags_that_do_not_fit_the_model_are_refused_at_the_start():
     make_dialog(with_tokens()).check([])
     python = make_config(environment={"kind": "python", "path": "m:C"})
     Dialog(magistral, (), python).check([])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("most", range(1, 13))
+def test_a_message_that_is_cut_has_whole_characters_and_no_more_tokens(kind, most):
+    tokenizer, text = FAMILIES["qwen2.5"].tokenizer(kind), "漢字 costs 5 € 🎉"
+    tokens = make_dialog(tokenizer, max_message_tokens=most).reply((), [Message(content=text)])
+    assert len(tokens) <= most and text.startswith(tokenizer.decode(tokens).strip())

@@ -15,6 +15,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.json_values import JsonMapping, JsonObject
 from services.common.tool_syntax import BadCall, ToolCall, find_calls, read_texts
@@ -64,7 +65,10 @@ class AgentCollector(PlayedCollector):
         self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
         self.dialog = Dialog(tokenizer, (), config)
         self.dialog.check(())
-        self._has_experts = False
+
+    @property
+    def has_experts(self) -> bool:
+        return any(replica.returns_routed_experts for replica in self._rollout.replicas)
 
     async def _attempt(
         self, episode_id: str, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
@@ -98,12 +102,6 @@ class AgentCollector(PlayedCollector):
         if call.parent:
             self._counts.update(reused=len(call.parent.tokens), cached=group.num_cached_tokens)
         experts, masks = group.routed_experts, group.sampling_mask
-        self._has_experts = self._has_experts or bool(experts)
-        if self._has_experts and not experts:
-            message = (
-                "an agent's `stop`: the engine returns no routed experts then; set trainer.moe.router_replay to off"
-            )
-            raise InvalidInput(message, field="trainer.moe.router_replay")
         return Sampled(group.completions[0], experts[0] if experts else b"", masks[0] if masks else b"", "")
 
     def count(self, **numbers: int) -> None:
@@ -117,6 +115,11 @@ class Model(Protocol):
     config: Config
     renderer: Renderer
     dialog: Dialog
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the engines return the experts that they choose."""
+        ...
 
     async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled: ...
 
@@ -148,6 +151,7 @@ class AgentEpisode:
         self._log = CallLog()
         self._limit: FinishReason | None = None
         self._last, self._is_cut = -1, False
+        self._num_refused, self._refusal = 0, ""
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         """Returns the model's answer, or a refusal."""
@@ -161,17 +165,18 @@ class AgentEpisode:
         entry |= {"parent": call.parent and call.parent.number, "after": call.after}
         room = self._model.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
-        limit = min(room, left, *([said["max_tokens"]] if said["max_tokens"] else []))
+        most = min(room, left, self.request.sampling.max_tokens)
+        limit = min(most, said["max_tokens"] or most)
         sampled = await self._model.sample(call, self, limit, said["stop"])
         completion = sampled.completion
         message, stop = message_of(self._settings, self._model.dialog, call, completion.tokens, said)
         is_cut = completion.finish_reason == _LENGTH
         reason = "length" if is_cut else "tool_calls" if "tool_calls" in message else "stop"
         async with self._adding:
-            close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256))
+            close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256), stop)
             self._log.answer(entry, message, reason)
         self._num_tokens += len(completion.tokens)
-        self._note(call.number, is_cut=is_cut)
+        self._note(call.number, is_cut=is_cut and limit == most)
         return CallAnswer(
             call=asked.number,
             message_json=json.dumps(message),
@@ -202,6 +207,8 @@ class AgentEpisode:
         if self._limit is not None:
             return self._over(asked)
         self._num_calls += 1  # one that is refused counts too, or an agent that ignores it would go on until episode_s
+        if said["stop"] and (why := self._refuses_stop()):
+            return self._refuse(asked, why, "unsupported_stop")
         try:
             call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
@@ -218,8 +225,19 @@ class AgentEpisode:
             return self._refuse(asked, message, "context_length_exceeded")
         return call
 
+    def _refuses_stop(self) -> str:
+        """Returns why a call with texts that end its answer is refused; empty if it is not."""
+        needed = ""
+        if self.request.has_masks:
+            needed = (
+                "sampling masks that rollout.sampling.top_k needs; leave it out, or set that and min_p to 0, top_p to 1"
+            )
+        elif self.request.is_trained_on and self._model.has_experts:
+            needed = "routed experts that trainer.moe.router_replay needs; leave it out, or set that to off"
+        return needed and f"stop (stop_sequences): an answer that ends at such a text comes without the {needed}"
+
     def _note(self, number: int, *, is_cut: bool) -> None:
-        """Remembers whether the last call was cut off by the context."""
+        """Remembers whether the last call was cut off by a limit of the run, and not by the agent's own."""
         if number >= self._last:
             self._last, self._is_cut = number, is_cut
 
@@ -231,13 +249,20 @@ class AgentEpisode:
 
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
         self._model.count(refused_calls=1)
+        self._num_refused += 1
+        if self._limit is None:  # that the episode is over says less than why the calls before were refused
+            self._refusal = message
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
     def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
-        """Returns the episode once the agent has ended. Raises EpisodeFailed if it has not called the model."""
+        """Returns the episode once the agent has ended. Raises EpisodeFailed if the model has answered no call."""
         paths = self.threads.paths()
         if not paths:
-            detail = f"the agent ended with exit code {end.exit_code} and never called the model: {end.text[:200]!r}"
+            why = "never called the model, or only with requests that the endpoint refused as malformed or unsupported"
+            if self._num_refused:
+                refused = f"{counted(self._num_refused, 'call')} refused, because: {self._refusal}"
+                why = f"got no answer of the model ({refused})"
+            detail = f"the agent ended with exit code {end.exit_code} and {why}: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
         self._model.count(retries=end.num_retries)
         reason = self._limit if self._limit is not None else _LENGTH if self._is_cut else _STOP

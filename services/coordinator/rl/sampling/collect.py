@@ -43,6 +43,15 @@ class PromptRequest:
     keep_failed: bool = False
     """Whether to keep all groups; a sample that could not be scored then gets a reward of 0."""
 
+    @property
+    def is_trained_on(self) -> bool:
+        return not self.keep_failed
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the samples have sampling masks. A greedy one keeps one token whatever the truncation is."""
+        return self.sampling.is_truncated and self.sampling.temperature > 0 and self.is_trained_on
+
 
 class Collector:
     """Samples and scores prompts with one tokenizer. All sampling seeds derive from the run's `seed`."""
@@ -97,7 +106,7 @@ class Collector:
             setattr(self._drafts, field.name, getattr(self._drafts, field.name) + getattr(group.drafts, field.name))
 
     def _params(self, request: PromptRequest, most: int) -> SamplingParams:
-        sampling, is_trained_on = request.sampling, not request.keep_failed
+        sampling = request.sampling
         max_tokens = min(sampling.max_tokens, most)
         return SamplingParams(
             temperature=sampling.temperature,
@@ -112,7 +121,6 @@ class Collector:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            return_routed_experts=is_trained_on,
-            # A greedy sample keeps one token whatever the truncation is.
-            return_sampling_mask=sampling.is_truncated and sampling.temperature > 0 and is_trained_on,
+            return_routed_experts=request.is_trained_on,
+            return_sampling_mask=request.has_masks,
         )
