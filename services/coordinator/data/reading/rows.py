@@ -101,7 +101,7 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
         names = self.config.prompt_column, self._answer
         prompt, answer = (None if name is None else record.get(name) for name in names)
-        if isinstance(answer, int) and not isinstance(answer, bool):
+        if type(answer) is int:  # which True and False are not
             answer = str(answer)
         others = [name for name in record if name not in names] if self._extra is None else self._extra
         extra = {name: record[name] for name in others if name in record}
