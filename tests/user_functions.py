@@ -28,6 +28,18 @@ def misshapen(tokens: Tokens, config: LossConfig):
     return tokens.logprobs_N[:1], {}
 
 
+def only_loss(tokens: Tokens, config: LossConfig):
+    return -tokens.advantages_N * tokens.logprobs_N
+
+
+def number(tokens: Tokens, config: LossConfig):
+    return -tokens.advantages_N * tokens.logprobs_N, {"half": 0.5}
+
+
+def raises(tokens: object, config: object):
+    raise KeyError("column")
+
+
 def names(tokens: Tokens, config: LossConfig, *, metric: str):
     """Returns the loss of REINFORCE, and a metric of this name."""
     return -tokens.advantages_N * tokens.logprobs_N, {metric: torch.ones_like(tokens.logprobs_N)}

@@ -4,11 +4,12 @@ import functools
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, LockstepError
 
 
 def require_takes(function: Callable[..., Any], name: str, args: Sequence[str], kwargs: Mapping[str, object]) -> None:
@@ -56,3 +57,22 @@ def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, object
         require_takes(load_function(path, field=field), path, args, kwargs)
     except TypeError as error:
         raise InvalidInput(f"{field}: {error}", field=field) from error
+
+
+def call_function(path: str, *args: object, field: str, **kwargs: object) -> Any:
+    """Calls the function that `path` names.
+
+    Raises:
+        InvalidInput: It cannot be imported, or raises; names its line. What it says of memory is passed on.
+    """
+    function = load_function(path, field=field)
+    try:
+        return function(*args, **kwargs)
+    except LockstepError:
+        raise
+    except Exception as error:
+        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):  # the second is torch's
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}, line {place.lineno}"
+        raise InvalidInput(f"{field}: {path} raised {type(error).__name__}: {error} ({where})", field=field) from error

@@ -361,7 +361,8 @@ class CriticConfig(RoleConfig):
     """The value model for advantage.kind gae: the model's body with a scalar head, trained on returns."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of batches that only the critic is trained on, before the first step."""
+    """Number of batches that only the critic is trained on, before the first step. A run that is stopped meanwhile
+    begins with the first of them again."""
     num_minibatches: int | None = Field(default=None, ge=1)
     """Mini-batches per batch, each an optimizer update; null uses trainer.num_minibatches."""
     num_epochs: int | None = Field(default=None, ge=1)

@@ -242,12 +242,15 @@ async def _warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
     """Trains only the critic on `critic.warmup_steps` batches of the initial policy. The batches are not recorded."""
     if not context.critic or not run.config.critic or stamp.version > 0:
         return
+    num_batches = run.config.critic.warmup_steps
     with run.phase(Phase.TRAINING):
-        for index in range(context.critic.opened.version, run.config.critic.warmup_steps):
+        for index in range(context.critic.opened.version, num_batches):
             if run.stopping:
+                log.warning("the critic's warm-up, stopped after %d of %d batches, begins again", index, num_batches)
                 return
-            batch = await collect(run, context, stamp, run.num_steps + index)
-            await context.critic.train(batch.samples, f"{run.run_id}/warm-up/{index}", stamp, index)
+            batch = await collect(run, context, stamp, -1 - index)
+            _, metrics = await context.critic.train(batch.samples, f"{run.run_id}/warm-up/{index}", stamp, index)
+            log.info("batch %d of %d of the critic's warm-up: %s", index + 1, num_batches, metrics)
 
 
 async def collect(
@@ -255,16 +258,17 @@ async def collect(
 ) -> CollectedBatch:
     """Samples the batch of `step` from `stamp`: scores and selects groups, runs other models, computes advantages.
 
-    `take` gets its groups in blocks, each as soon as it is complete.
+    Batch i of a critic's warm-up is step -1 - i, which has the prompts of step i with seeds of its own. `take` gets its
+    groups in blocks, each as soon as it is complete.
     """
     config, rollout = run.config, run.config.rollout
     request = PromptRequest(rollout.completions_per_prompt, rollout.sampling, stamp, step)
-    # A critic's warm-up has step numbers beyond the run's; it reads what is known at the policy's version.
-    version = step if step < run.num_steps else stamp.version
+    is_warm_up = step < 0  # it reads what is known at the policy's version
+    version, with_prompts_of = (stamp.version, -1 - step) if is_warm_up else (step, step)
     prompts = prompts_to_try(
-        context.data, config, step, lambda _, window: run.record.ledger.success_rates(version, window)
+        context.data, config, with_prompts_of, lambda _, window: run.record.ledger.success_rates(version, window)
     )
-    collector, name = context.collector, f"step {step + 1}" if step < run.num_steps else "warm-up of the critic"
+    collector, name = context.collector, "warm-up of the critic" if is_warm_up else f"step {step + 1}"
     with collector.failure_log.counting(name, is_evaluation=False):
         async with context.block_maker.begin(take) as blocks:
             collect_one = collector.with_baseline if config.advantage.needs_baseline else collector.one

@@ -56,7 +56,7 @@ _MEGATRON += ("recompute_granularity", "recompute_method", "recompute_num_layers
 _MEGATRON += ("empty_cuda_cache", "async_save")
 for _role in ("trainer", "reference", "critic", "teacher"):
     _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
-_MAY_CHANGE |= {"trainer.max_logprob_diff", "trainer.streaming"}
+_MAY_CHANGE |= {"trainer.max_logprob_diff", "trainer.lag.min_ess", "trainer.streaming"}
 _MAY_CHANGE |= {"trainer.optim.on_nonfinite", "critic.optim.on_nonfinite"}
 # These leave rows out. Rows that are now left out, or come back, are other data, which is refused by its digest.
 _MAY_CHANGE |= {"data.overlong", "data.bad_rows"}

@@ -117,7 +117,8 @@ def _text(metrics: Mapping[str, object] | None) -> str:
 def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
     """Prints the verdict; after a violation the last rows of the prefix too."""
     kinds = [row.kind for row in verdict.rows]
-    counts = f"{counted(kinds.count(Kind.OPENED), 'session')}, {counted(kinds.count(Kind.FINISHED), 'finished step')}"
+    finished = {row.version for row in verdict.rows if row.kind == Kind.FINISHED}  # some may have been done twice
+    counts = f"{counted(kinds.count(Kind.OPENED), 'session')}, {counted(len(finished), 'finished step')}"
     if not verdict.violation:
         checked = f"{counted(verdict.num_samples, 'sample')}, {counted(verdict.num_calls, 'call')}"
         line = f"{run_dir}: {counted(len(kinds), 'row')}, {counts}, {checked}: no violation"

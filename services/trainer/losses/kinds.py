@@ -7,7 +7,7 @@ import torch
 
 from services.common.config.loss import LossConfig, MeanConfig
 from services.common.errors import InvalidInput
-from services.common.import_path import load_function, require_function
+from services.common.import_path import call_function, require_function
 
 # As in verl: e^20 is about 5e8, which no loss needs to tell from more, while e^89 overflows float32.
 _MAX_LOG_RATIO = 20.0
@@ -226,14 +226,19 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
     """Calls the user's function, which returns the loss [N] of each token and metrics [N] as every kind does.
 
     Raises:
-        InvalidInput: The function cannot be imported, or one of its results does not have shape [N].
+        InvalidInput: The function cannot be imported, raises, or one of its results does not have shape [N].
     """
-    losses_N, metrics = load_function(config.import_path, field=_FIELD)(tokens, config, **config.kwargs)
+    result = call_function(config.import_path, tokens, config, field=_FIELD, **config.kwargs)
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+        raise InvalidInput(f"{_FIELD}: {config.import_path} must return the loss and a dict of metrics", field=_FIELD)
+    losses_N, metrics = result
     for name, values_N in {"loss": losses_N, **metrics}.items():
-        if values_N.shape != tokens.logprobs_N.shape:
+        shape = list(values_N.shape) if isinstance(values_N, torch.Tensor) else None
+        if shape != list(tokens.logprobs_N.shape):
+            what = f"{name} of shape {shape}" if shape is not None else f"{name} as {type(values_N).__name__}"
             raise InvalidInput(
-                f"{_FIELD}: {config.import_path} returned {name} of shape {list(values_N.shape)}; "
-                f"it must have one value for each of the {len(tokens.logprobs_N)} tokens",
+                f"{_FIELD}: {config.import_path} returned {what}; "
+                f"it must be a tensor with one value for each of the {len(tokens.logprobs_N)} tokens",
                 field=_FIELD,
             )
     return losses_N, metrics

@@ -199,6 +199,13 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
         begin(tmp_path, rollout={"engine": {"dtype": "float16"}})
 
 
+def test_a_guard_may_change(tmp_path: Path):
+    lagged = {"versions": 1, "min_ess": 0.2}
+    begin(tmp_path, trainer={"lag": lagged, "loss": {"old_logprobs": "engine"}})
+    publish(tmp_path)
+    begin(tmp_path, trainer={"lag": {**lagged, "min_ess": 0.05}, "loss": {"old_logprobs": "engine"}})
+
+
 @pytest.mark.parametrize(
     ("sections", "names"),
     [

@@ -35,6 +35,19 @@ def test_a_wrong_shape_is_named() -> None:
         loss_of("tests.user_functions:misshapen")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("only_loss", "must return the loss and a dict of metrics"),
+        ("number", "returned half as float; it must be a tensor with one value for each of the 2 tokens"),
+        ("raises", r"raised KeyError: 'column' \(.*user_functions.py, line \d+\)"),
+    ],
+)
+def test_a_mistake_in_the_function_is_named(name: str, why: str) -> None:
+    with pytest.raises(InvalidInput, match=f"trainer.loss.import_path: tests.user_functions:{name} {why}"):
+        loss_of(f"tests.user_functions:{name}")
+
+
 def test_a_metric_that_every_update_has_is_refused() -> None:
     _, metrics = loss_of("tests.user_functions:names", metric="kl")  # there is no other, without a KL penalty
     for name in {*metrics, "grad_norm", "lr"} - {"kl"}:

@@ -4,7 +4,7 @@ import numpy as np
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.errors import InvalidInput
-from services.common.import_path import load_function, require_function
+from services.common.import_path import call_function, require_function
 from services.common.rewards import is_constant
 from services.coordinator.rl.advantages.samples import Samples
 
@@ -154,9 +154,9 @@ def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Calls the user's function, which returns one float64 advantage per trained token [M] like every kind.
 
     Raises:
-        InvalidInput: The function cannot be imported, or its result is not finite or not of shape [M].
+        InvalidInput: The function cannot be imported, raises, or its result is not finite or not of shape [M].
     """
-    result = load_function(config.import_path, field=_FIELD)(samples, config, **config.kwargs)
+    result = call_function(config.import_path, samples, config, field=_FIELD, **config.kwargs)
     advantages_M = np.asarray(result, np.float64)
     if advantages_M.shape != samples.sample_M.shape or not np.isfinite(advantages_M).all():
         raise InvalidInput(

@@ -23,6 +23,11 @@ def test_what_is_not_finite_is_named() -> None:
         computed([row(1)], kind="python", import_path="tests.user_functions:not_finite")
 
 
+def test_a_function_that_raises_is_named_with_its_line() -> None:
+    with pytest.raises(InvalidInput, match=r"import_path: .*:raises raised KeyError: 'column' \(.*, line \d+"):
+        computed([row(1)], kind="python", import_path="tests.user_functions:raises")
+
+
 def test_what_cannot_be_imported_is_refused_before_a_run() -> None:
     config = AdvantageConfig(kind="python", import_path="tests.user_functions:no_such")
     with raises(InvalidInput, field="advantage.import_path"):
