@@ -229,11 +229,11 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
         InvalidInput: The function cannot be imported, raises, or one of its results does not have shape [N].
     """
     result = call_function(config.import_path, tokens, config, field=_FIELD, **config.kwargs)
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+    if not _is_pair(result):
         raise InvalidInput(f"{_FIELD}: {config.import_path} must return the loss and a dict of metrics", field=_FIELD)
     losses_N, metrics = result
     for name, values_N in {"loss": losses_N, **metrics}.items():
-        shape = list(values_N.shape) if isinstance(values_N, torch.Tensor) else None
+        shape = list(values_N.shape) if torch.is_tensor(values_N) else None
         if shape != list(tokens.logprobs_N.shape):
             what = f"{name} of shape {shape}" if shape is not None else f"{name} as {type(values_N).__name__}"
             raise InvalidInput(
@@ -242,6 +242,10 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
                 field=_FIELD,
             )
     return losses_N, metrics
+
+
+def _is_pair(result: object) -> bool:
+    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
 
 
 def require_importable(config: LossConfig) -> None:
