@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -245,7 +246,8 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
 
 
 def _is_pair(result: object) -> bool:
-    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    parts = cast(tuple[object, ...], result) if isinstance(result, tuple) else ()
+    return len(parts) == 2 and isinstance(parts[1], dict)
 
 
 def require_importable(config: LossConfig) -> None:
