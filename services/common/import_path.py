@@ -59,7 +59,7 @@ def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, object
         raise InvalidInput(f"{field}: {error}", field=field) from error
 
 
-def call_function(path: str, *args: object, field: str, **kwargs: object) -> Any:
+def call_function(path: str, args: Sequence[object], kwargs: Mapping[str, object], *, field: str) -> Any:
     """Calls the function that `path` names.
 
     Raises:

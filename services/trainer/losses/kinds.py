@@ -229,7 +229,7 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
     Raises:
         InvalidInput: The function cannot be imported, raises, or one of its results does not have shape [N].
     """
-    result = call_function(config.import_path, tokens, config, field=_FIELD, **config.kwargs)
+    result = call_function(config.import_path, (tokens, config), config.kwargs, field=_FIELD)
     if not _is_pair(result):
         raise InvalidInput(f"{_FIELD}: {config.import_path} must return the loss and a dict of metrics", field=_FIELD)
     losses_N, metrics = result

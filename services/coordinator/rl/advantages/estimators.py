@@ -156,7 +156,7 @@ def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     Raises:
         InvalidInput: The function cannot be imported, raises, or its result is not finite or not of shape [M].
     """
-    result = call_function(config.import_path, samples, config, field=_FIELD, **config.kwargs)
+    result = call_function(config.import_path, (samples, config), config.kwargs, field=_FIELD)
     advantages_M = np.asarray(result, np.float64)
     if advantages_M.shape != samples.sample_M.shape or not np.isfinite(advantages_M).all():
         raise InvalidInput(
