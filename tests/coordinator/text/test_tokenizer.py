@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.text.chat_template import ChatTemplate, TemplateRefusal
+from services.coordinator.text.chat_template import ChatTemplate, TemplateRefusal, read_arguments
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.support import raises
 
@@ -381,3 +381,9 @@ def test_a_template_that_never_ends_is_refused():
     template = ChatTemplate("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {})
     with raises(TemplateRefusal, field="messages"):
         template.render([])
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "2", [1], 2, "[" * 100_000])
+def test_arguments_that_are_no_object(arguments: object):
+    assert read_arguments(arguments) is None
+    assert read_arguments("") == read_arguments(None) == read_arguments(" {} ") == {}

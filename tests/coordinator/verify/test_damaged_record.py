@@ -5,17 +5,19 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from rich.console import Console
 
 from services.common.errors import LockstepError
 from services.coordinator.cli.main import main
 from services.coordinator.observe.report.page import gather
 from services.coordinator.replay.record import Record
-from services.coordinator.verify.session import verify
+from services.coordinator.verify.session import show_verdict, verify
 from tests.coordinator.runs.killing import make_run, surviving_services
 
 NUM_STEPS = 2
@@ -137,3 +139,10 @@ def test_the_exit_code_tells_damage_from_a_violation(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == code
+
+
+def test_a_step_that_was_done_twice_counts_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = verify(run_dir)
+    again = [row for row in verdict.rows if row.kind == "finished"][-1]
+    show_verdict(replace(verdict, rows=[*verdict.rows, again]), run_dir, Console())
+    assert f" {NUM_STEPS} finished steps" in capsys.readouterr().out

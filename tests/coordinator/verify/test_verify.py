@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
-from rich.console import Console
 from typer.testing import CliRunner
 
 from services.common.errors import DataLoss, NotFound
 from services.coordinator.cli.main import app
 from services.coordinator.data.order import seed_of
 from services.coordinator.verify.samples import _scores_of
-from services.coordinator.verify.session import show_verdict, verify
+from services.coordinator.verify.session import verify
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
 
 __all__ = ["deadline"]
@@ -386,13 +384,6 @@ def test_a_colocated_run_may_publish_the_same_weights_again(run_dir: Path, diges
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(NotFound):
         verify(tmp_path)
-
-
-def test_a_step_that_was_done_twice_counts_once(run_dir: Path, capsys: pytest.CaptureFixture[str]):
-    verdict = verify(run_dir)
-    again = [row for row in verdict.rows if row.kind == "finished"][-1]
-    show_verdict(replace(verdict, rows=[*verdict.rows, again]), run_dir, Console())
-    assert f" {NUM_STEPS} finished steps" in capsys.readouterr().out
 
 
 def test_the_command_prints_the_prefix_and_the_violation(run_dir: Path):
