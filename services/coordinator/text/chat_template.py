@@ -8,7 +8,7 @@ messages have them as JSON, like those of OpenAI's API; vLLM's server does the s
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jinja2
 from jinja2.meta import find_undeclared_variables
@@ -79,14 +79,17 @@ class ChatTemplate:
 
 
 def read_arguments(arguments: object) -> JsonObject | None:
-    """Returns the arguments of a tool call as an object: themselves, or what their JSON says, and none if they are
-    empty. None if they are no object.
+    """Returns the arguments of a tool call as an object, also if they are its JSON; an empty one if there are none.
+
+    Returns None if they are something else.
     """
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return cast(JsonObject, value) if isinstance(value, dict) else None
 
 
 def _with_objects(message: Message) -> Message:
