@@ -15,6 +15,7 @@ from jinja2.meta import find_undeclared_variables
 
 from services.common.errors import InvalidInput
 from services.common.json_values import JsonMapping, JsonObject
+from services.common.tool_syntax import is_deep
 from services.coordinator.compat.transformers import compile_template
 
 Message = JsonMapping
@@ -81,7 +82,7 @@ class ChatTemplate:
 def read_arguments(arguments: object) -> JsonObject | None:
     """Returns the arguments of a tool call as an object, also if they are its JSON; an empty one if there are none.
 
-    Returns None if they are something else.
+    Returns None if they are something else, or nest too deeply for a template.
     """
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
@@ -89,7 +90,7 @@ def read_arguments(arguments: object) -> JsonObject | None:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return None
-    return cast(JsonObject, value) if isinstance(value, dict) else None
+    return cast(JsonObject, value) if isinstance(value, dict) and not is_deep(value) else None
 
 
 def _with_objects(message: Message) -> Message:

@@ -383,7 +383,9 @@ def test_a_template_that_never_ends_is_refused():
         template.render([])
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "2", [1], [], 0, "[" * 100_000])
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1', "[1]", "2", [1], [], 0, "[" * 100_000, '{"a": ' * 70 + "1" + "}" * 70]
+)
 def test_arguments_that_are_no_object(arguments: object):
     assert read_arguments(arguments) is None
     assert read_arguments("") == read_arguments(None) == read_arguments(" {} ") == {}
