@@ -29,39 +29,32 @@ from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.step import TOKENIZER
 
+_SLEEPS = {"use_liger_kernel": True, "vllm_enable_sleep_mode": True}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "defaults, 16 samples": {"per_device_train_batch_size": 16},
     "Liger, 16 samples": {"per_device_train_batch_size": 16, "use_liger_kernel": True},
-    "Liger, 32 samples, vLLM sleeps": {
-        "per_device_train_batch_size": 32,
-        "use_liger_kernel": True,
-        "vllm_enable_sleep_mode": True,
-    },
+    "Liger, 32 samples, vLLM sleeps": {"per_device_train_batch_size": 32, **_SLEEPS},
     "Liger, 64 samples, vLLM sleeps, checkpointing": {
         "per_device_train_batch_size": 64,
-        "use_liger_kernel": True,
-        "vllm_enable_sleep_mode": True,
+        **_SLEEPS,
         "gradient_checkpointing": True,
     },
     # For completions of 819 tokens: a sleeping engine can have more of the GPU for the cache of its keys and values.
     "Liger, 8 samples, vLLM sleeps and has 0.7": {
         "per_device_train_batch_size": 8,
-        "use_liger_kernel": True,
-        "vllm_enable_sleep_mode": True,
+        **_SLEEPS,
         "vllm_gpu_memory_utilization": 0.7,
     },
     "Liger, 32 samples, vLLM sleeps and has 0.7, checkpointing": {
         "per_device_train_batch_size": 32,
-        "use_liger_kernel": True,
-        "vllm_enable_sleep_mode": True,
+        **_SLEEPS,
         "vllm_gpu_memory_utilization": 0.7,
         "gradient_checkpointing": True,
     },
     # For weights of 16 GB beside it.
     "Liger, 32 samples, vLLM sleeps and has 0.5, checkpointing": {
         "per_device_train_batch_size": 32,
-        "use_liger_kernel": True,
-        "vllm_enable_sleep_mode": True,
+        **_SLEEPS,
         "vllm_gpu_memory_utilization": 0.5,
         "gradient_checkpointing": True,
     },

@@ -15,7 +15,7 @@ from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
-from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
+from services.coordinator.data.reading.columns import is_answer, is_messages, is_prompt
 from services.coordinator.data.reading.hub import local_model
 from services.coordinator.data.reading.sources import Rows, files_of, read_rows
 from services.coordinator.text.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     count = read_architecture(directory).num_parameters if is_known else None
     rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
-    answer = _column(rows, _ANSWERS, "answers", lambda kind: is_text(kind) or pa.types.is_integer(kind))
+    answer = _column(rows, _ANSWERS, "answers", is_answer)
     kind, tests = _scorer(rows, answer)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)

@@ -17,6 +17,11 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
+def is_answer(kind: pa.DataType) -> bool:
+    """Returns whether a column of this type can hold answers, which scorers get as text."""
+    return is_text(kind) or pa.types.is_integer(kind)
+
+
 def is_messages(kind: pa.DataType) -> bool:
     """Returns whether a column of this type holds lists of messages."""
     if not _is_list(kind) or not pa.types.is_struct(kind.value_type):

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from services.common.config.data import DataConfig
-from services.coordinator.data.reading.columns import as_messages, is_json, is_prompt, is_text, require
+from services.coordinator.data.reading.columns import as_messages, is_answer, is_json, is_prompt, is_text, require
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message
@@ -78,9 +78,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         prompt, answer, wanted = self.config.prompt_column, self.config.answer_column, self.config.extra_columns
         kind, types = self._type(prompt, "data.prompt_column"), self._file.types
         if self.needs_answer:
-            kind_of_answer = self._type(answer, "data.answer_column")
-            is_answer = is_text(kind_of_answer) or pa.types.is_integer(kind_of_answer)
-            self._require(is_answer, answer, self.field, "not text or integers")
+            is_right = is_answer(self._type(answer, "data.answer_column"))
+            self._require(is_right, answer, self.field, "not text or integers")
         # A column that is not text, and need not be, is a column like any other.
         self._answer = answer if self.needs_answer or (answer in types and is_text(types[answer])) else None
         self._extra = wanted

@@ -18,7 +18,7 @@ from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.json_values import JsonMapping, JsonObject
-from services.common.tool_syntax import BadCall, ToolCall, find_calls, read_texts
+from services.common.tool_syntax import CALL_TAGS, BadCall, ToolCall, find_calls, read_texts
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Affinity, Rollout
@@ -321,7 +321,7 @@ def message_of(
     made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
     if not made or any(isinstance(one, BadCall) for one in calls):
         return message, stop
-    message["content"] = "" if settings.tool_syntax == "llama3" else content.partition("<tool_call>")[0].strip()
+    message["content"] = "" if settings.tool_syntax == "llama3" else content.partition(CALL_TAGS[0])[0].strip()
     # 9 letters and digits, which Mistral's templates want.
     ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
     pairs = zip(ids, made, strict=True)
