@@ -3,6 +3,7 @@ GPUs."""
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -119,11 +120,12 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     shared = "\nplacement: colocated            # trainer and engine take turns on the GPU"
     is_text_of_chat = Tokenizer.load(directory).has_chat_template and not is_messages(rows.types[prompt])
     chat = "\n  chat: true                     # text prompts become a user message of the chat template"
+    argument = shlex.quote(str(file))
     text = _TEMPLATE.format(
         gpus=counted(num_gpus, "GPU") if num_gpus else "a host without GPUs: sizes for a first try on the CPU",
-        fitting=f"`lockstep plan {file} --suggest` lists placements that fit the GPUs;\n# " if num_gpus else "",
+        fitting=f"`lockstep plan {argument} --suggest` lists placements that fit the GPUs;\n# " if num_gpus else "",
         placement=shared if num_gpus == 1 else "",
-        file=file,
+        file=argument,
         name=json.dumps(_name_of(file)),
         model=json.dumps(str(model)),
         family=f"   # {content.get('model_type')}{f', {_size_of(count)}' if count else ''}",

@@ -109,7 +109,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB"
 
 
-_ROOT = Path(__file__).parents[4]
+_ROOT = Path(__file__).parents[3]
 # Bytes per parameter: master weights, two moments and the weights; for an export the weights alone, at most float32.
 _CHECKPOINT_BYTES, _EXPORT_BYTES = 14, 4
 _PROBE_TIMEOUT_S = 60.0

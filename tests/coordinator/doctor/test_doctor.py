@@ -272,8 +272,8 @@ def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
     _, model, found, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
     assert (model.verdict, found.verdict, found.result) == (OK, OK, "16 rows, 16 held out in few")
     assert steps.result == "1 step reads 8 rows, 0.5 epochs, if every one is used"
-    checks = {finding.check for finding in host.examine_host(SftConfig.model_validate(tree), Addresses())}
-    assert "sandbox" not in checks  # there is no reward service
+    checks = {one.check: one.result for one in host.examine_host(SftConfig.model_validate(tree), Addresses())}
+    assert "sandbox" not in checks and "no lock file" not in checks["packages"]  # and there is no reward service
 
 
 @pytest.mark.parametrize("command", ["run", "sft"])
