@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from services.common.config.scorers import RemoteConfig
+from services.common.counted import counted
 from services.common.files.storage import open_plain_file
 from services.common.tasks import backoff_s
 from services.reward.errors import FailureReason, ScoringError
@@ -20,6 +21,7 @@ from services.reward.errors import FailureReason, ScoringError
 MAX_RESPONSE_BYTES = 4 << 20
 _MAX_KEY_BYTES = 64 << 10
 _MAX_DETAIL_BYTES = 300
+_MAY_PASS = frozenset({408, 429})  # Request Timeout and Too Many Requests
 Reader = Callable[[object], Awaitable[object]]
 
 
@@ -32,13 +34,12 @@ class MayPassError(Exception):
 
 
 class Remote:
-    """Posts to `config.url`. Connection failures and 5xx statuses are retried.
+    """Posts to `config.url`. Connection failures and the statuses 408, 429 and 5xx are retried.
 
     Args:
         config: Has the URL, key file and limits.
         timeout_s: Time limit for one `post` including retries, from when its first request may be sent.
         request_timeout_s: Time limit for one request, which is then retried. None for no limit except `timeout_s`.
-        retry_statuses: Statuses below 500 that are retried too.
         context: Says which certificates of servers are trusted, other than the system's.
     """
 
@@ -48,11 +49,10 @@ class Remote:
         timeout_s: float,
         *,
         request_timeout_s: float | None = None,
-        retry_statuses: frozenset[int] = frozenset(),
         context: ssl.SSLContext | None = None,
     ):
         self._config, self._timeout_s, self._request_timeout_s = config, timeout_s, request_timeout_s
-        self._retry_statuses, self._context = retry_statuses, context
+        self._context = context
         self._host = urlsplit(config.url).netloc
         self._key = ""
         self._session: aiohttp.ClientSession | None = None
@@ -91,8 +91,9 @@ class Remote:
                 async with self._slots:
                     await self._wait_for_turn()
                     self._check_open()
-                    scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
-                    return await self._post_with_retries(payload, read)
+                    deadline = asyncio.get_running_loop().time() + self._timeout_s
+                    scope.reschedule(deadline)
+                    return await self._post_with_retries(payload, read, deadline)
         except TimeoutError:
             self._check_open()
             raise self._error(f"no score within {self._timeout_s:g} s", FailureReason.TIMEOUT) from None
@@ -106,7 +107,7 @@ class Remote:
         if self._session:
             await self._session.close()
 
-    async def _post_with_retries(self, payload: bytes, read: Reader | None) -> object:
+    async def _post_with_retries(self, payload: bytes, read: Reader | None, deadline: float) -> object:
         for num_retries in range(self._config.max_retries + 1):
             try:
                 answer = await self._request(payload)
@@ -114,7 +115,13 @@ class Remote:
             except MayPassError as failure:
                 if num_retries == self._config.max_retries:
                     raise failure.error from None
-                await asyncio.sleep(max(backoff_s(num_retries), failure.retry_after_s))
+                pause_s = max(backoff_s(num_retries), failure.retry_after_s)
+                if asyncio.get_running_loop().time() + pause_s >= deadline:
+                    last = f"the last of {counted(num_retries + 1, 'request')}"
+                    why = f"{last}: {failure.error.detail.removeprefix(f'{self._host}: ')}"
+                    late = f"no score within {self._timeout_s:g} s; {why}"
+                    raise self._error(late, FailureReason.TIMEOUT) from None
+                await asyncio.sleep(pause_s)
                 await self._wait_for_turn()
 
     async def _request(self, payload: bytes) -> object:
@@ -134,7 +141,7 @@ class Remote:
         if response.status != 200:
             detail = await _read_body(response, _MAX_DETAIL_BYTES)
             error = self._error(f"status {response.status}: {detail[:_MAX_DETAIL_BYTES].decode(errors='replace')}")
-            if response.status >= 500 or response.status in self._retry_statuses:
+            if response.status >= 500 or response.status in _MAY_PASS:
                 raise MayPassError(error, _retry_after_s(response.headers.get("Retry-After", "")))
             raise error
         body = await _read_body(response, MAX_RESPONSE_BYTES)

@@ -74,6 +74,10 @@ def takes_memory(**_):
     return len(bytearray(8 << 30))
 
 
+def leaves(**_):
+    sys.exit("no such column")
+
+
 def leaves_child(*, extra, **_):
     child, file = subprocess.Popen(["sleep", "600"]), Path(extra["pid_file"])
     file.with_suffix(".part").write_text(str(child.pid))
@@ -96,6 +100,8 @@ async def of_group(*, completion, **_):
         "wordy": ["é" * 1000] * 64,
         "few": [1.0],
         "number": 1.0,
+        "by sample": dict.fromkeys(range(len(completion)), 0.5),
+        "set": {0.0, 0.5, 1.0, 2.0},
         "mixed": [1.0, float("nan"), "2", 10**400][: len(completion)],
     }[kind]
 

@@ -56,6 +56,10 @@ class Record:
     def close(self) -> None:
         self._ledger.close()
 
+    def config_of(self, step: int) -> Config:
+        """Returns the config of the session that finished `step`; a resume may have had another."""
+        return parse_json(Config, self._ledger.opening_of(step)["config"])
+
     def require_step(self, step: int) -> None:
         """Raises InvalidInput if `step` is below 1, NotFound if the run has not finished it."""
         if step < 1:

@@ -81,13 +81,14 @@ async def replay_session(
         _, checkpoint = record.start(step - 1) if What.TRAIN in what else (0, "")
         has_critic = What.TRAIN in what and record.config.critic and record.critic_start(step - 1)
         session = _Session(record, step, what, console)
-        config = _config(record, step, checkpoint)
+        recorded = record.config_of(step)
+        config = _config(recorded, record.run_dir, step, checkpoint)
         start = open_run(config)  # without the critic, whose checkpoint may be of another step than the policy's
         if has_critic:
-            config = config.model_copy(update={"critic": record.config.critic})
+            config = config.model_copy(update={"critic": recorded.critic})
         services = [_SERVICES[part] for part in what if part in _SERVICES]
         with recorded_run(config, console, start) as run:
-            async with running_services(run, external, services=services, sharing=record.config) as addresses:
+            async with running_services(run, external, services=services, sharing=recorded) as addresses:
                 return await session.run(run, addresses)
 
 
@@ -215,16 +216,16 @@ class _Session:
         self.console.print(line, soft_wrap=True, highlight=False)
 
 
-def _config(record: Record, step: int, checkpoint: str) -> Config:
-    """Returns the run's config with a directory of its own and without other models; the batch has their outputs."""
+def _config(recorded: Config, run_dir: Path, step: int, checkpoint: str) -> Config:
+    """Returns `recorded` with a directory of its own and without other models, whose outputs the batch has."""
     alone = {"reference": ReferenceConfig(), "critic": None, "teacher": None, "advantage": AdvantageConfig()}
     here = {
-        "runs_dir": record.run_dir / "replay",
+        "runs_dir": run_dir / "replay",
         "name": f"step-{step:06d}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}",
         "resume": checkpoint or "never",
         "trace": False,
     }
-    return record.config.model_copy(update=alone | here)
+    return recorded.model_copy(update=alone | here)
 
 
 def _prompts(config: Config, tokenizer: Tokenizer, environments: Environments | None) -> PromptDataset:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from services.common.errors import DataLoss, LockstepError, NotFound
 from services.coordinator.runs.database import Database, damaged, reading
-from services.coordinator.runs.ledger import LEDGER, Decision, Ledger, checked_row
+from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger, checked_row
 
 METRICS = "metrics.jsonl"
 # How long a command waits for a process that keeps others from reading.
@@ -66,6 +66,12 @@ class LedgerReader(Ledger):
             LedgerRow(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
             for seq, time_s, kind, version, body in rows
         ]
+
+    def opening_of(self, step: int) -> Decision:
+        """Returns the opening of the session that finished `step`, which must be finished."""
+        sql = "SELECT MAX(seq) FROM decisions WHERE kind = ? AND version = ?"
+        opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
+        return self._decisions(Kind.OPENED, opened, Kind.FINISHED.value, step)[0]
 
     def times(self) -> list[tuple[float, str]]:
         """Returns (seconds since 1970, kind) of each decision, oldest first. A kind may be one of a newer release."""

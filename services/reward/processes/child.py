@@ -7,6 +7,7 @@
     <- {"id": 1, ...}   or   {"id": 1, "reason": "ERROR", "detail": "...", "traceback": "..."}
     -> {"cancel": 1}                                         answered by 1's reply, or
     <- {"id": 1, "stuck": true}                              if it does not end
+    <- {"ends": "out of memory (...)"}                       before the process ends by itself
 
 Calls run at the same time if the executor is concurrent; else one after the other, and cannot be canceled. The process
 always ends with its parent: at the end of input, or by a signal from the kernel if it is busy when the parent dies.
@@ -86,8 +87,8 @@ def main() -> None:
         call = json.loads(line)
         try:
             reply = executor.execute(call)
-        except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
-            reply = _failure(executor, error, start["failed"])
+        except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's code may raise anything
+            reply = _failure(executor, replies, error, start["failed"])
         _write(replies, {"id": call["id"], **reply})
 
 
@@ -133,7 +134,7 @@ class _ConcurrentCalls:
         except asyncio.CancelledError:
             reply = {"reason": "TIMEOUT", "detail": "canceled"}
         except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's code may raise anything
-            reply = _failure(executor, error, self._failed)
+            reply = _failure(executor, self._replies, error, self._failed)
         if not self._calls.pop(number, None):
             return  # it was stuck
         line = json.dumps({"id": number, **reply})
@@ -143,12 +144,13 @@ class _ConcurrentCalls:
         _write(self._replies, line)
 
 
-def _failure(executor: Executor, error: BaseException, failed: str) -> Reply:
+def _failure(executor: Executor, replies: TextIO, error: BaseException, failed: str) -> Reply:
     if isinstance(error, WorkError):
         return {"reason": error.reason, "detail": explain(error.detail)}
     if isinstance(error, executor.ends_by):
         why = f"out of memory ({executor.memory_key})" if isinstance(error, MemoryError) else f"exits: {error}"
         os.write(2, f"worker: {why}\n".encode())
+        _write(replies, {"ends": why})
         os._exit(1)
     text = traceback_text(error, inspect.getfile(type(executor)))
     return {"reason": failed, "detail": explain(error), "traceback": text}

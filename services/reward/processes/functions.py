@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from services.common.import_path import require_takes
@@ -168,6 +168,8 @@ class FunctionExecutor(Executor):
 def _reply(result: Any, call: Reply) -> Reply:
     if "num_samples" not in call:
         return {"score": _score(result)}
+    if isinstance(result, Mapping | Set | str | bytes) or not isinstance(result, Iterable):
+        raise TypeError(f"the scores of a group must be a list of {call['num_samples']} numbers, not {result!r:.200}")
     results = list(result)
     if len(results) != call["num_samples"]:
         raise ValueError(f"{len(results)} scores for {call['num_samples']} samples")

@@ -203,6 +203,8 @@ class Worker:
         try:
             while True:
                 reply = await self._next_line()
+                if "ends" in reply:
+                    raise EOFError(reply["ends"])
                 if "began" in reply:
                     self._last_begun = reply["id"]
                 else:
@@ -226,7 +228,8 @@ class Worker:
             async with asyncio.timeout(_EXIT_S):
                 await self._process.wait()
         await self._kill_session()
-        return f"worker died with exit code {self._process.returncode}"
+        ends = f": {error}" if isinstance(error, EOFError) and error.args else ""
+        return f"worker died with exit code {self._process.returncode}{ends}"
 
     async def _end(self, why: str) -> None:
         """Kills the process, and waits until its calls have failed."""

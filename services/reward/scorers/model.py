@@ -47,7 +47,6 @@ class ModelScorer(Scorer):
         await self._pool.close()
 
 
-_TOO_MANY_REQUESTS = frozenset({408, 429})
 _NOT_IN_VERSION = {"name", "weight", "api_key_file", "timeout_s", "request_timeout_s", "max_retries"} | {
     "requests_per_s",
     "max_concurrent",
@@ -66,9 +65,7 @@ class JudgeScorer(Scorer):
         self._config = config
         self._template = parse_template(config.template)
         timeout_s = config.timeout_s or run.timeout_s
-        self._remote = Remote(
-            config, timeout_s, request_timeout_s=config.request_timeout_s, retry_statuses=_TOO_MANY_REQUESTS
-        )
+        self._remote = Remote(config, timeout_s, request_timeout_s=config.request_timeout_s)
         target = function_target(
             "services.reward.graders.texts:extract_score", max_memory_bytes=int(run.max_memory_gib * 2**30)
         )

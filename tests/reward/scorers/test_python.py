@@ -59,7 +59,8 @@ async def test_what_numpy_returns_is_a_number(open_run, make_item):
         ("exits_while_answering", FailureReason.CRASHED, "exit code 3"),
         ("answers_nonsense", FailureReason.CRASHED, "not JSON"),
         ("answers_for_ever", FailureReason.CRASHED, "more than 16777216 bytes"),
-        ("takes_memory", FailureReason.CRASHED, "exit code 1"),
+        ("takes_memory", FailureReason.CRASHED, "exit code 1: out of memory (reward.max_memory_gib)"),
+        ("leaves", FailureReason.CRASHED, "exit code 1: exits: no such column"),
         ("hangs", FailureReason.TIMEOUT, "within 0.5 s"),
     ],
 )
@@ -249,7 +250,9 @@ async def test_a_group_without_scores_fails_as_one_and_a_bad_score_alone(open_ru
     async with open_run(scorer("of_group", group=True), num_workers=1) as run:
         for kind, reason, words in (
             ("few", FailureReason.ERROR, "1 scores for 4 samples"),
-            ("number", FailureReason.ERROR, "not iterable"),
+            ("number", FailureReason.ERROR, "must be a list of 4 numbers, not 1.0"),
+            ("by sample", FailureReason.ERROR, "must be a list of 4 numbers, not {0: 0.5, "),
+            ("set", FailureReason.ERROR, "must be a list of 4 numbers, not {"),
             ("no such", FailureReason.ERROR, "KeyError"),
             ("hang", FailureReason.TIMEOUT, "within 0.5 s"),
         ):
