@@ -58,6 +58,27 @@ def keep_compiled_code() -> None:
         os.environ.setdefault(name, str(compiled_code() / part))
 
 
+def require_cache() -> None:
+    """Checks that compiled code can be kept, unless the variables of all that compile name directories of their own.
+
+    Raises:
+        PreconditionFailed: This user cannot write to the directory. torch would fail when it is imported.
+    """
+    directory = compiled_code()
+    if _CACHES.keys() <= os.environ.keys():
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(directory, os.W_OK) else "it is not writable"
+    except OSError as error:
+        why = error.strerror
+    if why:
+        raise PreconditionFailed(
+            f"compiled code cannot be kept in {directory} ({why}): set XDG_CACHE_HOME to a directory that this user "
+            "can write to"
+        )
+
+
 def import_before_fork(*modules: str) -> None:
     """Imports modules for processes that will be forked from this one.
 
@@ -130,9 +151,10 @@ def missing_modules(extra: str) -> list[str]:
 
 
 def require_extra(service: str) -> None:
-    """Checks that the extra of `service` is installed, and that the working directory has no package `services`.
+    """Checks that the extra of `service` is installed, that the working directory has no package `services`, and that
+    compiled code can be kept.
 
-    `python -m services.<service>` would import that in place of Lockstep's.
+    `python -m services.<service>` would import the package in place of Lockstep's.
     """
     if missing := missing_modules(service):
         raise PreconditionFailed(
@@ -147,6 +169,8 @@ def require_extra(service: str) -> None:
                 f"{hiding} hides Lockstep's own package `services`: run in another directory",
                 reason=Reason.UNSUPPORTED_VERSION,
             )
+    if service != "reward":  # which compiles nothing
+        require_cache()
 
 
 def require_suffix_decoding() -> None:

@@ -27,7 +27,8 @@ class MlflowConfig(Strict):
     experiment: str = Field(default="lockstep", min_length=1)
     """Experiment name; the experiment is created if it does not exist."""
     uri: str | None = Field(default=None, min_length=1)
-    """Tracking URI, such as http://HOST:5000; null uses MLflow's default."""
+    """Tracking URI of a server, such as http://HOST:5000; null uses MLFLOW_TRACKING_URI or, if the whole package
+    `mlflow` is installed, its file mlflow.db."""
 
 
 TrackerConfig = Annotated[WandbConfig | MlflowConfig, Field(discriminator="kind")]

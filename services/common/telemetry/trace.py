@@ -45,6 +45,26 @@ class Span:
         return self.began_ns + round(self.seconds * 1e9)
 
 
+_EXPORTERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
+
+
+class _FirstFailure(logging.Filter):
+    """Lets only the first failure to send spans into the log; the library reports each, and every retry."""
+
+    def __init__(self, endpoint: str):
+        super().__init__()
+        self._endpoint, self._is_known = endpoint, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._is_known or record.levelno < logging.ERROR:
+            return False
+        self._is_known = True
+        why = record.getMessage()
+        record.msg, record.args = "spans cannot be sent to %s and are lost meanwhile: %s", (self._endpoint, why)
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
 class Otel:
     """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller."""
 
@@ -67,6 +87,9 @@ class Otel:
         # Private to this object, because vLLM and other libraries may set a global provider.
         self._provider = TracerProvider(resource=Resource.create(names))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._filter = _FirstFailure(endpoint)
+        for name in _EXPORTERS:
+            logging.getLogger(name).addFilter(self._filter)
         self._tracer = self._provider.get_tracer("lockstep")
         self._headers = TraceContextTextMapPropagator()
 
@@ -91,6 +114,8 @@ class Otel:
 
     def close(self) -> None:
         self._provider.shutdown()
+        for name in _EXPORTERS:
+            logging.getLogger(name).removeFilter(self._filter)
 
 
 class Trace:

@@ -17,7 +17,7 @@ from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError
-from services.common.process import compiled_code, socket_directory
+from services.common.process import compiled_code, require_cache, socket_directory
 from services.common.rpc.address import PORTS, hold_free_port
 from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
@@ -40,7 +40,6 @@ def examine_gpus(config: AnyConfig | None, addresses: Addresses, driver: str, cu
         return
     yield check_driver(driver, cuda)
     yield check_compiler(Path(sysconfig.get_path("include")))
-    yield check_compiled_code(compiled_code())
     if not isinstance(config, Config) or addresses.trainer or addresses.rollout:
         return
     if not (Path(config.model) / "config.json").is_file():
@@ -78,11 +77,16 @@ def check_compiler(headers: Path) -> Finding:
     return Finding("compiler", compiler)
 
 
-def check_compiled_code(directory: Path) -> Finding:
-    """Says whether earlier starts on this host have left compiled code."""
+def check_compiled_code(directory: Path, num_gpus: int) -> Finding:
+    """Checks that compiled code can be kept in `directory`, and says whether earlier starts have left some."""
+    try:
+        require_cache()
+    except LockstepError as error:
+        return Finding("compiled code", "cannot be kept", Verdict.FAIL, error.message)
     if any(path.is_file() for path in directory.rglob("*")):
         return Finding("compiled code", f"of earlier starts, in {directory}")
-    return Finding("compiled code", f"none in {directory}; the first start on this host takes up to a minute longer")
+    longer = "; the first start on this host takes up to a minute longer" if num_gpus else ""
+    return Finding("compiled code", f"none in {directory}{longer}")
 
 
 def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:
@@ -129,6 +133,7 @@ def examine_host(config: AnyConfig | None, addresses: Addresses) -> Iterator[Fin
         locks = sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt"))
         yield check_packages(locks, "make setup-gpu" if gpus else "make setup")
         yield check_torch(len(gpus))
+        yield check_compiled_code(compiled_code(), len(gpus))
         yield check_gpus(config, addresses, gpus)
         yield from examine_gpus(config, addresses, _driver(), _cuda())
     yield check_shared_memory(Path("/dev/shm"))

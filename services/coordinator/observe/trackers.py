@@ -5,12 +5,14 @@ Each tracker runs in a thread of its own, so that neither its errors nor its wai
 
 import json
 import logging
+import os
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from importlib.util import find_spec
 
 from services.common.config.load import AnyConfig
 from services.common.config.observability import MlflowConfig, TrackerConfig, WandbConfig
@@ -123,6 +125,17 @@ _NOT_ALLOWED = re.compile(r"[^\w./ -]")
 _MLFLOW_STATUS = {Ending.FINISHED: "FINISHED", Ending.FAILED: "FAILED", Ending.INTERRUPTED: "KILLED"}
 
 
+NO_STORE = (
+    "it has nowhere to keep runs: set uri to a server (http://HOST:PORT), or pip install mlflow, which keeps them in "
+    "./mlflow.db"
+)
+
+
+def has_store(tracker: MlflowConfig) -> bool:
+    """Returns whether MLflow can keep runs: mlflow-skinny, which the extra installs, is only the client of a server."""
+    return bool(tracker.uri or os.environ.get("MLFLOW_TRACKING_URI") or find_spec("sqlalchemy"))
+
+
 class Mlflow(Reporter):
     """Sends metrics by step to MLflow. Its methods wait for the server."""
 
@@ -132,6 +145,8 @@ class Mlflow(Reporter):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
+        if not has_store(settings):
+            raise ValueError(NO_STORE)
         self._metric, self._client, self._ending = Metric, MlflowClient(tracking_uri=settings.uri), Ending.FINISHED
         known = self._client.get_experiment_by_name(settings.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(settings.experiment)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from services.common.config.run import Config
+from services.common.errors import PreconditionFailed
+from services.common.process import require_extra
 from services.coordinator.clients.gpus import Gpu
 from services.coordinator.doctor import host as doctor
 from services.coordinator.doctor.finding import Finding, Verdict
@@ -66,11 +68,21 @@ def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CC=icc not found" in failed(doctor.check_compiler(tmp_path))
 
 
-def test_compiled_code(tmp_path: Path) -> None:
-    assert doctor.check_compiled_code(tmp_path).result.startswith(f"none in {tmp_path}")
+def test_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    finding = doctor.check_compiled_code(tmp_path, 0)
+    assert failed(finding) == "cannot be kept" and "set XDG_CACHE_HOME" in finding.fix
+    with pytest.raises(PreconditionFailed, match="set XDG_CACHE_HOME"):
+        require_extra("trainer")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    (tmp_path / "file").unlink()
+    assert doctor.check_compiled_code(tmp_path, 1).result.startswith(f"none in {tmp_path}")
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "graph").touch()
-    assert doctor.check_compiled_code(tmp_path).result == f"of earlier starts, in {tmp_path}"
+    assert doctor.check_compiled_code(tmp_path, 1).result == f"of earlier starts, in {tmp_path}"
 
 
 def failed(finding: Finding) -> str:
@@ -103,8 +115,8 @@ def test_a_host_without_gpus_and_a_driver_that_says_nothing(config: Config, monk
     assert list(doctor.examine_gpus(config, Addresses(), "", None)) == []
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
     monkeypatch.setenv("PATH", "")
-    driver, compiler, _, memory = doctor.examine_gpus(config, Addresses(), "580.1", "13.0")
+    driver, compiler, memory = doctor.examine_gpus(config, Addresses(), "580.1", "13.0")
     assert (driver.verdict, compiler.verdict) == (Verdict.OK, Verdict.FAIL)
     assert memory.verdict is Verdict.FAIL and "nvidia-smi not found" in memory.fix
     others = doctor.examine_gpus(None, Addresses(), "580.1", "13.0")
-    assert [finding.check for finding in others] == ["driver", "compiler", "compiled code"]
+    assert [finding.check for finding in others] == ["driver", "compiler"]

@@ -14,6 +14,7 @@ from services.coordinator.doctor import settings
 from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import shown
 from services.coordinator.fleet.launch import Addresses
+from services.coordinator.observe import trackers
 from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
 from tests.support import ROOT
@@ -143,7 +144,10 @@ def test_trackers_are_imported_and_w_and_b_needs_a_key(tmp_path: Path, monkeypat
         monkeypatch.setitem(sys.modules, kind, None)
         assert_fails(found(kind=kind), FAIL, f"{kind} cannot be imported", f"pip install 'lockstep-rl[{kind}]'")
         monkeypatch.setitem(sys.modules, kind, ModuleType(kind))
-    assert found(kind="mlflow").verdict is OK and found(kind="wandb", mode="offline").verdict is OK
+    assert found(kind="mlflow", uri="http://h:1").verdict is OK and found(kind="wandb", mode="offline").verdict is OK
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    assert_fails(found(kind="mlflow"), FAIL, "no uri", "pip install mlflow")
     assert_fails(found(kind="wandb"), FAIL, "no API key", "wandb login")
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password key\n")
     assert found(kind="wandb").verdict is OK

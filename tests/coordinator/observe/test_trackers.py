@@ -182,7 +182,7 @@ def test_the_loop_does_not_wait_for_mlflow(
     tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Mlflow, "close_timeout_s", 0.1)
-    with opened(tmp_path, {"kind": "mlflow"}) as run:
+    with opened(tmp_path, {"kind": "mlflow", "uri": "http://h:5000"}) as run:
         mlflow.gate.clear()
         report(run, 1, 2)  # returns although the server hangs
     assert "MLflow did not answer for 0.1 s" in caplog.text
@@ -192,7 +192,7 @@ def test_the_loop_does_not_wait_for_mlflow(
 def test_a_tracker_that_fails_does_not_end_the_run(
     tmp_path: Path, mlflow: FakeMlflow, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened(tmp_path, {"kind": "mlflow"}) as run:
+    with opened(tmp_path, {"kind": "mlflow", "uri": "http://h:5000"}) as run:
         mlflow.error = ConnectionError("server is gone")
         report(run, 7)
     logged = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -217,7 +217,7 @@ def test_a_tracker_that_does_not_start_is_an_error(
     monkeypatch.setattr(mlflow, "get_experiment_by_name", lambda name: 1 / 0)
     with (
         pytest.raises(PreconditionFailed, match="mlflow does not start: ZeroDivisionError"),
-        opened(tmp_path, {"kind": "mlflow"}),
+        opened(tmp_path, {"kind": "mlflow", "uri": "http://h:5000"}),
     ):
         pass
 
@@ -336,7 +336,7 @@ def test_a_tracker_that_hangs_at_its_start_is_refused(
 def test_trackers_learn_how_the_run_ended(
     tmp_path: Path, wandb: FakeWandb, mlflow: FakeMlflow, end: Any, exit_code: tuple[int, ...], status: str
 ):
-    trackers = [{"kind": "wandb"}, {"kind": "mlflow"}]
+    trackers = [{"kind": "wandb"}, {"kind": "mlflow", "uri": "http://h:5000"}]
     config = make_config(name="run", runs_dir=tmp_path, observability={"trackers": trackers})
     with contextlib.suppress(BaseException), recorded_run(config, None) as run:
         run.begin(0, ())

@@ -114,15 +114,22 @@ def test_a_span_that_failed_says_so() -> None:
     assert inner.is_error and outer.is_error
 
 
-def test_a_collector_that_is_not_there_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_is_not_there_is_one_warning_and_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert otel_module._TIMEOUT_S < launch._GRACE_S - 1  # after which a service is killed that was asked to end
     monkeypatch.setattr(otel_module, "_TIMEOUT_S", 0.2)  # gRPC's exporter would take 7 s if it were not told
-    otel = Otel(f"http://127.0.0.1:{free_port()}", "x", "1", field="--otel")
-    with Trace("", "x", otel).span("lost"):
-        pass
+    url = f"http://127.0.0.1:{free_port()}"
+    otel = Otel(url, "x", "1", field="--otel")
+    for _ in range(3):
+        with Trace("", "x", otel).span("lost"):
+            pass
+        otel._provider.force_flush()
     begin = time.monotonic()
     otel.close()
     assert time.monotonic() - begin < 5
+    (warning,) = caplog.records
+    assert (warning.levelname, f"spans cannot be sent to {url}" in warning.getMessage()) == ("WARNING", True)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4317", "grpc://host:4317", "http://"])
