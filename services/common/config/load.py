@@ -5,7 +5,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast, get_args, get_origin
+from types import SimpleNamespace
+from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -286,7 +287,9 @@ def _type_name(annotation: object) -> str:
         return annotation.__name__
     if models_of(annotation):
         return "list" if get_origin(annotation) is tuple else "table"
-    return str(annotation).replace("typing.", "").replace("pathlib.", "")
+    # Leaves out the limits that `Annotated` holds, at any depth.
+    bare = get_type_hints(SimpleNamespace(__annotations__={"key": annotation}))["key"]
+    return str(bare).replace("typing.", "").replace("pathlib.", "")
 
 
 AnyConfig = Config | SftConfig

@@ -25,6 +25,13 @@ def test_the_page_is_that_of_the_code() -> None:
     assert written.read_text() == config_page(), "run: lockstep config --markdown > docs/configuration.md"
 
 
+def test_types_are_shown_without_the_internals_of_their_limits() -> None:
+    types = {key.path: key.type for key in KEYS}
+    assert types["trainer.optim.betas"] == "tuple[float, float]"
+    assert types["rollout.sampling.stop"] == "tuple[str, ...]"
+    assert [path for path, name in types.items() if "Annotated" in name or "FieldInfo" in name] == []
+
+
 def test_every_key_is_whole_in_a_narrow_terminal() -> None:
     lines = shown(80, is_terminal=True)
     assert max(map(len, lines)) <= 80
