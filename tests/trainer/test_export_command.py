@@ -13,6 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.coordinator.runs.ledger import LEDGER
 from tests.support import PATIENCE_S
 from tests.trainer.deployment import Deployment, config
 
@@ -74,6 +75,10 @@ async def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     code, output = await lockstep("export", tmp_path, "--out", tmp_path / "out")
     assert (code, "has no manifest.json; give one of its checkpoints" in output) == (2, True), output
+    (tmp_path / "unsaved").mkdir()
+    (tmp_path / "unsaved" / LEDGER).touch()
+    code, output = await lockstep("export", tmp_path / "unsaved", "--out", tmp_path / "out")
+    assert (code, "this run has no checkpoints: checkpoint.save_freq makes them" in output) == (2, True), output
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "manifest.json").write_text("{}")
     code, output = await lockstep("export", tmp_path / "elsewhere", "--out", tmp_path / "out")

@@ -17,6 +17,7 @@ from services.common.families.architecture import read_content
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.fleet.launch import Addresses, launch
 from services.coordinator.fleet.running import unless_one_dies
+from services.coordinator.runs.ledger import LEDGER
 from services.coordinator.runs.resume import CHECKPOINTS, require_own_paths
 
 _LAYOUT = Path("state") / "layout.json"  # only strategy megatron writes it
@@ -36,9 +37,7 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
         InvalidInput: The config is invalid, or the dtype is none of these.
     """
     if not (checkpoint / "manifest.json").is_file():
-        has = sorted(str(saved) for saved in (checkpoint / CHECKPOINTS).glob("step-*"))
-        hint = f"; give one of its checkpoints: {', '.join(has)}" if has else "; give a checkpoint of a run"
-        raise NotFound(f"{checkpoint} has no manifest.json{hint}", field="checkpoint")
+        raise NotFound(f"{checkpoint} has no manifest.json; {_instead_of(checkpoint)}", field="checkpoint")
     of_run = checkpoint.resolve().parent.parent / "config.json"
     files = [str(of_run)] if of_run.is_file() else []
     if not files and not overrides:
@@ -52,6 +51,15 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
         {"critic": None, "teacher": None} if isinstance(config, Config) else {}
     )
     return config.model_copy(update=changes)
+
+
+def _instead_of(path: Path) -> str:
+    """Returns what to do instead of exporting `path`, which is no checkpoint."""
+    if has := sorted(str(saved) for saved in (path / CHECKPOINTS).glob("step-*")):
+        return f"give one of its checkpoints: {', '.join(has)}"
+    if (path / LEDGER).is_file():
+        return "this run has no checkpoints: checkpoint.save_freq makes them, so set it when you train"
+    return "give a checkpoint of a run"
 
 
 async def export(checkpoint: Path, config: AnyConfig, out: Path) -> None:
