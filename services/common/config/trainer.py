@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from services.common.config.base import AT_HOME, Compile, Seconds, Strict, compiles
 from services.common.config.loss import LagConfig, LossConfig, ValueLossConfig, check_lag
@@ -60,8 +60,9 @@ class OptimConfig(Strict):
     """Shape of the change from weight_decay to weight_decay_end; constant keeps weight_decay."""
     weight_decay_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer updates until weight_decay_end. Required by the schedules linear and cosine."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradient clipping: gradients are scaled down if their global 2-norm is above this."""
+    max_grad_norm: float = 1.0
+    """Gradient clipping: gradients are scaled down if their global 2-norm is above this, which must be above 0. A large
+    value, such as 1e9, turns clipping off."""
     on_nonfinite: Literal["skip", "fail"] = "skip"
     """What to do with an update whose gradient is not finite (infinity or NaN). skip: apply nothing of it, count it in
     the metric `skipped` and warn; the schedule and the version go on. The run ends once 5 batches in a row were skipped
@@ -81,6 +82,13 @@ class OptimConfig(Strict):
     """Number of optimizer updates of the decay phase of schedule wsd, at the end of decay_steps. Required by wsd."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of the decay phase of schedule wsd."""
+
+    @field_validator("max_grad_norm")
+    @classmethod
+    def _is_positive(cls, value: float) -> float:
+        if value <= 0:  # which elsewhere means no clipping
+            raise ValueError(f"must be above 0, not {value:g}; a large value, such as 1e9, turns clipping off")
+        return value
 
     def check_rules(self) -> None:
         if self.schedule != "constant" and self.decay_steps is None:

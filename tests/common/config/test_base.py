@@ -81,6 +81,12 @@ def test_a_number_that_is_not_finite_is_refused_with_its_key(override: str, file
     assert message.startswith(override.partition("=")[0])
 
 
+def test_a_norm_of_0_is_refused_with_what_turns_clipping_off(file: str) -> None:
+    message = refused(file, "trainer.optim.max_grad_norm=0")
+    assert message.startswith("trainer.optim.max_grad_norm: must be above 0, not 0; a large value, such as 1e9")
+    assert load(Config, [file, "trainer.optim.max_grad_norm=1e9"]).trainer.optim.max_grad_norm == 1e9
+
+
 @pytest.mark.parametrize(
     "override", ["timeouts.open_s=true", "trainer.optim.betas=[0.9, true]", "trainer.profiler.ranks=[true]"]
 )
