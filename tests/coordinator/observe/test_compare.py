@@ -43,6 +43,23 @@ def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
     assert shown["last test/reward"] == ["0.25 (step 0)"] * 3
 
 
+def test_long_keys_are_whole_in_a_narrow_terminal(run_dir: Path, tmp_path: Path):
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    with closing(Ledger(other / LEDGER)) as ledger:
+        opened = ledger.last(Kind.OPENED)
+        assert opened
+        config = json.loads(opened["config"])
+        keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+        config["trainer"]["megatron"] |= dict.fromkeys(keys, 2)
+        ledger.record(Kind.OPENED, **(opened | {"config": json.dumps(config)}))
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    show_comparison([run_dir, other, other], console)
+    table = console.file.getvalue().splitlines()[:-1]
+    assert max(map(len, table)) <= 80
+    names = "".join(line.split("│")[1].strip() for line in table if "│" in line)
+    assert [key for key in keys if f"trainer.megatron.{key}" not in names] == []
+
+
 def test_a_comparison_with_no_run_says_so(run_dir: Path, tmp_path: Path):
     with raises(NotFound, field="run_dir"):
         show_comparison([run_dir, tmp_path], Console(file=io.StringIO()))

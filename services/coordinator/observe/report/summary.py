@@ -15,7 +15,7 @@ from statistics import median
 from typing import TypedDict
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.common.errors import DataLoss
 from services.coordinator.observe.report import curves
@@ -148,7 +148,9 @@ def show_comparison(run_dirs: Sequence[Path], console: Console) -> None:
     """Prints a table with a column for each run, which may still be running."""
     runs = [_read(directory) for directory in run_dirs]
     names = [run.head["name"] for run in runs]
-    table = Table("", *(names if len({*names}) == len(names) else map(str, run_dirs)), expand=False)
+    titles = ("", *(names if len({*names}) == len(names) else map(str, run_dirs)))
+    # Folded, because rows and runs whose long names are cut off could not be told apart.
+    table = Table(*(Column(title, overflow="fold") for title in titles), expand=False)
     sections = (_progress(runs), _config(runs), _curves(runs), _last_held_out(runs), _times(runs))
     for rows in filter(None, sections):
         for name, cells in rows.items():
