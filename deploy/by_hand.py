@@ -3,9 +3,10 @@
     lockstep data arithmetic
     python deploy/by_hand.py deploy/runs/quickstart.yaml name=by-hand num_steps=3
 
-It reads the same config as `lockstep run`, and makes the same samples and weights to the last bit. It leaves out what
-surrounds the algorithm there: evaluation, checkpoints and resuming, selection of prompts, streaming of a batch to the
-trainer while it is still sampled, critic and reference, environments, lag.
+It reads the same config as `lockstep run`, makes the same samples and weights to the last bit, and records them, for
+`lockstep verify` and `report`. It leaves out what surrounds the algorithm there: evaluation, checkpoints, export, and
+streaming of a batch to the trainer while it is still sampled. Keys that would change samples or weights are refused if
+it does not read them: other advantages, selection of prompts, critic, reference and teacher, environments, lag.
 """
 
 import asyncio
@@ -14,11 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.config.advantage import AdvantageConfig
 from services.common.config.load import load
 from services.common.config.run import Config
+from services.common.config.selection import SelectionConfig
 from services.common.config.streaming import orders_by_length
+from services.common.errors import InvalidInput
 from services.common.tasks import gather
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.data.order import seed_of
@@ -26,10 +30,15 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
 from services.coordinator.fleet.running import recorded_run, running_services
+from services.coordinator.observe.reporters import files
 from services.coordinator.rl.blocks import in_order_of_length
+from services.coordinator.rl.metrics import batch_metrics
 from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from services.coordinator.rl.session import load_data
-from services.coordinator.text.tokenizer import Tokenizer, stop_tokens
+from services.coordinator.runs.record import CollectedBatch
+from services.coordinator.runs.resume import differences
+from services.coordinator.text.tokenizer import Tokenizer
 
 OnStep = Callable[[PolicyStamp, pa.Table, Mapping[str, float]], None]
 """Gets, after each update, the stamp of the weights that sampled the batch, the batch, and the trainer's metrics."""
@@ -40,25 +49,51 @@ async def train(config: Config, on_step: OnStep, given: Addresses | None = None)
 
     Services of `given` are used where they run; the others are started on this host, and end with this function.
     """
+    require_read(config)
     given = given or Addresses()
     data = load_data(config, given)
     assert data is not None, "this host has the model"
     with recorded_run(config, None) as run:  # makes the run's directory, with ledger.sqlite and the services' logs
         async with running_services(run, given) as addresses, open_services(run, addresses) as services:
             publisher = Publisher(services.trainer, services.rollout, run)
-            stamp = await publisher.publish(version=0)  # the engines start with random weights
-            for step in range(config.num_steps):
+            first = services.trainer.opened.version  # 0, unless the run resumes from a checkpoint
+            run.begin(first, files(run, first))
+            stamp = await publisher.publish(first)  # the engines start with random weights
+            for step in range(first, config.num_steps):
                 groups = await gather(
                     sample_and_score(config, services, data.tokenizer, (index, prompt), stamp)
                     for index, prompt in enumerate(data.train.batch(step))
                 )
                 batch = with_advantages(to_batch(config, groups), config)
+                # What is empty would say how groups were selected. Here, all of them are trained on.
+                run.record.record_batch(
+                    CollectedBatch(batch, step, stamp, {}, {}, data.train.digest, len(data.train), kl=None)
+                )
                 # The id makes the call safe to repeat: the trainer applies a batch once, however often it arrives.
                 version, metrics = await services.trainer.train(batch, run.batch_id(stamp.version), stamp)
                 on_step(stamp, batch, metrics)
                 # From here on no replica serves the old weights, so every sample is from the policy that it updates.
                 stamp = await publisher.publish(version)
+                of_update = {f"train/{name}": value for name, value in metrics.items()}
+                run.finish_step(version, batch_metrics(batch) | of_update)
     return stamp
+
+
+def require_read(config: Config) -> None:
+    """Raises InvalidInput for keys that this loop does not read although they change samples or weights."""
+    lag, loss = config.trainer.lag, config.trainer.loss
+    no_lag, no_kl = lag.model_copy(update={"versions": 0}), loss.model_copy(update={"kl_coef": 0.0})
+    read = {
+        "placement": "disaggregated",
+        "selection": SelectionConfig(),
+        "advantage": AdvantageConfig(eps=config.advantage.eps),
+        "trainer": config.trainer.model_copy(update={"lag": no_lag, "loss": no_kl}),
+        "evaluation": config.evaluation.model_copy(update={"early_stopping": None}),
+        **dict.fromkeys(("environment", "critic", "teacher")),
+    }
+    if ignored := list(differences(config.model_dump(), config.model_copy(update=read).model_dump())):
+        how = "which this loop does not read: leave it out, use `lockstep run`, or write it into the loop"
+        raise InvalidInput(f"{', '.join(ignored)}, {how}", field=ignored[0])
 
 
 async def sample_and_score(
@@ -69,15 +104,11 @@ async def sample_and_score(
     Returns None if a sample could not be scored and `reward.on_failure` drops its group.
     """
     index, prompt = numbered
-    settings = config.rollout.sampling
-    sampling = SamplingParams(
-        temperature=settings.temperature,
-        max_tokens=settings.max_tokens,
-        stop_token_ids=stop_tokens(tokenizer, settings),
-        return_routed_experts=True,  # of a model with experts, whose choices the trainer replays
-    )
+    request = PromptRequest(config.rollout.completions_per_prompt, config.rollout.sampling, stamp, stamp.version)
+    collector = Collector(services.rollout, services.reward, tokenizer, config.seed)
+    sampling = collector.params(request, request.sampling.max_tokens)  # all of rollout.sampling, as a message
     # Seeds that depend on nothing but these make a run repeatable, on any number of replicas.
-    numbers = range(config.rollout.completions_per_prompt)
+    numbers = range(request.num_samples)
     seeds = [seed_of(config.seed, stamp.version, prompt.prompt_id, number) for number in numbers]
     group = await services.rollout.generate(index, prompt, seeds, sampling, stamp)
     return await services.reward.score(group, tokenizer)

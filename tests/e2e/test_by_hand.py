@@ -10,15 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from deploy.by_hand import train
+from deploy.by_hand import require_read, train
 from services.common.config.load import load
 from services.common.config.run import Config
+from services.common.errors import InvalidInput
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.runs.record import batch_path
 from tests.e2e.lockstep_command import Lent, invoke, make_sums
-from tests.support import ROOT
+from tests.support import ROOT, raises
 
 NUM_STEPS = 3
+QUICKSTART = str(ROOT / "deploy" / "runs" / "quickstart.yaml")
 
 
 def published(run_dir: Path) -> list[tuple[int, str]]:
@@ -34,8 +36,9 @@ async def test_a_loop_by_hand_is_the_run_to_the_last_bit(
     monkeypatch.chdir(tmp_path)
     make_sums(tmp_path / "data" / "arithmetic")
     settings = [
-        str(ROOT / "deploy" / "runs" / "quickstart.yaml"),
+        QUICKSTART,
         *(f"model={ROOT / 'deploy' / 'quickstart' / 'model'}", f"num_steps={NUM_STEPS}", "data.prompts_per_step=16"),
+        *("rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"),  # which the loop must pass on, too
         *("evaluation.eval_freq=0", "checkpoint.save_freq=0", "checkpoint.export_at_end=false"),
     ]
     run = invoke("run", *settings, "name=run", *lent_services.options, cwd=tmp_path)
@@ -58,3 +61,25 @@ async def test_a_loop_by_hand_is_the_run_to_the_last_bit(
     for stamp, batch in steps:
         recorded = pq.read_table(batch_path(Path("runs/run"), stamp.version))
         assert batch.equals(recorded), f"step {stamp.version + 1}"
+    verified = invoke("verify", "runs/by-hand", cwd=tmp_path)
+    assert verified.returncode == 0 and f"{NUM_STEPS} finished steps" in verified.stdout, verified.stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("advantage.normalize_std=false", ()),
+        ("advantage.kind=rloo", ()),
+        ("selection.dynamic.enabled=true", ()),
+        ("selection.overlong.mask_truncated=true", ()),
+        ("trainer.loss.kl_coef=0.1", ()),
+        ("trainer.lag.versions=1", ("trainer.loss.old_logprobs=engine",)),
+        ("environment={kind: python, path: 'my:Game'}", ()),
+        ("teacher={model: m}", ("trainer.loss.distill.coef=0.1",)),
+    ],
+)
+def test_a_key_that_the_loop_would_ignore_is_refused(key: str, others: tuple[str, ...]) -> None:
+    name = key.partition("=")[0]
+    with raises(InvalidInput, field=name):
+        require_read(load(Config, [QUICKSTART, key, *others]))
+    require_read(load(Config, [QUICKSTART, "rollout.sampling.top_k=8", "advantage.eps=1e-4"]))

@@ -91,7 +91,7 @@ class AgentCollector(PlayedCollector):
     async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled:
         """Samples the answer of a call."""
         prompt, request, sample = episode.prompt, episode.request, episode.sample
-        params = self._params(request, limit)
+        params = self.params(request, limit)
         params.stop.extend(stop)
         occurrence = episode.threads.occurrence(call)
         seed = seed_of(self._seed, request.step, prompt.prompt_id, sample, *_key_of(call, occurrence))

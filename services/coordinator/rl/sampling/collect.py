@@ -81,7 +81,7 @@ class Collector:
 
     async def one(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
         """Samples and scores one prompt. Returns None if `reward.on_failure` drops the group."""
-        params = self._params(request, request.sampling.max_tokens)
+        params = self.params(request, request.sampling.max_tokens)
         seeds = [seed_of(self._seed, request.step, prompt.prompt_id, sample) for sample in range(request.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=request.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, request.stamp)
@@ -105,7 +105,8 @@ class Collector:
         for field in Drafts.DESCRIPTOR.fields:
             setattr(self._drafts, field.name, getattr(self._drafts, field.name) + getattr(group.drafts, field.name))
 
-    def _params(self, request: PromptRequest, most: int) -> SamplingParams:
+    def params(self, request: PromptRequest, most: int) -> SamplingParams:
+        """Returns how to sample a completion, with `most` tokens at most, as a message for the engine."""
         sampling = request.sampling
         max_tokens = min(sampling.max_tokens, most)
         return SamplingParams(

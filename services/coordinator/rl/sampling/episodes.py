@@ -74,7 +74,7 @@ class EpisodeCollector(PlayedCollector):
         taken: list[Taken] = []
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
-            params = self._params(request, self._max_tokens - len(stream.tokens))
+            params = self.params(request, self._max_tokens - len(stream.tokens))
             seeds = [self.turn_seed(prompt, request, sample, turn)]
             group = await self._rollout.generate(0, context, seeds, params, request.stamp, affinity)
             require_stamp(group, request, sample, turn)
