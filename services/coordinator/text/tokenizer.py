@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +31,15 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.js
 class Tokenizer:
     """Encodes and decodes text exactly like transformers' tokenizer of the same directory."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, eos_token_ids: tuple[int, ...]):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: ChatTemplate | None,
+        eos_token_ids: tuple[int, ...],
+        unknown: Mapping[int, str] = MappingProxyType({}),
+    ):
         self._backend = backend
+        self._unknown = unknown  # tokens that the model has no embedding for
         self._template = template
         self._variables: Mapping[str, object] = {}
         self.eos_token_ids = eos_token_ids
@@ -50,7 +58,8 @@ class Tokenizer:
 
         Raises:
             NotFound: There is no tokenizer, or no file `chat_template`.
-            InvalidInput: A file is damaged, two files disagree about an added token, or there is no end token.
+            InvalidInput: A file is damaged, two files disagree about an added token, or there is no end token that the
+                model knows.
         """
         config = _read_json(directory / "tokenizer_config.json")
         loaded = _load(directory)
@@ -62,17 +71,18 @@ class Tokenizer:
         special_tokens: dict[str, str] = loaded.special_tokens_map
         eos_token = special_tokens.get("eos_token")
         _check_added_tokens(directory, backend, added if isinstance(added, dict) else {}, eos_token)
+        unknown = _tokens_without_embedding(directory, backend)
         eos_token_ids = _read_eos_token_ids(directory, backend, eos_token)
         source = _template_source(loaded, chat_template)
         if source is None:
-            return cls(backend, None, eos_token_ids)
+            return cls(backend, None, eos_token_ids, unknown)
         try:
             template = ChatTemplate(source, special_tokens, date)
         except InvalidInput as error:
             named = (directory / name for name in ("chat_template.jinja", "tokenizer_config.json"))
             file = chat_template or next((file for file in named if file.is_file()), directory)
             raise InvalidInput(f"{file}: {error.message}", field="data.chat_template") from error
-        return cls(backend, template, eos_token_ids)
+        return cls(backend, template, eos_token_ids, unknown)
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> "Tokenizer":
         """Returns this tokenizer with a chat template that shows `tools`, their JSON schemas, in every prompt.
@@ -126,13 +136,14 @@ class Tokenizer:
         is not added: the text is continued.
 
         Raises:
-            InvalidInput: The vocabulary has no token for a part of `text`, and no unknown token.
+            InvalidInput: The vocabulary has no token for a part of `text`, and no unknown token; or the model has no
+                embedding for a token of it.
         """
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises no narrower class
             raise self._cannot_encode(text, error) from error
-        return _to_continue(encoding) if add_special_tokens else encoding.ids
+        return self._known(_to_continue(encoding) if add_special_tokens else encoding.ids)
 
     def as_text(self, text: str, only: Collection[str] | None = None) -> str:
         """Returns `text` with marks in place of the added tokens, or `only` some, that it spells; see plain_text.py."""
@@ -145,9 +156,10 @@ class Tokenizer:
             InvalidInput: See `encode`.
         """
         try:
-            return self._plain.encode(text)
+            tokens = self._plain.encode(text)
         except Exception as error:  # tokenizers raises no narrower class
             raise self._cannot_encode(text, error) from error
+        return self._known(tokens)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Encodes each of `texts` like `encode`, on all cores."""
@@ -155,7 +167,7 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception:  # noqa: BLE001 tokenizers raises no narrower class; encoding one by one names the text
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        return [_to_continue(encoding) if add_special_tokens else encoding.ids for encoding in encodings]
+        return [self._known(_to_continue(one) if add_special_tokens else one.ids) for one in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
@@ -200,9 +212,18 @@ class Tokenizer:
     def _plain(self) -> PlainText:
         return PlainText(self._backend)
 
+    def _known(self, tokens: list[int]) -> list[int]:
+        if self._unknown and (found := next((token for token in tokens if token in self._unknown), None)) is not None:
+            raise InvalidInput(
+                f"the tokenizer makes token {found} of {self._unknown[found]!r}, for which the model has no embedding "
+                "(vocab_size of its config.json)",
+                field="data",
+            )
+        return tokens
+
     @staticmethod
     def _cannot_encode(text: str, error: Exception) -> InvalidInput:
-        return InvalidInput(f"data: the model's tokenizer cannot encode {text[:80]!r}: {error}", field="data")
+        return InvalidInput(f"the model's tokenizer cannot encode {text[:80]!r}: {error}", field="data")
 
 
 def _to_continue(encoding: tokenizers.Encoding) -> list[int]:
@@ -270,6 +291,21 @@ def _check_added_tokens(
         raise InvalidInput(f"{directory}: eos_token {eos_token!r} is not in tokenizer.json", field="model")
 
 
+def _tokens_without_embedding(directory: Path, backend: tokenizers.Tokenizer) -> dict[int, str]:
+    """Returns the tokens beyond the model's vocabulary, by id: a token was added and the embedding not enlarged."""
+    rows = _vocab_size(directory)
+    vocabulary = backend.get_vocab(with_added_tokens=True) if rows else {}
+    return {token_id: token for token, token_id in vocabulary.items() if token_id >= rows}
+
+
+def _vocab_size(directory: Path) -> int:
+    """Returns the number of tokens that the model at `directory` knows; 0 if its config does not say it."""
+    config = _read_json(directory / "config.json")
+    inner = config.get("text_config")
+    size = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return size if isinstance(size, int) else 0
+
+
 def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str | None:
     if override is not None and not override.is_file():
         raise NotFound(f"chat template {override} does not exist", field="data.chat_template")
@@ -284,9 +320,14 @@ def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str 
 
 def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     candidates: list[JsonValue] = [] if eos_token is None else [backend.token_to_id(eos_token)]
+    rows = _vocab_size(directory)
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
-        candidates += value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list) else [value]
+        if beyond := [one for one in values if isinstance(one, int) and one >= rows > 0]:
+            message = f"{directory / name}: eos_token_id {beyond[0]} is outside the model's vocabulary of {rows}"
+            raise InvalidInput(message, field="model")
+        candidates += values
     ids = tuple(sorted({token_id for token_id in candidates if isinstance(token_id, int)}))
     if not ids:
         message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"

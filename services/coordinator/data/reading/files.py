@@ -155,14 +155,10 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenized]]:
         """Yields (place, example) of each row, numbered from `first_number`. Adds rows that cannot be used to `bad`."""
-        rows, encode = self._rows(bad, first_number), self.tokenizer.encode_batch
-        special = self.config.add_special_tokens and not self.is_templated  # a chat template adds special tokens itself
+        rows = self._rows(bad, first_number)
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
-            prompts = encode([row.pieces[0] for row in chunk], add_special_tokens=special)
-            later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
-            for row, prompt in zip(chunk, prompts, strict=True):
-                pieces = [prompt, *islice(later, len(row.pieces) - 1)]
-                if not prompt:
+            for row, pieces in self._encode(chunk, bad):
+                if not pieces[0]:
                     bad.add(row.where, "the prompt has no tokens")
                     continue
                 try:
@@ -171,6 +167,24 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
                     bad.add(row.where, error)
                 else:
                     yield row.where, example
+
+    def _encode(self, rows: Sequence[ReadRow], bad: BadRows) -> Iterator[tuple[ReadRow, list[list[int]]]]:
+        """Yields each of `rows` with the tokens of its pieces. Adds rows that the vocabulary has no tokens for to
+        `bad`."""
+        encode = self.tokenizer.encode_batch
+        special = self.config.add_special_tokens and not self.is_templated  # a chat template adds special tokens itself
+        try:
+            prompts = encode([row.pieces[0] for row in rows], add_special_tokens=special)
+            later = iter(encode([piece for row in rows for piece in row.pieces[1:]]))
+        except InvalidInput as error:
+            if len(rows) == 1:
+                bad.add(rows[0].where, error.message)
+            else:
+                for row in rows:
+                    yield from self._encode([row], bad)
+            return
+        for row, prompt in zip(rows, prompts, strict=True):
+            yield row, [prompt, *islice(later, len(row.pieces) - 1)]
 
     def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
         for index, (where, record) in enumerate(self._file):
