@@ -23,9 +23,13 @@ def read_table(path: Path, *, field: str) -> pa.Table:
     if path.is_dir():
         names = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
         listed = f"; it holds {', '.join(names[:5])}" if names else " without any Parquet file"
+        if any(path.rglob("*.arrow")):  # what Dataset.save_to_disk writes
+            listed = ", and Arrow files are not read: write one Parquet file with Dataset.to_parquet(FILE)"
         raise InvalidInput(f"{field}: {path} is a directory{listed}", field=field)
     if not path.is_file():
-        raise NotFound(f"{field}: {path} does not exist", field=field)
+        is_id = len(path.parts) == 2 and not (path.suffix or path.is_absolute() or path.parent.exists())
+        hub = f"; a data set on the Hub is hf://datasets/{path}" if is_id else ""
+        raise NotFound(f"{field}: {path} does not exist{hub}", field=field)
     try:
         return pq.ParquetFile(path).read()
     except (pa.ArrowException, OSError) as error:

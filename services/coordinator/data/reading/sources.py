@@ -266,7 +266,9 @@ def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:
         if form in _FORMS:
             return _read_text_rows(path, form, field=field, max_rows=max_rows)
         forms = f"{', '.join(_FORMS)} (these also with .gz)"
-        raise InvalidInput(f"{field}: {path} is of no known form: its name must end in .parquet, {forms}", field=field)
+        known = f"its name must end in .parquet, {forms}"
+        fix = "write it as Parquet with Dataset.to_parquet(FILE)" if form == ".arrow" else known
+        raise InvalidInput(f"{field}: {path} is of no known form: {fix}", field=field)
     return ParquetRows(path, read_table(path, field=field).slice(0, max_rows))
 
 

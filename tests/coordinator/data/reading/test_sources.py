@@ -256,3 +256,15 @@ def test_a_file_that_is_used_twice_is_named(
     ]
     shared = f"data.eval.y is {other}, which data.train has too: the run is evaluated on what it is trained on"
     assert shared in caplog.messages
+
+
+def test_other_forms_of_a_data_set_are_refused_with_the_way_to_read_them(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"data\.train: openai/gsm8k does not exist; a data set on the Hub is hf://data"):
+        read_rows(Path("openai/gsm8k"), field="data.train")
+    with pytest.raises(NotFound, match=r"train does not exist$"):
+        read_rows(tmp_path / "train", field="data.train")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "data-00000-of-00001.arrow").write_bytes(b"ARROW1")
+    for path in (tmp_path / "saved", tmp_path / "saved" / "data-00000-of-00001.arrow"):
+        with pytest.raises(InvalidInput, match=r"Dataset\.to_parquet"):
+            read_rows(path, field="data.train")
