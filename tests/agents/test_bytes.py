@@ -127,7 +127,12 @@ async def test_random_episodes_are_exact(mutant: str, monkeypatch: pytest.Monkey
     if mutant:
         monkeypatch.setattr(*MUTANTS[mutant])
     with caught(mutant):
-        await check_random_episodes(range(60 if mutant else 500))
+        await check_random_episodes(range(60 if mutant else 120))
+
+
+@pytest.mark.long
+async def test_more_random_episodes_are_exact():
+    await check_random_episodes(range(120, 1000))
 
 
 # What a model writes that tokenizers, JSON and clients change when they write it again: text, or tokens of it.
