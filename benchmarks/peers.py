@@ -18,8 +18,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from subprocess import run
+from subprocess import TimeoutExpired, run
 from typing import Any
 
 import psutil
@@ -52,15 +53,18 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "gradient_checkpointing": True,
     },
     # For weights of 16 GB beside it.
-    "Liger, 32 samples, vLLM sleeps and has 0.5, checkpointing": {
-        "per_device_train_batch_size": 32,
-        **_SLEEPS,
-        "vllm_gpu_memory_utilization": 0.5,
-        "gradient_checkpointing": True,
+    **{
+        f"Liger, {samples} samples, vLLM sleeps and has 0.5, checkpointing": {
+            "per_device_train_batch_size": samples,
+            **_SLEEPS,
+            "vllm_gpu_memory_utilization": 0.5,
+            "gradient_checkpointing": True,
+        }
+        for samples in (8, 16, 32)
     },
 }
 _SAMPLES, _GROUP, _MEAN = 512, 8, 819
-_TIMEOUT_S = 540.0
+_TIMEOUT_S = 900.0
 _WARM_UP = 1
 
 
@@ -176,14 +180,24 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.peers", options.name, str(model)]
             command += ["--setting", setting, "--steps", str(options.steps), "--train", str(out)]
             command += ["--shorter-by", str(options.shorter_by), "--lora-rank", str(options.lora_rank)]
-            # What does not fit has no samples. Lockstep's own changes of vLLM are not for TRL.
-            run(command, timeout=_TIMEOUT_S, check=False, env={**os.environ, "VLLM_PLUGINS": ""})
+            # What does not fit has no samples, and what takes too long those of its finished steps. Lockstep's own
+            # changes of vLLM are not for TRL.
+            with suppress(TimeoutExpired):
+                run(command, timeout=_TIMEOUT_S, check=False, env={**os.environ, "VLLM_PLUGINS": ""})
             found = json.loads(out.read_text()) if out.exists() else {}
             for quantity, values in found.items():
                 after = values if quantity == "first update [s]" else values[_WARM_UP:]
                 if after:
                     samples[f"TRL, {setting}: {quantity}"] = after
-    libraries = ("trl", "liger-kernel", "torch", "vllm", "transformers", "datasets")
+    libraries = [
+        "trl",
+        "liger-kernel",
+        "torch",
+        "vllm",
+        "transformers",
+        "datasets",
+        *["peft"] * bool(options.lora_rank),
+    ]
     workload = {"shorter_by": options.shorter_by, "lora_rank": options.lora_rank}
     keep(options.name, samples, libraries=libraries, shape=options.shape, settings=dict(SETTINGS), **workload)
 
