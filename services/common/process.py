@@ -58,25 +58,21 @@ def keep_compiled_code() -> None:
         os.environ.setdefault(name, str(compiled_code() / part))
 
 
-def require_cache() -> None:
-    """Checks that compiled code can be kept, unless the variables of all that compile name directories of their own.
+def require_cache(service: str) -> None:
+    """Checks that the compiled code of a service can be kept. Makes no directory.
 
     Raises:
-        PreconditionFailed: This user cannot write to the directory. torch would fail when it is imported.
+        PreconditionFailed: This user cannot write to a directory, or has no home. An import of torch would fail later.
     """
-    directory = compiled_code()
-    if _CACHES.keys() <= os.environ.keys():
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        why = "" if os.access(directory, os.W_OK) else "it is not writable"
-    except OSError as error:
-        why = error.strerror
-    if why:
-        raise PreconditionFailed(
-            f"compiled code cannot be kept in {directory} ({why}): set XDG_CACHE_HOME to a directory that this user "
-            "can write to"
-        )
+    for name, part in _CACHES.items():
+        directory = Path(os.environ.get(name) or compiled_code() / part)
+        place = next((path for path in (directory, *directory.parents) if os.path.exists(path)), directory)
+        is_writable = directory.is_absolute() and place.is_dir() and os.access(place, os.W_OK)
+        if not is_writable and (service, part) != ("trainer", "vllm"):
+            raise PreconditionFailed(
+                f"compiled code cannot be kept in {directory}: set XDG_CACHE_HOME, or {name} alone, to a directory "
+                "that this user can write to"
+            )
 
 
 def import_before_fork(*modules: str) -> None:
@@ -154,7 +150,7 @@ def require_extra(service: str) -> None:
     """Checks that the extra of `service` is installed, that the working directory has no package `services`, and that
     compiled code can be kept.
 
-    `python -m services.<service>` would import the package in place of Lockstep's.
+    `python -m services.<service>` would import a package `services` of the working directory in place of Lockstep's.
     """
     if missing := missing_modules(service):
         raise PreconditionFailed(
@@ -170,7 +166,7 @@ def require_extra(service: str) -> None:
                 reason=Reason.UNSUPPORTED_VERSION,
             )
     if service != "reward":  # which compiles nothing
-        require_cache()
+        require_cache(service)
 
 
 def require_suffix_decoding() -> None:

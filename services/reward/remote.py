@@ -84,19 +84,22 @@ class Remote:
             ScoringError: TIMEOUT after `timeout_s` or if the last request timed out, CRASHED if closed, else ERROR.
         """
         payload = json.dumps(message).encode()
-        scope = asyncio.timeout(None)
+        scope, failed = asyncio.timeout(None), list[ScoringError]()
         try:
             async with scope:
                 self._scopes.add(scope)
                 async with self._slots:
                     await self._wait_for_turn()
                     self._check_open()
-                    deadline = asyncio.get_running_loop().time() + self._timeout_s
-                    scope.reschedule(deadline)
-                    return await self._post_with_retries(payload, read, deadline)
+                    scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+                    return await self._post_with_retries(payload, read, failed)
         except TimeoutError:
             self._check_open()
-            raise self._error(f"no score within {self._timeout_s:g} s", FailureReason.TIMEOUT) from None
+            late = f"no score within {self._timeout_s:g} s"
+            if failed:
+                last = failed[-1].detail.removeprefix(f"{self._host}: ")
+                late += f"; the last of {counted(len(failed), 'failed request')}: {last}"
+            raise self._error(late, FailureReason.TIMEOUT) from None
         finally:
             self._scopes.discard(scope)
 
@@ -107,21 +110,16 @@ class Remote:
         if self._session:
             await self._session.close()
 
-    async def _post_with_retries(self, payload: bytes, read: Reader | None, deadline: float) -> object:
+    async def _post_with_retries(self, payload: bytes, read: Reader | None, failed: list[ScoringError]) -> object:
         for num_retries in range(self._config.max_retries + 1):
             try:
                 answer = await self._request(payload)
                 return await read(answer) if read else answer
             except MayPassError as failure:
+                failed.append(failure.error)
                 if num_retries == self._config.max_retries:
                     raise failure.error from None
-                pause_s = max(backoff_s(num_retries), failure.retry_after_s)
-                if asyncio.get_running_loop().time() + pause_s >= deadline:
-                    last = f"the last of {counted(num_retries + 1, 'request')}"
-                    why = f"{last}: {failure.error.detail.removeprefix(f'{self._host}: ')}"
-                    late = f"no score within {self._timeout_s:g} s; {why}"
-                    raise self._error(late, FailureReason.TIMEOUT) from None
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(max(backoff_s(num_retries), failure.retry_after_s))
                 await self._wait_for_turn()
 
     async def _request(self, payload: bytes) -> object:

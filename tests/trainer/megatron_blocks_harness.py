@@ -79,8 +79,8 @@ def _layout(kind: str, world: int, megatron: Mapping[str, Any], changes: Mapping
 LAYOUTS = dict(_layouts())
 # Only make test-long runs these layouts: other layouts have what they have, each together with something else.
 LONG = {
-    *("untied-fsdp2-kl", "untied-fsdp2-recompute", "moe-fsdp2"),
-    *("untied-1-engine", "untied-tp2-on_policy", "untied-dp2-plain", "untied-dp2-lora", "tied-dp2", "untied-1-kl"),
+    *("untied-fsdp2-kl", "moe-fsdp2", "untied-1-engine", "untied-tp2-on_policy", "untied-dp2-plain"),
+    *("untied-1-kl", "tied-dp2"),
     *("tied-cp2", "untied-cp2-kl", "untied-cp2-lora", "untied-pp2-kl", "untied-dp2-kl", "untied-tp2-lora"),
     *("moe-ep2-gathered", "tied-pp2-overlap", "moe-ep2-overlap", "untied-pp2-recompute-auto_offload"),
 }

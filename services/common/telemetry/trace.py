@@ -51,18 +51,20 @@ _EXPORTERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.
 class _FirstFailure(logging.Filter):
     """Lets only the first failure to send spans into the log; the library reports each, and every retry."""
 
-    def __init__(self, endpoint: str):
-        super().__init__()
-        self._endpoint, self._is_known = endpoint, False
+    is_known = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if self._is_known or record.levelno < logging.ERROR:
+        if record.levelno < logging.ERROR:
+            return not record.getMessage().startswith("Transient error")
+        if self.is_known:
             return False
-        self._is_known = True
-        why = record.getMessage()
-        record.msg, record.args = "spans cannot be sent to %s and are lost meanwhile: %s", (self._endpoint, why)
+        self.is_known = True
+        record.msg, record.args = "spans cannot be sent and are lost meanwhile: %s", (record.getMessage(),)
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         return True
+
+
+_first_failure = _FirstFailure()
 
 
 class Otel:
@@ -87,9 +89,9 @@ class Otel:
         # Private to this object, because vLLM and other libraries may set a global provider.
         self._provider = TracerProvider(resource=Resource.create(names))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._filter = _FirstFailure(endpoint)
+        _first_failure.is_known = False
         for name in _EXPORTERS:
-            logging.getLogger(name).addFilter(self._filter)
+            logging.getLogger(name).addFilter(_first_failure)
         self._tracer = self._provider.get_tracer("lockstep")
         self._headers = TraceContextTextMapPropagator()
 
@@ -114,8 +116,6 @@ class Otel:
 
     def close(self) -> None:
         self._provider.shutdown()
-        for name in _EXPORTERS:
-            logging.getLogger(name).removeFilter(self._filter)
 
 
 class Trace:

@@ -80,7 +80,7 @@ def check_compiler(headers: Path) -> Finding:
 def check_compiled_code(directory: Path, num_gpus: int) -> Finding:
     """Checks that compiled code can be kept in `directory`, and says whether earlier starts have left some."""
     try:
-        require_cache()
+        require_cache("rollout")
     except LockstepError as error:
         return Finding("compiled code", "cannot be kept", Verdict.FAIL, error.message)
     if any(path.is_file() for path in directory.rglob("*")):
@@ -133,7 +133,8 @@ def examine_host(config: AnyConfig | None, addresses: Addresses) -> Iterator[Fin
         locks = sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt"))
         yield check_packages(locks, "make setup-gpu" if gpus else "make setup")
         yield check_torch(len(gpus))
-        yield check_compiled_code(compiled_code(), len(gpus))
+        if not (addresses.trainer and (addresses.rollout or isinstance(config, SftConfig))):
+            yield check_compiled_code(compiled_code(), len(gpus))
         yield check_gpus(config, addresses, gpus)
         yield from examine_gpus(config, addresses, _driver(), _cuda())
     yield check_shared_memory(Path("/dev/shm"))

@@ -22,7 +22,7 @@ from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
 from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, problem
-from services.coordinator.observe.trackers import NO_STORE, has_store
+from services.coordinator.observe.trackers import without_store
 from services.coordinator.planning.memory import rank_memory
 from services.coordinator.planning.plan import planned_model
 
@@ -73,7 +73,7 @@ def check_functions(functions: Mapping[str, Function]) -> Finding:
 
 
 def check_tracker(tracker: TrackerConfig) -> Finding:
-    """Checks that the tracker's package can be imported, that W&B has a key if it is to use the network, and that
+    """Checks that the tracker's package can be imported, that W&B has a key if it is to use the network, and whether
     MLflow can keep runs."""
     try:
         import_module(tracker.kind)
@@ -82,8 +82,8 @@ def check_tracker(tracker: TrackerConfig) -> Finding:
         return Finding("tracker", f"{tracker.kind} cannot be imported: {error}", Verdict.FAIL, fix)
     if tracker.kind == "wandb" and tracker.mode == "online" and not _has_wandb_key():
         return Finding("tracker", "wandb has no API key", Verdict.FAIL, "`wandb login`, or `mode: offline`")
-    if tracker.kind == "mlflow" and not has_store(tracker):
-        return Finding("tracker", "mlflow-skinny, and no uri", Verdict.FAIL, NO_STORE)
+    if fix := without_store(tracker):
+        return Finding("tracker", "mlflow-skinny has no uri, and may have nowhere to keep runs", Verdict.WARN, fix)
     return Finding("tracker", f"imported {tracker.kind}")
 
 

@@ -69,13 +69,13 @@ class Probe:
             PreconditionFailed: The check has failed, and says why; or its process ended.
         """
         assert self._process.stdin and self._process.stdout, "they are pipes"
-        began, line = time.monotonic(), b""
+        began = time.monotonic()
         deadline = threading.Timer(timeout_s, self._process.kill)  # readline has no limit, but ends with the process
         deadline.start()
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # it may have ended, also with an answer
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+        line = self._process.stdout.readline()
         deadline.cancel()
         if not line and time.monotonic() - began >= timeout_s:
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s")

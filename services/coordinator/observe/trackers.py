@@ -125,15 +125,14 @@ _NOT_ALLOWED = re.compile(r"[^\w./ -]")
 _MLFLOW_STATUS = {Ending.FINISHED: "FINISHED", Ending.FAILED: "FAILED", Ending.INTERRUPTED: "KILLED"}
 
 
-NO_STORE = (
-    "it has nowhere to keep runs: set uri to a server (http://HOST:PORT), or pip install mlflow, which keeps them in "
-    "./mlflow.db"
-)
+def without_store(tracker: TrackerConfig) -> str:
+    """Returns what to do if MLflow may have nowhere to keep runs; "" if it has, and for other trackers.
 
-
-def has_store(tracker: MlflowConfig) -> bool:
-    """Returns whether MLflow can keep runs: mlflow-skinny, which the extra installs, is only the client of a server."""
-    return bool(tracker.uri or os.environ.get("MLFLOW_TRACKING_URI") or find_spec("sqlalchemy"))
+    mlflow-skinny, which the extra installs, is only the client of a server.
+    """
+    if tracker.kind != "mlflow" or tracker.uri or os.environ.get("MLFLOW_TRACKING_URI") or find_spec("sqlalchemy"):
+        return ""
+    return "set uri to a server (http://HOST:PORT), or pip install mlflow, which keeps runs in ./mlflow.db"
 
 
 class Mlflow(Reporter):
@@ -145,8 +144,6 @@ class Mlflow(Reporter):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        if not has_store(settings):
-            raise ValueError(NO_STORE)
         self._metric, self._client, self._ending = Metric, MlflowClient(tracking_uri=settings.uri), Ending.FINISHED
         known = self._client.get_experiment_by_name(settings.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(settings.experiment)
@@ -245,4 +242,5 @@ def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
     except Exception as error:  # its library may raise anything
         raise PreconditionFailed(
             f"observability.trackers: {tracker.kind} does not start: {type(error).__name__}: {error}"
+            + (f"; {fix}" if (fix := without_store(tracker)) else "")
         ) from error

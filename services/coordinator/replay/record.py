@@ -57,7 +57,10 @@ class Record:
         self._ledger.close()
 
     def config_of(self, step: int) -> Config:
-        """Returns the config of the session that finished `step`; a resume may have had another."""
+        """Returns the config of the session that finished `step`; a resume may have had another.
+
+        Replay trains all steps since the last checkpoint with it, also those of an earlier session.
+        """
         return parse_json(Config, self._ledger.opening_of(step)["config"])
 
     def require_step(self, step: int) -> None:

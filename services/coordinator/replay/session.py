@@ -79,9 +79,9 @@ async def replay_session(
         record.require_step(step)
         record.batch(step)  # raises if it was not kept, before any service starts
         _, checkpoint = record.start(step - 1) if What.TRAIN in what else (0, "")
-        has_critic = What.TRAIN in what and record.config.critic and record.critic_start(step - 1)
-        session = _Session(record, step, what, console)
         recorded = record.config_of(step)
+        has_critic = What.TRAIN in what and recorded.critic and record.critic_start(step - 1)
+        session = _Session(record, step, what, console)
         config = _config(recorded, record.run_dir, step, checkpoint)
         start = open_run(config)  # without the critic, whose checkpoint may be of another step than the policy's
         if has_critic:

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
+from services.common.files.model_card import vocab_size_of
 from services.coordinator.compat.transformers import import_transformers
 from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText
@@ -58,8 +59,8 @@ class Tokenizer:
 
         Raises:
             NotFound: There is no tokenizer, or no file `chat_template`.
-            InvalidInput: A file is damaged, two files disagree about an added token, or there is no end token that the
-                model knows.
+            InvalidInput: A file is damaged, two files disagree about an added token, there is no end token, or the
+                model has no embedding for one.
         """
         config = _read_json(directory / "tokenizer_config.json")
         loaded = _load(directory)
@@ -71,18 +72,20 @@ class Tokenizer:
         special_tokens: dict[str, str] = loaded.special_tokens_map
         eos_token = special_tokens.get("eos_token")
         _check_added_tokens(directory, backend, added if isinstance(added, dict) else {}, eos_token)
-        unknown = _tokens_without_embedding(directory, backend)
-        eos_token_ids = _read_eos_token_ids(directory, backend, eos_token)
+        rows = _vocab_size(directory)
+        # A token was added, and the embedding not enlarged.
+        beyond = {token_id: token for token, token_id in backend.get_vocab().items() if token_id >= rows > 0}
+        eos_token_ids = _read_eos_token_ids(directory, backend, eos_token, rows)
         source = _template_source(loaded, chat_template)
         if source is None:
-            return cls(backend, None, eos_token_ids, unknown)
+            return cls(backend, None, eos_token_ids, beyond)
         try:
             template = ChatTemplate(source, special_tokens, date)
         except InvalidInput as error:
             named = (directory / name for name in ("chat_template.jinja", "tokenizer_config.json"))
             file = chat_template or next((file for file in named if file.is_file()), directory)
             raise InvalidInput(f"{file}: {error.message}", field="data.chat_template") from error
-        return cls(backend, template, eos_token_ids, unknown)
+        return cls(backend, template, eos_token_ids, beyond)
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> "Tokenizer":
         """Returns this tokenizer with a chat template that shows `tools`, their JSON schemas, in every prompt.
@@ -125,7 +128,9 @@ class Tokenizer:
         return hashlib.blake2b((self.template_source or "").encode(), digest_size=16).hexdigest()
 
     def has_token(self, text: str) -> bool:
-        return self._backend.token_to_id(text) is not None
+        """Returns whether `text` is a token that the model has an embedding for."""
+        token_id = self._backend.token_to_id(text)
+        return token_id is not None and token_id not in self._unknown
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`; special tokens written in the text become their ids.
@@ -291,19 +296,12 @@ def _check_added_tokens(
         raise InvalidInput(f"{directory}: eos_token {eos_token!r} is not in tokenizer.json", field="model")
 
 
-def _tokens_without_embedding(directory: Path, backend: tokenizers.Tokenizer) -> dict[int, str]:
-    """Returns the tokens beyond the model's vocabulary, by id: a token was added and the embedding not enlarged."""
-    rows = _vocab_size(directory)
-    vocabulary = backend.get_vocab(with_added_tokens=True) if rows else {}
-    return {token_id: token for token, token_id in vocabulary.items() if token_id >= rows}
-
-
 def _vocab_size(directory: Path) -> int:
-    """Returns the number of tokens that the model at `directory` knows; 0 if its config does not say it."""
-    config = _read_json(directory / "config.json")
-    inner = config.get("text_config")
-    size = config.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, dict) else None)
-    return size if isinstance(size, int) else 0
+    """Returns the number of tokens that the model at `directory` has embeddings for; 0 if its config does not say."""
+    try:
+        return vocab_size_of((directory / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError, LookupError):
+        return 0
 
 
 def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str | None:
@@ -318,21 +316,25 @@ def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str 
     return source["default"]
 
 
-def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    candidates: list[JsonValue] = [] if eos_token is None else [backend.token_to_id(eos_token)]
-    rows = _vocab_size(directory)
+def _read_eos_token_ids(
+    directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None, rows: int
+) -> tuple[int, ...]:
+    named: dict[str, JsonValue] = {
+        "tokenizer_config.json": None if eos_token is None else backend.token_to_id(eos_token)
+    }
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        if beyond := [one for one in values if isinstance(one, int) and one >= rows > 0]:
-            message = f"{directory / name}: eos_token_id {beyond[0]} is outside the model's vocabulary of {rows}"
+        named[name] = _read_json(directory / name).get("eos_token_id")
+    found: set[int] = set()
+    for name, value in named.items():
+        ids = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+        if ids and max(ids) >= rows > 0:
+            message = f"{directory / name}: end token {max(ids)} is outside the model's vocabulary of {rows}"
             raise InvalidInput(message, field="model")
-        candidates += values
-    ids = tuple(sorted({token_id for token_id in candidates if isinstance(token_id, int)}))
-    if not ids:
+        found.update(ids)
+    if not found:
         message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"
         raise InvalidInput(message, field="model")
-    return ids
+    return tuple(sorted(found))
 
 
 def stop_tokens(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[int]:

@@ -148,10 +148,12 @@ def _failure(executor: Executor, replies: TextIO, error: BaseException, failed: 
     if isinstance(error, WorkError):
         return {"reason": error.reason, "detail": explain(error.detail)}
     if isinstance(error, executor.ends_by):
-        why = f"out of memory ({executor.memory_key})" if isinstance(error, MemoryError) else f"exits: {error}"
-        os.write(2, f"worker: {why}\n".encode())
-        _write(replies, {"ends": why})
-        os._exit(1)
+        try:
+            why = f"out of memory ({executor.memory_key})" if isinstance(error, MemoryError) else f"sys.exit({error})"
+            os.write(2, f"worker: {why}\n".encode())
+            _write(replies, {"ends": explain(why)})
+        finally:  # without memory, or without a parent, nothing of this may work
+            os._exit(1)
     text = traceback_text(error, inspect.getfile(type(executor)))
     return {"reason": failed, "detail": explain(error), "traceback": text}
 

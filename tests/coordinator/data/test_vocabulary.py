@@ -32,6 +32,8 @@ def model(tmp_path: Path) -> Path:
 def test_rows_with_tokens_that_nobody_has_are_bad(
     tmp_path: Path, model: Path, bad_rows: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert [Tokenizer.load(model).has_token(token) for token in ("1", "<new>")] == [True, False]
+    assert [Tokenizer.load(model).has_token(token) for token in ("1", "<new>")] == [True, False]
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in PROMPTS))
     data = DataConfig.model_validate({"train": path, "prompts_per_step": 1, "bad_rows": bad_rows})
@@ -51,8 +53,15 @@ def test_rows_with_tokens_that_nobody_has_are_bad(
     assert f"{path} line 3: the model's tokenizer cannot encode 'two+1='" in said
 
 
-def test_an_end_token_that_the_model_does_not_have_is_refused_by_its_file(model: Path) -> None:
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99]}))
+@pytest.mark.parametrize(
+    ("name", "key", "value", "token"),
+    [("generation_config.json", "eos_token_id", [1, 99], 99), ("tokenizer_config.json", "eos_token", "<new>", 16)],
+)
+def test_an_end_token_that_the_model_does_not_have_is_refused_by_its_file(
+    model: Path, name: str, key: str, value: object, token: int
+) -> None:
+    content = json.loads((model / name).read_text()) if (model / name).is_file() else {}
+    (model / name).write_text(json.dumps(content | {key: value}))
     with raises(InvalidInput, field="model") as caught:
         Tokenizer.load(model)
-    assert f"{model / 'generation_config.json'}: eos_token_id 99 is outside" in caught.value.message
+    assert f"{model / name}: end token {token} is outside" in caught.value.message

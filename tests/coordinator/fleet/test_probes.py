@@ -1,4 +1,5 @@
-"""Tests that prompts are measured, shown and dropped with the tools that they are sent with, before anything starts."""
+"""Tests probes: their answers, and that prompts are measured, shown and dropped with the tools that they are sent with,
+before anything starts."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,11 +12,12 @@ from services.common.errors import InvalidInput
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.doctor import inputs
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.probes import known_tools
+from services.coordinator.fleet.probes import Probe, known_tools
 from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import CHATML
 from tests.coordinator.fake_services import make_config
+from tests.support import PATIENCE_S
 
 WITH_TOOLS = "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}" + CHATML
 ENVIRONMENT = {"kind": "tools", "tools": [{"kind": "calculator"}]}
@@ -78,3 +80,9 @@ def test_tools_that_prompts_do_not_show_or_that_run_elsewhere(configured: Callab
     assert known_tools(configured({**ENVIRONMENT, "syntax": "tags"}), Addresses()) == []
     missing = {"kind": "tools", "tools": [{"kind": "function", "path": "no_such_module:f"}]}
     assert known_tools(configured(missing), Addresses()) is None
+
+
+def test_an_answer_counts_although_the_process_that_gave_it_has_ended() -> None:
+    with Probe(("-c", "print('{}')")) as probe:
+        probe._process.wait(PATIENCE_S)
+        assert probe.ask({}, PATIENCE_S) == {}

@@ -129,7 +129,7 @@ def test_a_collector_that_is_not_there_is_one_warning_and_does_not_hold_up_the_e
     otel.close()
     assert time.monotonic() - begin < 5
     (warning,) = caplog.records
-    assert (warning.levelname, f"spans cannot be sent to {url}" in warning.getMessage()) == ("WARNING", True)
+    assert (warning.levelname, "spans cannot be sent" in warning.getMessage()) == ("WARNING", True)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4317", "grpc://host:4317", "http://"])

@@ -203,7 +203,7 @@ async def test_the_last_failure_is_the_answer_when_retries_are_used_up(open_run,
 async def test_a_late_request_is_tried_again(open_run, make_item, pauses):
     async with (
         served(in_turn(None, chat("Score: 1"))) as end,
-        open_run(judge(end.url, request_timeout_s=0.3, max_retries=20, timeout_s=PATIENCE_S)) as run,
+        open_run(judge(end.url, request_timeout_s=0.3, max_retries=20)) as run,
     ):
         (outcome,) = await run.score([make_item("a")])
     assert outcome.reward == 1.0 and pauses  # one retry, or more where the machine is too busy for the second request
@@ -212,7 +212,9 @@ async def test_a_late_request_is_tried_again(open_run, make_item, pauses):
 LATER = web.Response(status=503, headers={"Retry-After": "3600"}, text="loading")
 
 
-@pytest.mark.parametrize(("answer", "why"), [(None, ""), (LATER, "; the last of 1 request: status 503: loading")])
+@pytest.mark.parametrize(
+    ("answer", "why"), [(None, ""), (LATER, "; the last of 1 failed request: status 503: loading")]
+)
 async def test_a_sample_has_its_deadline_whatever_the_server_does(open_run, make_item, answer, why):
     async with served(in_turn(answer)) as end, open_run(judge(end.url, timeout_s=0.5)) as run:
         (outcome,) = await run.score([make_item("a")])

@@ -60,7 +60,7 @@ async def test_what_numpy_returns_is_a_number(open_run, make_item):
         ("answers_nonsense", FailureReason.CRASHED, "not JSON"),
         ("answers_for_ever", FailureReason.CRASHED, "more than 16777216 bytes"),
         ("takes_memory", FailureReason.CRASHED, "exit code 1: out of memory (reward.max_memory_gib)"),
-        ("leaves", FailureReason.CRASHED, "exit code 1: exits: no such column"),
+        ("leaves", FailureReason.CRASHED, "exit code 1: sys.exit(no such column)"),
         ("hangs", FailureReason.TIMEOUT, "within 0.5 s"),
     ],
 )

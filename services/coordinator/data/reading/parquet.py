@@ -28,7 +28,7 @@ def read_table(path: Path, *, field: str) -> pa.Table:
         raise InvalidInput(f"{field}: {path} is a directory{listed}", field=field)
     if not path.is_file():
         is_id = len(path.parts) == 2 and not (path.suffix or path.is_absolute() or path.parent.exists())
-        hub = f"; a data set on the Hub is hf://datasets/{path}" if is_id else ""
+        hub = f"; if it is a data set on the Hub, write hf://datasets/{path}" if is_id else ""
         raise NotFound(f"{field}: {path} does not exist{hub}", field=field)
     try:
         return pq.ParquetFile(path).read()

@@ -259,7 +259,9 @@ def test_a_file_that_is_used_twice_is_named(
 
 
 def test_other_forms_of_a_data_set_are_refused_with_the_way_to_read_them(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"data\.train: openai/gsm8k does not exist; a data set on the Hub is hf://data"):
+    with pytest.raises(
+        NotFound, match=r"data\.train: openai/gsm8k does not exist; if .* write hf://datasets/openai/gsm8k"
+    ):
         read_rows(Path("openai/gsm8k"), field="data.train")
     with pytest.raises(NotFound, match=r"train does not exist$"):
         read_rows(tmp_path / "train", field="data.train")
