@@ -1,7 +1,6 @@
 """Tests `lockstep env try` and the checks of `lockstep doctor` with agents."""
 
 import json
-import shutil
 import ssl
 import threading
 import urllib.request
@@ -34,9 +33,11 @@ from tests.coordinator.text.bridge_families import TEMPLATES
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a model without weights, whose tokenizer has all characters."""
     directory = tmp_path_factory.mktemp("model")
-    make_chat_tokenizer()._backend.save(str(directory / "tokenizer.json"))
+    tokenizer = make_chat_tokenizer()
+    tokenizer._backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    shutil.copy(config_with().model + "/config.json", directory)
+    content = json.loads(Path(config_with().model, "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(content | {"vocab_size": tokenizer.vocab_size}))
     return directory
 
 
