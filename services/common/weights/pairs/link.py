@@ -48,7 +48,7 @@ class Link:
 
     def has_message(self, timeout_s: float = 0) -> bool:
         """Returns whether `receive` returns or raises without waiting. Waits for that until the timeout."""
-        return bool(select.select([self._socket], [], [], timeout_s)[0])
+        return _is_readable(self._socket, timeout_s)
 
     def receive(self) -> tuple[pb.PairMessage, list[int]]:
         """Returns the next message and the file descriptors that came with it, which the caller closes."""
@@ -78,7 +78,7 @@ class Listener:
         self._socket.setblocking(False)
 
     def has_connection(self) -> bool:
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return _is_readable(self._socket, 0)
 
     def accept(self) -> Link | None:
         """Returns the next connection; None if the other end runs as another user."""
@@ -92,6 +92,12 @@ class Listener:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _is_readable(own: socket.socket, timeout_s: float) -> bool:
+    poller = select.poll()  # select() takes no descriptor above 1023, and a rank may have more
+    poller.register(own, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1e3))
 
 
 def _address(name: str) -> bytes:
