@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from lockstep.types.v1.types_pb2 import PolicyStamp
+from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.load import load
@@ -58,17 +58,18 @@ async def train(config: Config, on_step: OnStep, given: Addresses | None = None)
             publisher = Publisher(services.trainer, services.rollout, run)
             first = services.trainer.opened.version  # 0, unless the run resumes from a checkpoint
             run.begin(first, files(run, first))
+            collector = Collector(services.rollout, services.reward, data.tokenizer, config.seed)
             stamp = await publisher.publish(first)  # the engines start with random weights
             for step in range(first, config.num_steps):
+                request = PromptRequest(config.rollout.completions_per_prompt, config.rollout.sampling, stamp, step)
+                sampling = collector.params(request, request.sampling.max_tokens)  # all its keys, as a message
                 groups = await gather(
-                    sample_and_score(config, services, data.tokenizer, (index, prompt), stamp)
+                    sample_and_score(config, services, data.tokenizer, (index, prompt), stamp, sampling)
                     for index, prompt in enumerate(data.train.batch(step))
                 )
                 batch = with_advantages(to_batch(config, groups), config)
-                # What is empty would say how groups were selected. Here, all of them are trained on.
-                run.record.record_batch(
-                    CollectedBatch(batch, step, stamp, {}, {}, data.train.digest, len(data.train), kl=None)
-                )
+                collected = CollectedBatch(batch, step, stamp, {}, {}, data.train.digest, len(data.train), kl=None)
+                run.record.record_batch(collected)  # {}: no group was selected, all of them are trained on
                 # The id makes the call safe to repeat: the trainer applies a batch once, however often it arrives.
                 version, metrics = await services.trainer.train(batch, run.batch_id(stamp.version), stamp)
                 on_step(stamp, batch, metrics)
@@ -97,18 +98,20 @@ def require_read(config: Config) -> None:
 
 
 async def sample_and_score(
-    config: Config, services: Services, tokenizer: Tokenizer, numbered: tuple[int, Prompt], stamp: PolicyStamp
+    config: Config,
+    services: Services,
+    tokenizer: Tokenizer,
+    numbered: tuple[int, Prompt],
+    stamp: PolicyStamp,
+    sampling: SamplingParams,
 ) -> ScoredGroup | None:
     """Samples one prompt from the weights of `stamp` and scores its completions, while others are still sampled.
 
     Returns None if a sample could not be scored and `reward.on_failure` drops its group.
     """
     index, prompt = numbered
-    request = PromptRequest(config.rollout.completions_per_prompt, config.rollout.sampling, stamp, stamp.version)
-    collector = Collector(services.rollout, services.reward, tokenizer, config.seed)
-    sampling = collector.params(request, request.sampling.max_tokens)  # all of rollout.sampling, as a message
     # Seeds that depend on nothing but these make a run repeatable, on any number of replicas.
-    numbers = range(request.num_samples)
+    numbers = range(config.rollout.completions_per_prompt)
     seeds = [seed_of(config.seed, stamp.version, prompt.prompt_id, number) for number in numbers]
     group = await services.rollout.generate(index, prompt, seeds, sampling, stamp)
     return await services.reward.score(group, tokenizer)

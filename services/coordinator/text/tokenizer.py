@@ -3,11 +3,11 @@
 import datetime
 import hashlib
 import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,10 +37,10 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         template: ChatTemplate | None,
         eos_token_ids: tuple[int, ...],
-        unknown: Mapping[int, str] = MappingProxyType({}),
+        num_embeddings: int = sys.maxsize,
     ):
         self._backend = backend
-        self._unknown = unknown  # tokens that the model has no embedding for
+        self._num_embeddings = num_embeddings  # of the model; a token may have been added and the model not enlarged
         self._template = template
         self._variables: Mapping[str, object] = {}
         self.eos_token_ids = eos_token_ids
@@ -72,20 +72,18 @@ class Tokenizer:
         special_tokens: dict[str, str] = loaded.special_tokens_map
         eos_token = special_tokens.get("eos_token")
         _check_added_tokens(directory, backend, added if isinstance(added, dict) else {}, eos_token)
-        rows = _vocab_size(directory)
-        # A token was added, and the embedding not enlarged.
-        beyond = {token_id: token for token, token_id in backend.get_vocab().items() if token_id >= rows > 0}
-        eos_token_ids = _read_eos_token_ids(directory, backend, eos_token, rows)
+        num_embeddings = _read_num_embeddings(directory)
+        eos_token_ids = _read_eos_token_ids(directory, backend, eos_token, num_embeddings)
         source = _template_source(loaded, chat_template)
         if source is None:
-            return cls(backend, None, eos_token_ids, beyond)
+            return cls(backend, None, eos_token_ids, num_embeddings)
         try:
             template = ChatTemplate(source, special_tokens, date)
         except InvalidInput as error:
             named = (directory / name for name in ("chat_template.jinja", "tokenizer_config.json"))
             file = chat_template or next((file for file in named if file.is_file()), directory)
             raise InvalidInput(f"{file}: {error.message}", field="data.chat_template") from error
-        return cls(backend, template, eos_token_ids, beyond)
+        return cls(backend, template, eos_token_ids, num_embeddings)
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> "Tokenizer":
         """Returns this tokenizer with a chat template that shows `tools`, their JSON schemas, in every prompt.
@@ -130,7 +128,7 @@ class Tokenizer:
     def has_token(self, text: str) -> bool:
         """Returns whether `text` is a token that the model has an embedding for."""
         token_id = self._backend.token_to_id(text)
-        return token_id is not None and token_id not in self._unknown
+        return token_id is not None and token_id < self._num_embeddings
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`; special tokens written in the text become their ids.
@@ -218,10 +216,10 @@ class Tokenizer:
         return PlainText(self._backend)
 
     def _known(self, tokens: list[int]) -> list[int]:
-        if self._unknown and (found := next((token for token in tokens if token in self._unknown), None)) is not None:
+        if (most := max(tokens, default=0)) >= self._num_embeddings:
             raise InvalidInput(
-                f"the tokenizer makes token {found} of {self._unknown[found]!r}, for which the model has no embedding "
-                "(vocab_size of its config.json)",
+                f"the tokenizer makes token {most} of {self._backend.id_to_token(most)!r}, for which the model has no "
+                "embedding (vocab_size of its config.json)",
                 field="data",
             )
         return tokens
@@ -296,12 +294,12 @@ def _check_added_tokens(
         raise InvalidInput(f"{directory}: eos_token {eos_token!r} is not in tokenizer.json", field="model")
 
 
-def _vocab_size(directory: Path) -> int:
-    """Returns the number of tokens that the model at `directory` has embeddings for; 0 if its config does not say."""
+def _read_num_embeddings(directory: Path) -> int:
+    """Returns how many tokens the model at `directory` has embeddings for; no limit if its config does not say."""
     try:
         return vocab_size_of((directory / "config.json").read_bytes())
     except (OSError, ValueError, TypeError, LookupError):
-        return 0
+        return sys.maxsize
 
 
 def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str | None:
@@ -317,7 +315,7 @@ def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str 
 
 
 def _read_eos_token_ids(
-    directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None, rows: int
+    directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None, num_embeddings: int
 ) -> tuple[int, ...]:
     named: dict[str, JsonValue] = {
         "tokenizer_config.json": None if eos_token is None else backend.token_to_id(eos_token)
@@ -327,8 +325,8 @@ def _read_eos_token_ids(
     found: set[int] = set()
     for name, value in named.items():
         ids = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
-        if ids and max(ids) >= rows > 0:
-            message = f"{directory / name}: end token {max(ids)} is outside the model's vocabulary of {rows}"
+        if max(ids, default=0) >= num_embeddings:
+            message = f"{directory / name}: end token {max(ids)} is outside the model's vocabulary of {num_embeddings}"
             raise InvalidInput(message, field="model")
         found.update(ids)
     if not found:
