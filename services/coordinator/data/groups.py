@@ -209,7 +209,8 @@ class SampledGroup:
 
     @property
     def length(self) -> int:
-        return max(len(row.completion.tokens) for row in self.rows)
+        completions = [row.completion for row in self.segments] or self.completions
+        return max(len(completion.tokens) for completion in completions)
 
     @property
     def num_tokens(self) -> int:

@@ -52,7 +52,7 @@ class ByLength:
         """Creates the order of `num_groups` groups; `lengths` has a lower bound of each one's length, by prompt id."""
         self._num_to_begin, self._lengths = num_groups, lengths
         self._unfinished: dict[int, str] = {}
-        self._waiting: list[ScoredGroup] = []
+        self._waiting: list[tuple[int, int, ScoredGroup]] = []  # with length and index, which is unique
 
     def begin(self, place: int, prompt_id: str) -> None:
         self._unfinished[place] = prompt_id
@@ -61,11 +61,11 @@ class ByLength:
     def decide(self, place: int, group: ScoredGroup | None) -> list[ScoredGroup]:
         del self._unfinished[place]
         if group:
-            insort(self._waiting, group, key=_by_length)
+            insort(self._waiting, (*_by_length(group), group))
         if self._num_to_begin:
             return []
         least = min((self._lengths.get(prompt_id, 0) for prompt_id in self._unfinished.values()), default=math.inf)
-        certain = list(takewhile(lambda waiting: waiting.length < least, self._waiting))
+        certain = [group for _, _, group in takewhile(lambda waiting: waiting[0] < least, self._waiting)]
         del self._waiting[: len(certain)]
         return certain
 
