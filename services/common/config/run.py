@@ -252,6 +252,11 @@ class Config(AnyRun):
                     f"for {named_ranks(name, model)}; every rank needs at least {'one' if fewest == 1 else fewest}"
                 )
         longest, parts = self._longest
+        if self.max_response_tokens < 1:  # of an environment, whose samples may fill the rest of the model's length
+            raise ValueError(
+                f"data.max_prompt_tokens {self.data.max_prompt_tokens} leaves no room for a turn below "
+                f"rollout.max_model_len = {self.rollout.max_model_len}; lower the former or raise the latter"
+            )
         limits = {"rollout.max_model_len": self.rollout.max_model_len}
         limits |= {f"{name}.max_tokens_per_microbatch": m.max_tokens_per_microbatch for name, m in self.models.items()}
         for key, limit in limits.items():

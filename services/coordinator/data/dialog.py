@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from lockstep.reward.v1.environment_pb2 import Message
@@ -99,7 +98,7 @@ class Dialog:
                 "data.overlong=drop",
                 field="data.max_prompt_tokens",
             )
-        return replace(prompt, tokens=tuple(tokens))
+        return prompt.read_as(tokens, self._tokenizer)
 
     def reply(self, turn: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
         """Returns the tokens that follow the policy's `turn`: the rest of its end, the messages, the next header."""

@@ -5,7 +5,8 @@ Both are pure functions of (dataset, seed, step) and of recorded success rates, 
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, overload
 
@@ -48,6 +49,14 @@ class Prompt:
     with an empty role and the whole text."""
     row_prompt: RowPrompt
     """The prompt of the row itself, before system prompt and chat template: its text, or its list of messages."""
+
+    def read_as(self, tokens: Sequence[int], tokenizer: Tokenizer) -> "Prompt":
+        """Returns the prompt whose `tokens` the model reads: those of the row with an environment's first messages."""
+        tokens, num_own = tuple(tokens), len(self.tokens)
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        if tokens[:num_own] == self.tokens:  # keeps the row's text, which decoding may change
+            return replace(self, tokens=tokens, text=self.text + decode(list(tokens[num_own:])))
+        return replace(self, tokens=tokens, text=decode(list(tokens)))
 
 
 class Prompts(Sequence[Prompt]):

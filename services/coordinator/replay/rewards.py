@@ -47,7 +47,7 @@ async def replay_rewards(
             message = f"what the agent left behind in sample {row['sample']} of prompt {row['prompt_id']} is not there"
             raise NotFound(message, field="step")
     replayed = (
-        _group(_sampled(prompts[rows[0]["prompt_id"]], rows, left), rows, rewards, tokenizer)
+        _group(_sampled(prompts[rows[0]["prompt_id"]], rows, left, tokenizer), rows, rewards, tokenizer)
         for rows in groups.values()
     )
     return samples.num_rows, list(chain(*await gather(replayed)))
@@ -72,7 +72,9 @@ def prompts_of(batch: Batch, data: PromptDataset) -> dict[str, Prompt]:
     return prompts
 
 
-def _sampled(prompt: Prompt, rows: Sequence[Row], left: Mapping[tuple[int, int], Left]) -> SampledGroup:
+def _sampled(
+    prompt: Prompt, rows: Sequence[Row], left: Mapping[tuple[int, int], Left], tokenizer: Tokenizer
+) -> SampledGroup:
     completions = [
         Completion(tokens=row["tokens"], finish_reason=_FINISH_REASONS[row["finish_reason"]], seed=row["seed"])
         for row in rows
@@ -80,6 +82,8 @@ def _sampled(prompt: Prompt, rows: Sequence[Row], left: Mapping[tuple[int, int],
     stamp = PolicyStamp(version=rows[0]["policy_version"], digest=rows[0]["policy_digest"])
     episodes = [episode for row in rows if (episode := Episode.of(row))]
     of_agents = [left[row["group"], row["sample"]] for row in rows] if left else []
+    if not left:  # the prompts of an agent's calls are its own
+        prompt = prompt.read_as(rows[0]["prompt_tokens"], tokenizer)
     return SampledGroup(rows[0]["group"], prompt, completions, stamp, episodes=episodes, left=of_agents)
 
 

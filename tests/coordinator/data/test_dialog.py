@@ -7,6 +7,7 @@ from lockstep.reward.v1.environment_pb2 import Message
 from services.common.errors import InvalidInput
 from services.common.tool_syntax import ToolCall, find_calls
 from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import make_config
 from tests.coordinator.text.bridge_families import FAMILIES, make_tokenizer
@@ -90,6 +91,30 @@ def test_results_within_a_turn_need_what_stops_the_turn():
         with pytest.raises(InvalidInput, match=r'such as \["</search>"\]') as caught:
             dialog.check([])
         assert caught.value.metadata == {"field": "rollout.sampling.stop"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ((), "Go to the door."),
+        ((Message(content=" It is locked."),), "Go to the door. It is locked."),
+    ],
+)
+def test_the_first_prompt_has_the_text_that_the_model_reads(messages, text):
+    tokenizer = make_tokenizer(None)
+    own = "Go to the door."
+    row = Prompt("0", own, tuple(tokenizer.encode(own)), None, {}, ({"role": "", "content": own},), row_prompt=own)
+    first = make_dialog(tokenizer).begin(row, messages)
+    assert (first.text, tokenizer.decode(list(first.tokens))) == (text, text)
+    assert first.row_prompt == own
+
+
+def test_the_first_prompt_with_messages_of_roles_is_rendered_again():
+    tokenizer = FAMILIES["qwen2.5"].tokenizer()
+    rendered = tokenizer.render([QUESTION])
+    row = Prompt("0", rendered, tuple(tokenizer.encode(rendered)), None, {}, (QUESTION,), row_prompt=(QUESTION,))
+    first = make_dialog(tokenizer).begin(row, (Message(role="user", content="Room 4."),))
+    assert first.text == tokenizer.render([QUESTION, {"role": "user", "content": "Room 4."}])
 
 
 def with_tokens(*tokens: str) -> Tokenizer:
