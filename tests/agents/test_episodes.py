@@ -179,6 +179,23 @@ async def test_an_agent_that_overflows_again_and_again_reaches_the_limit_of_call
         assert [row["finish_reason"] for row in table_of(group).to_pylist()] == ["turn_limit"]
 
 
+@pytest.mark.parametrize(
+    ("question", "limit", "reason"),
+    [("go on", {"max_calls": 2}, "turn_limit"), ("go on", {"max_tokens": 8}, "length"), ("too long", {}, "length")],
+)
+async def test_an_agent_that_does_not_catch_the_refusal_at_a_limit_has_an_outcome(
+    question: str, limit: dict[str, int], reason: str
+):
+    async with staged(says, path=f"{AGENTS}:ends_with_a_refusal", **limit) as stage:
+        group = await stage.play(question)
+        assert group is not None and group.left[0]
+        assert (group.left[0].text, group.left[0].exit_code) == ("", 1)
+        rows = table_of(group).to_pylist()
+        everything_sampled_is_trained_once(stage, rows)
+        assert {row["finish_reason"] for row in rows} == {reason}
+        assert not any("failed" in name for name in stage.collector.take_metrics())
+
+
 @pytest.mark.parametrize(("agent", "why"), [("crashes", "a bug of the agent"), ("silent", "never called the model")])
 async def test_a_failure_of_the_agent_is_never_a_reward(agent: str, why: str):
     async with staged(says, path=f"{AGENTS}:{agent}", max_retries=1) as stage:

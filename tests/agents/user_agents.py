@@ -157,6 +157,14 @@ def stops(row: Json, seed: int, url: str, key: str) -> str:
     return f"{status} {answer['error']['message'] if 'error' in answer else ''}"
 
 
+def ends_with_a_refusal(row: Json, seed: int, url: str, key: str) -> str:
+    """Asks until a refusal is raised, as clients do, and does not catch it."""
+    model, messages = Model(url, key), [user("short")]
+    while True:
+        answer = model.ask(messages)
+        messages += [answer, user("word " * 5000 if row["prompt"] == "too long" else "go on")]
+
+
 def overflows(row: Json, seed: int, url: str, key: str) -> str:
     """Asks something short, and then something that is too long until the episode is over."""
     model, codes = Model(url, key), list[str]()

@@ -157,6 +157,16 @@ class RewardConfig(Strict):
             raise ValueError(f"scorers: the name {taken[0]} is taken by another metric; give the scorer another `name`")
 
 
+    @property
+    def columns_read(self) -> list[tuple[str, str]]:
+        """The keys of scorers that name a further column of the rows, each with the column."""
+        keys = [(scorer.component, key, getattr(scorer, key, None)) for scorer in self.scorers for key in _COLUMN_KEYS]
+        return [(f"reward.scorers[{name}].{key}", column) for name, key, column in keys if column is not None]
+
+
+_COLUMN_KEYS = ("answers_key", "tests_key")
+
+
 def _reads_answer(scorer: ScorerConfig) -> bool:
     match scorer:
         case FormatConfig() | LengthConfig() | ModelConfig():

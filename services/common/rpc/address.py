@@ -12,8 +12,11 @@ from services.common.rpc.tls import Transport
 
 
 def parse_address(address: str, *, field: str) -> tuple[str, int]:
-    """Splits `host:port`."""
+    """Splits `host:port`, where the host is a name or an IPv4 address."""
     host, _, port = address.rpartition(":")
+    if ":" in host:
+        message = f"{field}: {address!r} has an IPv6 address, which is not supported: give a host name or IPv4 address"
+        raise InvalidInput(message, field=field)
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidInput(f"{field}: {address!r} is not HOST:PORT", field=field)
     return host, int(port)

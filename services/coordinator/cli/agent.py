@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 
-from lockstep.reward.v1.agent_pb2 import Begin, PlayRequest, PlayResponse
+from lockstep.reward.v1.agent_pb2 import AgentEnd, Begin, PlayRequest, PlayResponse
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 from rich.console import Console
 
@@ -68,10 +68,12 @@ def play_agent(probe: AgentProbe, model: TypedModel, prompt: Prompt, console: Co
     except NoMoreTurnsError:
         console.print("no more turns of the policy: the episode was left")
         return True
-    if last.HasField("failure"):
-        console.print(episode_failed(last.failure).message, soft_wrap=True)
-        return False
     paths, end = episode.threads.paths(), last.end
+    if last.HasField("failure"):
+        failed, end = episode_failed(last.failure), AgentEnd(exit_code=1)
+        console.print(failed.message, soft_wrap=True)
+        if not (paths and episode.has_ended_by(failed)):
+            return False
     num_calls = sum(len(path.calls) - path.num_repeated for path in paths)
     segments = ", ".join(str([call.number for call in path.calls]) for path in paths)
     console.print(

@@ -162,6 +162,10 @@ def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.Da
     for name in names:
         if name in rows.types and fits(rows.types[name]):
             return name
+    if present := [name for name in names if name in rows.types]:
+        wanted = "text or integers" if fits is is_answer else "text or a list of {role, content}"
+        message = f"--data: column {present[0]} is {rows.types[present[0]]}, not {wanted}: convert it"
+        raise InvalidInput(message, field="data")
     has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
     raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
 

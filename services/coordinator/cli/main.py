@@ -10,6 +10,7 @@ import typer
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
+from services.common.process import keep_files_private
 from services.coordinator.cli.data import app as data_app
 from services.coordinator.cli.groups import groups
 from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
@@ -176,6 +177,7 @@ def report(
     from services.coordinator.observe.report.page import write_report
     from services.coordinator.observe.report.summary import show_comparison
 
+    keep_files_private()
     if len(run_dir) == 1:
         _console.print(f"wrote {write_report(run_dir[0], out)}", soft_wrap=True)
     elif out:
@@ -194,6 +196,8 @@ def replay(
 ) -> None:
     """Score and train a recorded step again and list the differences. The exit code is 1 if there are any."""
     from services.coordinator.replay.session import parse_what, replay_session, show_replayed
+
+    keep_files_private()
 
     replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), addresses_of(options), _console))
     show_replayed(replayed, _console)

@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.config.data import DataConfig
+from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.config.selection import CurriculumConfig
@@ -114,6 +115,19 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def require_columns(self, config: Config) -> None:
+        """Checks that some row has each further column that the agent or a scorer reads."""
+        agent = config.environment if isinstance(config.environment, AgentEnvironmentConfig) else None
+        wanted = [("environment.columns", name) for name in (agent.columns if agent else ())]
+        for key, column in [*wanted, *config.reward.columns_read]:
+            if not any(column in prompt.extra for prompt in self.prompts):
+                has = ", ".join(self.prompts[0].extra) or "none"
+                raise InvalidInput(
+                    f"{key}: no row of data.train has the further column {column!r}; it has: {has} (those of prompts "
+                    "and answers only if data.extra_columns lists them)",
+                    field=key,
+                )
 
     def batch(self, step: int) -> list[Prompt]:
         """Returns the `prompts_per_step` prompts of `step`, all distinct. Needs no state to resume."""

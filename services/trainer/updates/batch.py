@@ -159,9 +159,11 @@ class BatchUpdate:
         mean, ess, config = metrics["logprob_diff_mean"], metrics["logprob_diff_ess"], self._config
         if not mean <= config.max_logprob_diff:  # "not <=" so that NaN is rejected too
             self._backend.discard_gradients()
+            lag = f" (with trainer.lag, also because the policy has moved: the effective sample size is {ess:.4g})"
             raise PreconditionFailed(
-                f"the engine and the trainer disagree: their log-probabilities differ by {mean:.4g} on average, more "
-                f"than trainer.max_logprob_diff {config.max_logprob_diff:g}; nothing was applied",
+                f"the engine and the trainer disagree{lag * bool(config.lag.versions)}: their log-probabilities differ "
+                f"by {mean:.4g} on average, more than trainer.max_logprob_diff {config.max_logprob_diff:g}; nothing "
+                "was applied",
                 reason=Reason.LOGPROB_DIFF,
                 **metrics,
             )

@@ -76,7 +76,12 @@ class AgentCollector(PlayedCollector):
         begin = begin_of(prompt, self.config, episode_id)
         begin.alone = alone
         episode = AgentEpisode(self, prompt, request, sample)
-        end = await self._environments.play(begin, episode.answer)
+        try:
+            end = await self._environments.play(begin, episode.answer)
+        except EpisodeFailed as error:
+            if not episode.has_ended_by(error):
+                raise
+            end = AgentEnd(exit_code=1)
         return episode.played(end, self._environments.name, self.turn_seed(prompt, request, sample, 0))
 
     def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
@@ -152,6 +157,7 @@ class AgentEpisode:
         self._limit: FinishReason | None = None
         self._last, self._is_cut = -1, False
         self._num_refused, self._refusal = 0, ""
+        self._is_at_limit = False
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         """Returns the model's answer, or a refusal."""
@@ -175,6 +181,7 @@ class AgentEpisode:
         async with self._adding:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256), stop)
             self._log.answer(entry, message, reason)
+            self._is_at_limit = False
         self._num_tokens += len(completion.tokens)
         self._note(call.number, is_cut=is_cut and limit == most)
         return CallAnswer(
@@ -250,9 +257,17 @@ class AgentEpisode:
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
         self._model.count(refused_calls=1)
         self._num_refused += 1
+        self._is_at_limit = code in ("context_length_exceeded", "episode_over")
         if self._limit is None:  # that the episode is over says less than why the calls before were refused
             self._refusal = message
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
+
+    def has_ended_by(self, error: EpisodeFailed) -> bool:
+        """Returns whether the agent has ended because its last call was refused at a limit, which is an outcome.
+
+        Clients raise an error then, and an agent that does not catch it ends with it.
+        """
+        return error.failure is EnvironmentFailure.CRASHED and self._is_at_limit
 
     def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if the model has answered no call."""

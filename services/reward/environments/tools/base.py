@@ -27,17 +27,22 @@ def function_schema(function: Callable[..., object]) -> Schema:
 
     Raises TypeError if it takes arguments that have no name, or of a type that JSON cannot hold.
     """
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function, include_extras=True)
     summary, meanings = _read_docstring(inspect.getdoc(function) or "")
     properties: dict[str, object] = {}
     required = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} of {function.__name__}: a tool's arguments must be given by name")
-        schema = _type_schema(hints.get(parameter.name, Any))
+        hint = hints.get(parameter.name, Any)
+        try:
+            schema = _type_schema(hint)
+        except TypeError as error:
+            raise TypeError(f"{parameter.name} of {function.__name__}: {error}") from None
         if parameter.default is None and schema and not fits(None, schema):
             schema = {"anyOf": [schema, {"type": "null"}]}
-        meaning = meanings.get(parameter.name)
+        annotations = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
+        meaning = meanings.get(parameter.name) or next((one for one in annotations if isinstance(one, str)), None)
         properties[parameter.name] = {**schema, "description": meaning} if meaning else schema
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -114,8 +119,6 @@ def _type_schema(hint: Any) -> JsonObject:
         return {"type": "null"}
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
-    if hint is list:
-        return {"type": "array"}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _type_schema(arguments[0])
@@ -123,8 +126,10 @@ def _type_schema(hint: Any) -> JsonObject:
         return {"enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type_schema(argument) for argument in arguments]}
-    if origin is list:
-        return {"type": "array", "items": _type_schema(arguments[0])}
+    if list in (hint, origin):
+        return {"type": "array", "items": _type_schema(arguments[0])} if arguments else {"type": "array"}
+    if origin is dict and not arguments:
+        return {"type": "object"}
     if origin is dict and arguments[0] is str:
         return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
     raise TypeError(f"{hint}: a tool's argument must be of a type of JSON")
@@ -132,7 +137,7 @@ def _type_schema(hint: Any) -> JsonObject:
 
 def _read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     """Returns the text before the sections, and the meaning of each argument."""
-    head, _, arguments = docstring.partition("\nArgs:\n")
+    head, _, arguments = f"\n{docstring}".partition("\nArgs:\n")
     summary = re.split(r"\n(?:Returns|Raises|Yields|Examples?):\n", head)[0].strip()
     meanings: dict[str, str] = {}
     name, indent = "", 0
