@@ -156,7 +156,6 @@ class RewardConfig(Strict):
         if taken := sorted(set(names) & set(METRICS_OF_REWARDS)):
             raise ValueError(f"scorers: the name {taken[0]} is taken by another metric; give the scorer another `name`")
 
-
     @property
     def columns_read(self) -> list[tuple[str, str]]:
         """The keys of scorers that name a further column of the rows, each with the column."""

@@ -159,6 +159,7 @@ class Config(AnyRun):
 
     def check_rules(self) -> None:
         self._check_models()  # first, because the rules of a batch count data-parallel ranks
+        self._check_room()
         self._check_batch()
         self._check_sampling()
         self._check_rewards()
@@ -234,6 +235,13 @@ class Config(AnyRun):
             key = "rollout.max_model_len" if self.environment else "rollout.sampling.max_tokens"
             check_top_k(loss.distill.top_k, self.max_response_tokens, key)
 
+    def _check_room(self) -> None:
+        if self.max_response_tokens < 1:  # samples of an environment may fill what the prompt leaves
+            raise ValueError(
+                f"data.max_prompt_tokens {self.data.max_prompt_tokens} leaves no room for a turn below "
+                f"rollout.max_model_len = {self.rollout.max_model_len}; lower the former or raise the latter"
+            )
+
     def _check_batch(self) -> None:
         groups = self.data.prompts_per_step
         for name, model in self.models.items():
@@ -252,11 +260,6 @@ class Config(AnyRun):
                     f"for {named_ranks(name, model)}; every rank needs at least {'one' if fewest == 1 else fewest}"
                 )
         longest, parts = self._longest
-        if self.max_response_tokens < 1:  # of an environment, whose samples may fill the rest of the model's length
-            raise ValueError(
-                f"data.max_prompt_tokens {self.data.max_prompt_tokens} leaves no room for a turn below "
-                f"rollout.max_model_len = {self.rollout.max_model_len}; lower the former or raise the latter"
-            )
         limits = {"rollout.max_model_len": self.rollout.max_model_len}
         limits |= {f"{name}.max_tokens_per_microbatch": m.max_tokens_per_microbatch for name, m in self.models.items()}
         for key, limit in limits.items():

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from services.common.config.load import parse_json
+from services.common.config.load import load, parse_json
 from services.common.config.reward import RewardConfig
+from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason
+from tests.common.config.smallest import SMALLEST, refused
 from tests.support import raises
 
 
@@ -111,3 +113,11 @@ def test_wrong_settings_are_refused_by_name(setting):
 )
 def test_which_scorers_read_the_answer(scorer: dict[str, object], reads: bool) -> None:
     assert parse([scorer]).reads_answers is reads
+
+
+def test_a_prompt_leaves_an_environment_room_for_a_turn():
+    settings = [f"{key}={json.dumps(value)}" for key, value in SMALLEST.items()]
+    settings.append("environment={kind: tools, tools: [{kind: calculator}]}")
+    message = refused(*settings, "rollout.max_model_len=1024")
+    assert "data.max_prompt_tokens 1024 leaves no room for a turn below rollout.max_model_len = 1024" in message
+    assert load(Config, [*settings, "rollout.max_model_len=1025"]).max_response_tokens == 1

@@ -86,8 +86,11 @@ def test_a_smaller_model_gets_a_higher_rate(tmp_path: Path, hidden_size: int, lr
 
 
 def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", prompt="1", gold="2")
+    with pytest.raises(InvalidInput, match=r"no column of answers .* among prompt \(string\), gold \(string\)"):
+        starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
     data = write(tmp_path / "a.jsonl", prompt="1", answer=2.5)
-    with pytest.raises(InvalidInput, match=r"no column of answers .* among prompt \(string\), answer \(double\)"):
+    with pytest.raises(InvalidInput, match="column answer is double, not text or integers: convert it"):
         starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
     data = write(tmp_path / "a.jsonl", prompt="1", answer=2)
     assert "kind: exact" in starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)

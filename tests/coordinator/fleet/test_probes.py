@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.common.config.reward import AnswerConfig
 from services.common.config.run import Config
+from services.common.config.scorers import CodeConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.doctor import inputs
@@ -17,7 +19,7 @@ from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import CHATML
 from tests.coordinator.fake_services import make_config
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, raises
 
 WITH_TOOLS = "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}" + CHATML
 ENVIRONMENT = {"kind": "tools", "tools": [{"kind": "calculator"}]}
@@ -56,6 +58,27 @@ def test_a_dry_run_shows_the_tokens_that_are_sent(configured: Callable[..., Conf
         data = config.data.model_copy(update={"chat": chat})
         found = [one.result for one in inputs._prompts(config.model_copy(update={"data": data}), Addresses(), None)]
         assert sent in found[1]
+
+
+AGENT = {"kind": "agent", "path": "my_agent:run"}
+
+
+@pytest.mark.parametrize("columns", [["levle"], ["answer"]])
+def test_a_column_that_no_row_gives_to_the_agent_is_refused(configured: Callable[..., Config], columns: list[str]):
+    with raises(InvalidInput, field="environment.columns"):
+        load_data(configured({**AGENT, "columns": columns}), Addresses())
+    listed = configured({**AGENT, "columns": ["answer"]}, extra_columns=["answer"])
+    assert load_data(listed, Addresses())
+
+
+@pytest.mark.parametrize(
+    ("scorer", "key"), [(CodeConfig(), "tests_key"), (AnswerConfig(answers_key="tsts"), "answers_key")]
+)
+def test_a_column_that_no_row_gives_to_a_scorer_is_refused(configured: Callable[..., Config], scorer: Any, key: str):
+    config = configured()
+    changed = config.model_copy(update={"reward": config.reward.model_copy(update={"scorers": (scorer,)})})
+    with raises(InvalidInput, field=f"reward.scorers[{scorer.component}].{key}"):
+        load_data(changed, Addresses())
 
 
 def test_a_row_too_long_with_the_tools_is_dropped_or_refused_at_load(configured: Callable[..., Config]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import typing
 
 import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
@@ -286,6 +287,28 @@ def test_a_schema_comes_from_signature_and_docstring():
     assert parameters["properties"]["label"] == {"anyOf": [{"type": "string"}, {"type": "null"}]}
     assert not find_fault({"numbers": [1, 2.5], "label": None}, parameters)
     assert find_fault({"numbers": [1], "label": 1}, parameters) == "argument label must be string or null"
+
+
+def test_types_without_arguments_and_meanings_of_annotations_are_in_the_schema():
+    def tool(items: typing.List, facts: typing.Dict, days: typing.Annotated[int, "Number of days."] = 1) -> str:  # noqa: UP006
+        """Args:
+        items: What to sort.
+        """
+
+    function = function_schema(tool)["function"]
+    assert function["description"] == ""
+    assert function["parameters"]["properties"] == {
+        "items": {"type": "array", "description": "What to sort."},
+        "facts": {"type": "object"},
+        "days": {"type": "integer", "description": "Number of days."},
+    }
+
+
+def test_the_parameter_of_a_type_that_is_not_of_json_is_named():
+    def tool(when: complex) -> str: ...
+
+    with pytest.raises(TypeError, match="when of tool: <class 'complex'>"):
+        function_schema(tool)
 
 
 @pytest.mark.parametrize(

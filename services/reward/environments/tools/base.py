@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -138,6 +139,8 @@ def _type_schema(hint: Any) -> JsonObject:
 def _read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     """Returns the text before the sections, and the meaning of each argument."""
     head, _, arguments = f"\n{docstring}".partition("\nArgs:\n")
+    if not head and not arguments.startswith(" "):  # inspect.getdoc takes the indentation after a first line away
+        arguments = textwrap.indent(arguments, " ")
     summary = re.split(r"\n(?:Returns|Raises|Yields|Examples?):\n", head)[0].strip()
     meanings: dict[str, str] = {}
     name, indent = "", 0
