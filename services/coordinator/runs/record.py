@@ -1,6 +1,7 @@
 """Records a run in its directory: what its ledger says about batches, evaluations and exports, and their files."""
 
 import hashlib
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from services.common.errors import PreconditionFailed
 from services.common.files.storage import writing
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import in_order
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,10 @@ class RunRecord:
             name = f"{path.name}-{self._exported_version() or 'before'}-{uuid.uuid4().hex[:8]}"
             with writing(path):
                 path.rename(path.with_name(name))
+            log.warning(
+                "the model that was exported before is kept in %s; delete it if you do not need it",
+                path.with_name(name),
+            )
         return path.exists()
 
     def _exported_version(self) -> int | None:
