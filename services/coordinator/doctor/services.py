@@ -219,7 +219,10 @@ def check_answer(name: str, answer: Answer | LockstepError) -> Finding:
 def _fix(error: LockstepError) -> str:
     match error:
         case Unauthenticated():
-            return "give both sides certificates of the same authority (`lockstep certs`), or use none on both"
+            return (
+                "give both sides certificates of the same authority, each valid for its own host and for both key "
+                "usages, clientAuth and serverAuth (`lockstep certs` makes such), or use none on both"
+            )
         case InvalidInput():
             return "check the address: those of trainer, rollout and reward may be swapped"
     return "start the service, and check its address and any firewall in between"
