@@ -181,7 +181,12 @@ async def test_an_agent_that_overflows_again_and_again_reaches_the_limit_of_call
 
 @pytest.mark.parametrize(
     ("question", "limit", "reason"),
-    [("go on", {"max_calls": 2}, "turn_limit"), ("go on", {"max_tokens": 8}, "length"), ("too long", {}, "length")],
+    [
+        ("go on", {"max_calls": 2}, "turn_limit"),
+        ("go on", {"max_tokens": 8}, "length"),
+        ("too long", {}, "length"),
+        ("at once", {"max_calls": 3}, "turn_limit"),
+    ],
 )
 async def test_an_agent_that_does_not_catch_the_refusal_at_a_limit_has_an_outcome(
     question: str, limit: dict[str, int], reason: str

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 Json = dict[str, Any]
@@ -160,6 +161,9 @@ def stops(row: Json, seed: int, url: str, key: str) -> str:
 def ends_with_a_refusal(row: Json, seed: int, url: str, key: str) -> str:
     """Asks until a refusal is raised, as clients do, and does not catch it."""
     model, messages = Model(url, key), [user("short")]
+    if row["prompt"] == "at once":
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(lambda number: model.ask([user(f"call {number}")]), range(6)))
     while True:
         answer = model.ask(messages)
         messages += [answer, user("word " * 5000 if row["prompt"] == "too long" else "go on")]

@@ -159,7 +159,8 @@ class RewardConfig(Strict):
     @property
     def columns_read(self) -> list[tuple[str, str]]:
         """The keys of scorers that name a further column of the rows, each with the column."""
-        keys = [(scorer.component, key, getattr(scorer, key, None)) for scorer in self.scorers for key in _COLUMN_KEYS]
+        scorers = [scorer for scorer in self.scorers if scorer.weight]  # failures of others are only logged
+        keys = [(one.component, key, getattr(one, key, None)) for one in scorers for key in _COLUMN_KEYS]
         return [(f"reward.scorers[{name}].{key}", column) for name, key, column in keys if column is not None]
 
 

@@ -158,8 +158,8 @@ class Config(AnyRun):
         return self.trainer.uses_router_replay and not (self.rollout.sampling.stop or self.rollout.speculation)
 
     def check_rules(self) -> None:
-        self._check_models()  # first, because the rules of a batch count data-parallel ranks
         self._check_room()
+        self._check_models()  # before the rules of a batch, which count data-parallel ranks
         self._check_batch()
         self._check_sampling()
         self._check_rewards()
@@ -236,10 +236,12 @@ class Config(AnyRun):
             check_top_k(loss.distill.top_k, self.max_response_tokens, key)
 
     def _check_room(self) -> None:
-        if self.max_response_tokens < 1:  # samples of an environment may fill what the prompt leaves
+        # An agent's max_prompt_tokens limit only the rows, and not its calls.
+        takes_turns = self.environment and self.environment.kind != "agent"
+        if takes_turns and self.max_response_tokens < 1:  # samples of an environment may fill what the prompt leaves
             raise ValueError(
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} leaves no room for a turn below "
-                f"rollout.max_model_len = {self.rollout.max_model_len}; lower the former or raise the latter"
+                f"rollout.max_model_len = {self.rollout.max_model_len}; lower data.max_prompt_tokens or raise rollout.max_model_len"
             )
 
     def _check_batch(self) -> None:

@@ -8,15 +8,14 @@ import socket
 from dataclasses import dataclass
 
 from services.common.errors import InvalidInput
-from services.common.rpc.tls import Transport
+from services.common.rpc.tls import Transport, is_address
 
 
 def parse_address(address: str, *, field: str) -> tuple[str, int]:
-    """Splits `host:port`, where the host is a name or an IPv4 address."""
+    """Splits `host:port`. An IPv6 address as the host is in brackets."""
     host, _, port = address.rpartition(":")
-    if ":" in host:
-        message = f"{field}: {address!r} has an IPv6 address, which is not supported: give a host name or IPv4 address"
-        raise InvalidInput(message, field=field)
+    if ":" in host and is_address(host):
+        raise InvalidInput(f"{field}: {address!r} is not HOST:PORT; write an IPv6 address in brackets", field=field)
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidInput(f"{field}: {address!r} is not HOST:PORT", field=field)
     return host, int(port)
@@ -25,7 +24,9 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Returns whether `host` is a loopback address, which only this host can have."""
     with contextlib.suppress(ValueError, OSError):
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        is_bracketed = host.startswith("[")
+        address = host.strip("[]") if is_bracketed else socket.gethostbyname(host)
+        return ipaddress.ip_address(address).is_loopback
     return False
 
 

@@ -72,8 +72,9 @@ def play_agent(probe: AgentProbe, model: TypedModel, prompt: Prompt, console: Co
     if last.HasField("failure"):
         failed, end = episode_failed(last.failure), AgentEnd(exit_code=1)
         console.print(failed.message, soft_wrap=True)
-        if not (paths and episode.has_ended_by(failed)):
+        if not episode.has_ended_by(failed):
             return False
+        console.print("a call was refused at a limit, so a run scores the episode as it is")
     num_calls = sum(len(path.calls) - path.num_repeated for path in paths)
     segments = ", ".join(str([call.number for call in path.calls]) for path in paths)
     console.print(

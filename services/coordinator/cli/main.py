@@ -198,7 +198,6 @@ def replay(
     from services.coordinator.replay.session import parse_what, replay_session, show_replayed
 
     keep_files_private()
-
     replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), addresses_of(options), _console))
     show_replayed(replayed, _console)
     raise typer.Exit(1 if replayed.differences else 0)

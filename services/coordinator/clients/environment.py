@@ -166,7 +166,10 @@ class Environments:
         limit_s = self._settings.episode_s + _START_S + _MARGIN_S
         with self._least_loaded() as service:
             async with service.places, task_group() as tasks:
-                return await service.play(begin, answer, tasks, limit_s)
+                last = await service.play(begin, answer, tasks, limit_s)
+        if last.HasField("failure"):  # only now, because an error would cancel the calls in progress
+            raise episode_failed(last.failure)
+        return last.end
 
     @contextmanager
     def _least_loaded(self) -> Iterator["_Service"]:
@@ -220,7 +223,8 @@ class _Service:
 
     async def play(
         self, begin: agent_pb2.Begin, answer: Answer, tasks: asyncio.TaskGroup, limit_s: float
-    ) -> agent_pb2.AgentEnd:
+    ) -> agent_pb2.PlayResponse:
+        """Returns the last message: the end of the agent, or its failure."""
         begin.run_id = self.reward.run_id
         sent: asyncio.Queue[agent_pb2.PlayRequest] = asyncio.Queue()
         sent.put_nowait(agent_pb2.PlayRequest(begin=begin))
@@ -237,10 +241,8 @@ class _Service:
             aclosing(self._client.stream(AgentService.Play, requests(), timeout_s=limit_s)) as responses,
         ):
             async for response in responses:
-                if response.HasField("failure"):
-                    raise episode_failed(response.failure)
-                if response.HasField("end"):
-                    return response.end
+                if not response.HasField("call"):
+                    return response
                 tasks.create_task(reply(response.call))
         raise EpisodeFailed(EnvironmentFailure.LOST, "the stream ended before the agent")
 

@@ -6,7 +6,6 @@ Both are pure functions of (dataset, seed, step) and of recorded success rates, 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar, overload
 
@@ -53,11 +52,12 @@ class Prompt:
 
     def read_as(self, tokens: Sequence[int], tokenizer: Tokenizer) -> "Prompt":
         """Returns the prompt whose `tokens` the model reads: those of the row with an environment's first messages."""
-        tokens, num_own = tuple(tokens), len(self.tokens)
-        decode = partial(tokenizer.decode, skip_special_tokens=False)
-        if tokens[:num_own] == self.tokens:  # keeps the row's text, which decoding may change
-            return replace(self, tokens=tokens, text=self.text + decode(list(tokens[num_own:])))
-        return replace(self, tokens=tokens, text=decode(list(tokens)))
+        if (tokens := tuple(tokens)) == self.tokens:
+            return self
+        text = tokenizer.decode(list(tokens), skip_special_tokens=False)
+        if tokens[: len(self.tokens)] == self.tokens:  # keeps the row's text, which decoding may change
+            text = self.text + text.removeprefix(tokenizer.decode(list(self.tokens), skip_special_tokens=False))
+        return replace(self, tokens=tokens, text=text)
 
 
 class Prompts(Sequence[Prompt]):
@@ -90,6 +90,10 @@ class Prompts(Sequence[Prompt]):
             row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages, row.row_prompt
         )
 
+    def has_column(self, name: str) -> bool:
+        """Returns whether some row has the further column `name`. Renders no prompt."""
+        return any(name in row.extra for row in self._rows)
+
 
 @dataclass(frozen=True)
 class PromptDataset:
@@ -119,13 +123,13 @@ class PromptDataset:
     def require_columns(self, config: Config) -> None:
         """Checks that some row has each further column that the agent or a scorer reads."""
         agent = config.environment if isinstance(config.environment, AgentEnvironmentConfig) else None
-        wanted = [("environment.columns", name) for name in (agent.columns if agent else ())]
+        wanted = [("environment.columns", name) for name in (agent.columns if agent else ()) if name != "prompt"]
         for key, column in [*wanted, *config.reward.columns_read]:
-            if not any(column in prompt.extra for prompt in self.prompts):
-                has = ", ".join(self.prompts[0].extra) or "none"
+            if not self.prompts.has_column(column):
+                has = ", ".join(self.prompts[0].extra) or "no further column"
                 raise InvalidInput(
-                    f"{key}: no row of data.train has the further column {column!r}; it has: {has} (those of prompts "
-                    "and answers only if data.extra_columns lists them)",
+                    f"{key}: no row of data.train has {column!r} as a further column. The first row has: {has}. To use "
+                    "the column of prompts or answers, list it in data.extra_columns",
                     field=key,
                 )
 

@@ -136,7 +136,7 @@ def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt
         yield from _rows(config, addresses) if isinstance(config, SftConfig) else _prompts(config, addresses, prompts)
     except LockstepError as error:
         field = error.metadata.get("field", "")
-        fix = f"correct {field if field.startswith('data.') else 'data'}, or the rows of its files"
+        fix = f"correct {field or 'data'}, or the rows of its files"
         if field == "model":
             fix = "set model to a directory that has the files of its tokenizer, tokenizer.json among them"
         yield Finding("data", error.message, Verdict.FAIL, fix)

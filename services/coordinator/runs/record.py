@@ -160,13 +160,10 @@ class RunRecord:
         """Returns whether `export_path` holds the policy of `version`. Renames an export of another version."""
         path = self.export_path
         if path.exists() and not self.is_exported(version):
-            name = f"{path.name}-{self._exported_version() or 'before'}-{uuid.uuid4().hex[:8]}"
+            kept = path.with_name(f"{path.name}-{self._exported_version() or 'before'}-{uuid.uuid4().hex[:8]}")
             with writing(path):
-                path.rename(path.with_name(name))
-            log.warning(
-                "the model that was exported before is kept in %s; delete it if you do not need it",
-                path.with_name(name),
-            )
+                path.rename(kept)
+            log.warning("the model that was exported before is kept in %s; delete it if you do not need it", kept)
         return path.exists()
 
     def _exported_version(self) -> int | None:

@@ -121,3 +121,5 @@ def test_a_prompt_leaves_an_environment_room_for_a_turn():
     message = refused(*settings, "rollout.max_model_len=1024")
     assert "data.max_prompt_tokens 1024 leaves no room for a turn below rollout.max_model_len = 1024" in message
     assert load(Config, [*settings, "rollout.max_model_len=1025"]).max_response_tokens == 1
+    agent = "environment={kind: agent, path: 'a:b'}"
+    assert load(Config, [*settings[:-1], agent, "rollout.max_model_len=1024"])  # it limits only the rows

@@ -324,7 +324,7 @@ async def test_plaintext_off_loopback_is_served_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", ":1", "host:", "host:port", "host:65536", "host:-1", "host:1.5", "::1:8000", "[::1]:8000"]
+    "address", ["", "host", ":1", "host:", "host:port", "host:65536", "host:-1", "host:1.5", "::1:8000"]
 )
 def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(InvalidInput) as caught:

@@ -100,8 +100,9 @@ def test_results_within_a_turn_need_what_stops_the_turn():
         ((Message(content=" It is locked."),), "Go to the door. It is locked."),
     ],
 )
-def test_the_first_prompt_has_the_text_that_the_model_reads(messages, text):
-    tokenizer = make_tokenizer(None)
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_the_first_prompt_has_the_text_that_the_model_reads(kind, messages, text):
+    tokenizer = make_tokenizer(None, kind=kind)
     own = "Go to the door."
     row = Prompt("0", own, tuple(tokenizer.encode(own)), None, {}, ({"role": "", "content": own},), row_prompt=own)
     first = make_dialog(tokenizer).begin(row, messages)

@@ -157,7 +157,8 @@ class AgentEpisode:
         self._limit: FinishReason | None = None
         self._last, self._is_cut = -1, False
         self._num_refused, self._refusal = 0, ""
-        self._is_at_limit = False
+        self._overlong: int | None = None
+        """Number of the last call whose prompt was too long."""
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         """Returns the model's answer, or a refusal."""
@@ -181,7 +182,6 @@ class AgentEpisode:
         async with self._adding:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256), stop)
             self._log.answer(entry, message, reason)
-            self._is_at_limit = False
         self._num_tokens += len(completion.tokens)
         self._note(call.number, is_cut=is_cut and limit == most)
         return CallAnswer(
@@ -228,6 +228,7 @@ class AgentEpisode:
         if len(call.prompt) >= most:
             self.threads.drop(call)
             self._note(asked.number, is_cut=True)
+            self._overlong = asked.number
             message = f"the prompt has {len(call.prompt)} tokens, and a prompt with its answer at most {most}"
             return self._refuse(asked, message, "context_length_exceeded")
         return call
@@ -257,17 +258,19 @@ class AgentEpisode:
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
         self._model.count(refused_calls=1)
         self._num_refused += 1
-        self._is_at_limit = code in ("context_length_exceeded", "episode_over")
         if self._limit is None:  # that the episode is over says less than why the calls before were refused
             self._refusal = message
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
     def has_ended_by(self, error: EpisodeFailed) -> bool:
-        """Returns whether the agent has ended because its last call was refused at a limit, which is an outcome.
+        """Returns whether a function has ended with an error because a call was refused at a limit: an outcome.
 
-        Clients raise an error then, and an agent that does not catch it ends with it.
+        Clients raise an error for a refusal, and not every agent catches it. The end of a worker process, which is to
+        be played again `alone`, stays a failure.
         """
-        return error.failure is EnvironmentFailure.CRASHED and self._is_at_limit
+        is_of_function = bool(self._settings.path) and error.failure is EnvironmentFailure.CRASHED and not error.alone
+        is_at_limit = self._limit is not None or self._overlong == self._last
+        return is_of_function and is_at_limit and bool(self.threads.paths())
 
     def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if the model has answered no call."""

@@ -11,7 +11,14 @@ from typing import Any, Literal
 from services.common.json_values import JsonObject
 from services.common.tool_syntax import Schema, fits, is_option
 
-_TYPES: Mapping[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+_TYPES: Mapping[object, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    dict: "object",
+    list: "array",
+}
 
 
 def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
@@ -118,19 +125,18 @@ def _type_schema(hint: Any) -> JsonObject:
         return {}
     if hint is type(None):
         return {"type": "null"}
-    if hint in _TYPES:
-        return {"type": _TYPES[hint]}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
+    if origin is typing.Annotated:  # first, because its metadata may have no hash
         return _type_schema(arguments[0])
+    plain = origin if origin and not arguments else hint  # List and Dict of typing without types
+    if plain in _TYPES:
+        return {"type": _TYPES[plain]}
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type_schema(argument) for argument in arguments]}
-    if list in (hint, origin):
-        return {"type": "array", "items": _type_schema(arguments[0])} if arguments else {"type": "array"}
-    if origin is dict and not arguments:
-        return {"type": "object"}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(arguments[0])}
     if origin is dict and arguments[0] is str:
         return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
     raise TypeError(f"{hint}: a tool's argument must be of a type of JSON")
