@@ -241,7 +241,8 @@ class Config(AnyRun):
         if takes_turns and self.max_response_tokens < 1:  # samples of an environment may fill what the prompt leaves
             raise ValueError(
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} leaves no room for a turn below "
-                f"rollout.max_model_len = {self.rollout.max_model_len}; lower data.max_prompt_tokens or raise rollout.max_model_len"
+                f"rollout.max_model_len = {self.rollout.max_model_len}; lower data.max_prompt_tokens or "
+                "raise rollout.max_model_len"
             )
 
     def _check_batch(self) -> None:
