@@ -26,6 +26,10 @@ class ExactConfig(BaseScorerConfig):
     """Ignore case when comparing."""
 
 
+_COLUMN_KEYS = ("answers_key", "tests_key")
+"""Keys of scorers that name a further column of the rows."""
+
+
 class AnswerConfig(BaseScorerConfig):
     kind: Literal["answer"] = "answer"
     """Score 1 if the text between the completion's last <answer> and </answer> is an accepted answer, else 0. Case,
@@ -162,9 +166,6 @@ class RewardConfig(Strict):
         scorers = [scorer for scorer in self.scorers if scorer.weight]  # failures of others are only logged
         keys = [(one.component, key, getattr(one, key, None)) for one in scorers for key in _COLUMN_KEYS]
         return [(f"reward.scorers[{name}].{key}", column) for name, key, column in keys if column is not None]
-
-
-_COLUMN_KEYS = ("answers_key", "tests_key")
 
 
 def _reads_answer(scorer: ScorerConfig) -> bool:

@@ -24,8 +24,7 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Returns whether `host` is a loopback address, which only this host can have."""
     with contextlib.suppress(ValueError, OSError):
-        is_bracketed = host.startswith("[")
-        address = host.strip("[]") if is_bracketed else socket.gethostbyname(host)
+        address = host.strip("[]") if host.startswith("[") else socket.gethostbyname(host)
         return ipaddress.ip_address(address).is_loopback
     return False
 

@@ -109,8 +109,8 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     is_known = content.get("model_type") in FAMILIES
     count = read_architecture(directory).num_parameters if is_known else None
     rows = read_rows(files_of(train, field="--data")[0], field="--data")
-    prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
-    answer = _column(rows, _ANSWERS, "answers", is_answer)
+    prompt = _column(rows, _PROMPTS, "prompts", is_prompt, "text or a list of {role, content}")
+    answer = _column(rows, _ANSWERS, "answers", is_answer, "text or integers")
     kind, tests = _scorer(rows, answer)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)
@@ -158,13 +158,13 @@ def _size_of(num_parameters: int) -> str:
     return f"{size} parameters"
 
 
-def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:
+def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool], kinds: str) -> str:
+    """Returns the first of `names` whose type fits, which the error describes as `kinds`."""
     for name in names:
         if name in rows.types and fits(rows.types[name]):
             return name
     if present := [name for name in names if name in rows.types]:
-        wanted = "text or integers" if fits is is_answer else "text or a list of {role, content}"
-        message = f"--data: column {present[0]} is {rows.types[present[0]]}, not {wanted}: convert it"
+        message = f"--data: column {present[0]} is {rows.types[present[0]]}, not {kinds}: convert it"
         raise InvalidInput(message, field="data")
     has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
     raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")

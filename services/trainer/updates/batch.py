@@ -159,9 +159,10 @@ class BatchUpdate:
         mean, ess, config = metrics["logprob_diff_mean"], metrics["logprob_diff_ess"], self._config
         if not mean <= config.max_logprob_diff:  # "not <=" so that NaN is rejected too
             self._backend.discard_gradients()
-            lag = f", or the policy has moved too far (trainer.lag; effective sample size {ess:.4g})"
+            moved = f", or the policy has moved too far (trainer.lag; effective sample size {ess:.4g})"
+            lag = moved if config.lag.versions else ""
             raise PreconditionFailed(
-                f"the engine and the trainer disagree{lag * bool(config.lag.versions)}: their log-probabilities differ "
+                f"the engine and the trainer disagree{lag}: their log-probabilities differ "
                 f"by {mean:.4g} on average, more than trainer.max_logprob_diff {config.max_logprob_diff:g}; nothing "
                 "was applied",
                 reason=Reason.LOGPROB_DIFF,
