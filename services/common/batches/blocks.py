@@ -112,7 +112,9 @@ def batch_sha256(header: Message, blocks: Iterable[bytes]) -> bytes:
 def _bytes_of(column: pa.ChunkedArray) -> Sequence[bytes | pa.Buffer]:
     if pa.types.is_large_binary(column.type):
         lengths = pc.fill_null(pc.binary_length(column), -1)
-        return [lengths.to_numpy().tobytes(), *(row.as_buffer() for row in column if row.is_valid)]
+        return [lengths.to_numpy().tobytes(), *(row.as_buffer() for row in column.drop_null())]
+    if pa.types.is_primitive(column.type) and not column.null_count:
+        return [column.to_numpy().tobytes()]
     if not pa.types.is_list(column.type):
         return [json.dumps(column.to_pylist()).encode()]
     values = pc.list_flatten(column)

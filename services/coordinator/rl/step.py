@@ -30,7 +30,7 @@ from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_
 from services.coordinator.data.prompts import PromptDataset, Prompts, prompts_to_try
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.samples import coef_after, kl_record
-from services.coordinator.rl.blocks import BlockMaker, TakeBlock
+from services.coordinator.rl.blocks import BlockMaker
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.publishing.publication import Publisher
@@ -122,7 +122,7 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: in
         )
     with run.phase(Phase.GENERATING):
         stream = BatchStream(run, context, stamp, tasks) if streams(run.config) else None
-        collected = await collect(run, context, stamp, version, stream.send if stream else None)
+        collected = await collect(run, context, stamp, version, stream)
         return Batch(run.record.record_batch(collected), stamp, stream)
 
 
@@ -197,6 +197,7 @@ class BatchStream:
         self._run, self._context, self._stamp, self._tasks = run, context, stamp, tasks
         self._call: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
         self._groups: list[int] = []
+        self._blocks: list[pa.Table] = []
 
     def send(self, groups: Sequence[ScoredGroup]) -> None:
         """Sends the next block; called as soon as it is complete."""
@@ -204,8 +205,13 @@ class BatchStream:
         if self._call is None:
             stream = self._context.trainer.stream(self._run.batch_id(self._stamp.version), self._stamp)
             self._call = stream, self._tasks.create_task(_unless_lost(stream))
-        self._call[0].send(samples_of(config, groups, kl_coef(self._run, self._stamp.version)))
+        self._blocks.append(samples_of(config, groups, kl_coef(self._run, self._stamp.version)))
+        self._call[0].send(self._blocks[-1])
         self._groups += [group.index for group in groups]
+
+    def batch_of(self, groups: Sequence[ScoredGroup]) -> pa.Table | None:
+        """Returns the samples of `groups` with their advantages, as they were sent; None if other groups were sent."""
+        return pa.concat_tables(self._blocks) if [group.index for group in groups] == self._groups else None
 
     async def commit(self, batch: pa.Table) -> Updated | None:
         """Applies the blocks of `batch`, which is on disk. Returns the new version and metrics.
@@ -254,12 +260,12 @@ async def _warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
 
 
 async def collect(
-    run: Run, context: LoopContext, stamp: PolicyStamp, step: int, take: TakeBlock | None = None
+    run: Run, context: LoopContext, stamp: PolicyStamp, step: int, stream: BatchStream | None = None
 ) -> CollectedBatch:
     """Samples the batch of `step` from `stamp`: scores and selects groups, runs other models, computes advantages.
 
-    Batch i of a critic's warm-up is step -1 - i, which has the prompts of step i with seeds of its own. `take` gets its
-    groups in blocks, each as soon as it is complete.
+    Batch i of a critic's warm-up is step -1 - i, which has the prompts of step i with seeds of its own. `stream` sends
+    its groups in blocks, each as soon as it is complete.
     """
     config, rollout = run.config, run.config.rollout
     request = PromptRequest(rollout.completions_per_prompt, rollout.sampling, stamp, step)
@@ -270,13 +276,14 @@ async def collect(
     )
     collector, name = context.collector, "warm-up of the critic" if is_warm_up else f"step {step + 1}"
     with collector.failure_log.counting(name, is_evaluation=False):
-        async with context.block_maker.begin(take) as blocks:
+        async with context.block_maker.begin(stream.send if stream else None) as blocks:
             collect_one = collector.with_baseline if config.advantage.needs_baseline else collector.one
             draw_one = functools.partial(collect_one, request=request)
             selected = await select(config, prompts, draw_one, blocks, lambda: str(collector.failure_log.last))
             groups = await blocks.complete(context.block_maker.in_order(selected.groups))
     coef = kl_coef(run, version)
-    samples = samples_of(config, groups, coef)
+    samples = stream.batch_of(groups) if stream else None
+    samples = samples_of(config, groups, coef) if samples is None else samples
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     metrics = selected.metrics | collector.take_metrics()
     await run.record.ledger.free()  # the batch is recorded next
