@@ -90,9 +90,18 @@ class Prompts(Sequence[Prompt]):
             row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages, row.row_prompt
         )
 
-    def has_column(self, name: str) -> bool:
-        """Returns whether some row has the further column `name`. Renders no prompt."""
-        return any(name in row.extra for row in self._rows)
+    def require_columns(self, config: Config, source: str) -> None:
+        """Checks that some row has each further column that the agent or a scorer reads; `source` names the prompts."""
+        agent = config.environment if isinstance(config.environment, AgentEnvironmentConfig) else None
+        wanted = [("environment.columns", name) for name in (agent.columns if agent else ()) if name != "prompt"]
+        for key, column in [*wanted, *config.reward.columns_read]:
+            if not any(column in row.extra for row in self._rows):
+                has = ", ".join(self[0].extra) or "no further column"
+                raise InvalidInput(
+                    f"{key}: no row of {source} has {column!r} as a further column. The first row has: {has}. To use "
+                    "the column of prompts or answers, list it in data.extra_columns",
+                    field=key,
+                )
 
 
 @dataclass(frozen=True)
@@ -119,19 +128,6 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    def require_columns(self, config: Config) -> None:
-        """Checks that some row has each further column that the agent or a scorer reads."""
-        agent = config.environment if isinstance(config.environment, AgentEnvironmentConfig) else None
-        wanted = [("environment.columns", name) for name in (agent.columns if agent else ()) if name != "prompt"]
-        for key, column in [*wanted, *config.reward.columns_read]:
-            if not self.prompts.has_column(column):
-                has = ", ".join(self.prompts[0].extra) or "no further column"
-                raise InvalidInput(
-                    f"{key}: no row of data.train has {column!r} as a further column. The first row has: {has}. To use "
-                    "the column of prompts or answers, list it in data.extra_columns",
-                    field=key,
-                )
 
     def batch(self, step: int) -> list[Prompt]:
         """Returns the `prompts_per_step` prompts of `step`, all distinct. Needs no state to resume."""

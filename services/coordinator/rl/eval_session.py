@@ -156,7 +156,10 @@ _Dataset = tuple[Tokenizer, Tools | None, dict[str, Prompts]]
 def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> _Dataset:
     check_bad_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
-    return tokenizer, tools, load_eval(config.data, shown, needs_answer=needs_answer)
+    held_out = load_eval(config.data, shown, needs_answer=needs_answer)
+    for name, rows in held_out.items():
+        rows.require_columns(config, f"data.eval.{name}")
+    return tokenizer, tools, held_out
 
 
 async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluated: str) -> Evaluation:

@@ -114,9 +114,12 @@ def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Datas
     check_bad_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     train_data = prompts.PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
-    train_data.require_columns(config)
+    held_out = prompts.load_eval(config.data, shown, needs_answer=needs_answer)
+    train_data.prompts.require_columns(config, "data.train")
+    for name, rows in held_out.items():
+        rows.require_columns(config, f"data.eval.{name}")
     prompts.require_enough(len(train_data), config)
-    return Dataset(tokenizer, tools, train_data, prompts.load_eval(config.data, shown, needs_answer=needs_answer))
+    return Dataset(tokenizer, tools, train_data, held_out)
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:

@@ -15,6 +15,7 @@ from services.coordinator.data.dialog import Dialog
 from services.coordinator.doctor import inputs
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.probes import Probe, known_tools
+from services.coordinator.rl import eval_session
 from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import CHATML
@@ -79,6 +80,18 @@ def test_a_column_that_no_row_gives_to_a_scorer_is_refused(configured: Callable[
     changed = config.model_copy(update={"reward": config.reward.model_copy(update={"scorers": (scorer,)})})
     with raises(InvalidInput, field=f"reward.scorers[{scorer.component}].{key}"):
         load_data(changed, Addresses())
+
+
+def test_a_held_out_set_needs_the_columns_too(
+    configured: Callable[..., Config], write_parquet: Callable[..., Path]
+) -> None:
+    train = write_parquet("levels.parquet", prompt=["1 + 1 =", "2 + 2 ="], answer=["2", "4"], level=[1, 2])
+    config = configured({**AGENT, "columns": ["level"]}, train=train)
+    with raises(InvalidInput, field="environment.columns"):
+        load_data(config, Addresses())
+    with raises(InvalidInput, field="environment.columns"):
+        eval_session._load(config, Tokenizer.load(Path(config.model)), tools=None)
+    assert load_data(configured({**AGENT, "columns": ["level"]}, train=train, eval={"held": train}), Addresses())
 
 
 def test_a_row_too_long_with_the_tools_is_dropped_or_refused_at_load(configured: Callable[..., Config]) -> None:
