@@ -6,6 +6,8 @@
 FORGE = {
     "prints that it passed": "print('OK'); print('passed'); print('5')\ndef add(a, b): return 0",
     "exits": "import sys; sys.exit(0)",
+    "exits by the built-in function": "exit(0)",
+    "quits when called": "def add(a, b): quit()",
     "exits hard": "import os; os._exit(0)",
     "exits when called": "import sys\ndef add(a, b): sys.exit(0)",
     "exits hard when called": "import os\ndef add(a, b): os._exit(0)",

@@ -21,6 +21,8 @@ HONEST = [
     (READ + "print(a + b)", pairs(("2 3", "5"), ("2 3\n", "5\n")), 1.0),
     (READ + "print(a + b)", pairs(("2 3", "5"), ("2 3", "6")), 0.5),
     (READ + "print(a + b, end='')\nimport sys\nsys.exit()", pairs(("2 3", "  5 \n\n")), 1.0),
+    ("if input() == '1':\n    print(1)\n    exit()\nprint(2)\nquit(0)", pairs(("1", "1"), ("2", "2")), 1.0),
+    ("print(1)\nexit(3)", pairs(("", "1")), 0.0),
     ("if __name__ == '__main__':\n    print(input())", pairs(("x", "x")), 1.0),
     ("import sys\nfor line in sys.stdin: print(line[::-1].strip())", pairs(("ab\ncd\n", "ba\ndc")), 1.0),
     ("import sys\nprint(len(sys.stdin.buffer.read()))", pairs(("é" * 1000_000, "2000000")), 1.0),

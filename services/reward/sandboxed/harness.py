@@ -21,6 +21,7 @@ takes several milliseconds, but it also imports re, collections and functools, w
 fork then has at no cost.
 """
 
+import builtins
 import functools
 import gc
 import json
@@ -30,6 +31,7 @@ import select
 import signal
 import sys
 import time
+from _sitebuiltins import Quitter
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
@@ -93,6 +95,8 @@ def main(job_descriptor: int, tests: int) -> None:
         job = json.load(file)
     if any(job["scripts"]):  # imported only for them, but before the forks
         from services.reward.sandboxed import checker, program  # noqa: F401
+    # Many programs end with these, which the interpreter lacks without the module site.
+    vars(builtins).update({name: Quitter(name, "") for name in ("exit", "quit")})
     sys.set_int_max_str_digits(0)  # a program may print integers of any length
     sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
