@@ -81,3 +81,8 @@ class SelectionConfig(Strict):
     """Treatment of truncated samples."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Order of prompts."""
+
+    def check_rules(self) -> None:
+        rounds, factor = self.dynamic.max_rounds, self.over_sampling.factor
+        if self.dynamic.enabled and rounds < factor:
+            raise ValueError(f"dynamic.max_rounds {rounds:g} must be at least over_sampling.factor {factor:g}")

@@ -181,7 +181,8 @@ class Terminal(Reporter):
             short = {_short(name): f"{value:.3f}" for name, value in rewards.items()}
             self._sets = " ".join(f"{name:>{len(value)}}" for name, value in short.items()) or self._sets
             self._rows[-1][1] = " ".join(f"{value:>{len(name)}}" for name, value in short.items())
-        shown = ", ".join(f"{name} {value:.3f}".removeprefix(f"{_NAMES[1]} ") for name, value in rewards.items())
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in rewards.items())
+        shown = shown if len(rewards) > 1 else shown.removeprefix(f"{_NAMES[1]} ")
         self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
 
     def close(self) -> None:

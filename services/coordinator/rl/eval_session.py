@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.load import is_override, load
+from services.common.config.load import is_override, load, load_any
 from services.common.config.run import Config
+from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import Prompts, load_eval, load_from_card, load_if_local
 from services.coordinator.fleet.launch import Addresses
@@ -69,9 +70,12 @@ def load_config(checkpoint: Path, arguments: Sequence[str], *, model_is_remote: 
 
     Raises:
         NotFound: As of `with_own_config`, or the run's config has a path that is not there.
-        InvalidInput: As of `with_own_config`, or the config is invalid.
+        InvalidInput: As of `with_own_config`, the config is invalid, or the run was a supervised one.
     """
     own, *_ = files = with_own_config(checkpoint, arguments)
+    if len(files) > len(arguments) and isinstance(load_any([own]), SftConfig):
+        message = f"{checkpoint} is of a run of `lockstep sft`, which has no scorers: give a config of `lockstep run`"
+        raise InvalidInput(f"{message} as well, whose data.eval and reward are then used", field="config")
     config = load(Config, files)
     if len(files) > len(arguments):
         has_model = model_is_remote or not _is_checkpoint(checkpoint)

@@ -166,6 +166,9 @@ def test_no_test_split(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
     with raises(InvalidInput, field="test_size"):
         convert(DEEPSCALER, source, tmp_path, ConversionOptions(test_size=6))
+    convert(DEEPSCALER, source, tmp_path / "both", ConversionOptions(test_size=2))
+    with raises(InvalidInput, field="out"):  # the old test set may have rows of the new training set
+        convert(DEEPSCALER, source, tmp_path / "both", ConversionOptions(test_size=0))
 
 
 def test_bad_rows(run, tmp_path):

@@ -119,6 +119,15 @@ def test_the_live_table_says_how_long_the_rest_takes():
     ]
 
 
+@pytest.mark.parametrize(
+    ("sets", "shown"), [(["held-out"], "0.500"), (["held-out", "level"], "held-out 0.500, level 0.500")]
+)
+def test_a_held_out_set_is_named_beside_others(sets: list[str], shown: str):
+    console = make_console(80, 24, is_terminal=False)
+    Terminal(console, NUM_STEPS).evaluation(0, {f"eval/{name}/reward": 0.5 for name in sets})
+    assert f"held-out reward after step 0: {shown}\n" in console.file.getvalue()
+
+
 def test_a_file_gets_a_line_for_each_step():
     console = make_console(40, 10, is_terminal=False)
     finished_terminal(console)

@@ -25,7 +25,7 @@ from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.files.transfer import seal
-from services.coordinator.rl.eval_session import eval_config, with_own_config
+from services.coordinator.rl.eval_session import eval_config, load_config, with_own_config
 from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
@@ -394,3 +394,7 @@ def test_the_config_is_the_runs_own_unless_a_file_is_given(tmp_path: Path) -> No
     assert with_own_config(checkpoint, ["run.yaml", "seed=1"]) == ["run.yaml", "seed=1"]
     with raises(NotFound, field="checkpoint"):
         with_own_config(tmp_path / "nowhere", [])
+    own_of_sft = {"model": "m", "num_steps": 1, "data": {"train": "x", "samples_per_step": 4}}
+    (run_dir / "config.json").write_text(json.dumps(own_of_sft))
+    with raises(InvalidInput, field="config"):  # the run was a supervised one
+        load_config(checkpoint, [], model_is_remote=False)

@@ -182,8 +182,14 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
 
 
 def write_splits(tables: Mapping[SplitT, pa.Table], out: Path) -> dict[SplitT, Path]:
-    """Writes `<out>/<name>.parquet` for each table, all or none, and returns the paths."""
+    """Writes `<out>/<name>.parquet` for each table, all or none, and returns the paths.
+
+    Raises:
+        InvalidInput: There is no table for test.parquet, and `out` has one, which may share rows with the new files.
+    """
     files = {split: out / f"{split}.parquet" for split in tables}
+    if (old := out / "test.parquet").exists() and old not in files.values():
+        raise InvalidInput(f"{old} is of an earlier conversion: delete it, or write to another directory", field="out")
     write_tables({files[split]: table for split, table in tables.items()})
     return files
 

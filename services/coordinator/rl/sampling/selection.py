@@ -106,7 +106,7 @@ class _Selection:
         self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
         at_once = config.selection.over_sampling.at_once(self._wanted)
         most = int(self._wanted * dynamic.max_rounds + 1e-9)  # 100 * 1.15 is a little less than 115
-        budget = max(at_once, most) if dynamic.enabled else at_once
+        budget = max(at_once, most) if dynamic.enabled else at_once  # at_once is rounded up
         self._next = islice(enumerate(prompts), budget)
         self._tried: dict[int, _Attempt] = {}  # index in the order of prompts -> result, in the order of arrival
         self._num_started = self._num_useful = 0

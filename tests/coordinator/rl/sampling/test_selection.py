@@ -361,3 +361,11 @@ async def test_a_prompt_whose_greedy_completion_has_no_score_is_dropped(tmp_path
     async with steps(config, 4, answer) as given:
         batch = (await given.live(0, 1))[0]
     assert set(batch["prompt_id"].to_pylist()) == {"p1", "p2", "p3"}
+
+
+def test_the_budget_has_room_for_what_a_step_begins_with():
+    selection = {"dynamic": {"enabled": True, "max_rounds": 1}, "over_sampling": {"factor": 1.5}}
+    with pytest.raises(ValueError, match=r"dynamic\.max_rounds 1 must be at least over_sampling\.factor 1\.5"):
+        config_of(selection=selection)
+    selection["dynamic"]["max_rounds"] = 1.5
+    assert config_of(selection=selection).selection.dynamic.max_rounds == 1.5
