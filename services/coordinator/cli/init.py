@@ -89,6 +89,8 @@ _NUM_READ = 200
 """Number of rows whose answers decide the scorer."""
 _MANY_WORDS = 8
 """Number of words above which an answer is a text, which no completion repeats."""
+_END = 200
+"""Characters at the end of a prompt that say in which form the answer is expected."""
 
 
 def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> str:
@@ -111,7 +113,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt, "text or a list of {role, content}")
     answer = _column(rows, _ANSWERS, "answers", is_answer, "text or integers")
-    kind, tests = _scorer(rows, answer)
+    kind, tests = _scorer(rows, prompt, answer)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)
     sizes = replace(sizes, prompt_tokens=prompt_tokens, prompts=min(sizes.prompts, len(rows)))
@@ -170,8 +172,9 @@ def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.Da
     raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
 
 
-def _scorer(rows: Rows, answer: str) -> tuple[str, str]:
-    """Returns the kind of scorer that the answers are written for, and the column of tests if it reads another one."""
+def _scorer(rows: Rows, prompt: str, answer: str) -> tuple[str, str]:
+    """Returns the kind of scorer that prompts and answers are written for, and the column of tests if it reads another
+    one."""
     read = [row for _, row in islice(rows, _NUM_READ)]
     texts = [text for row in read if isinstance(text := row.get(answer), str) and text.strip()]
     for name in _TESTS:
@@ -179,6 +182,11 @@ def _scorer(rows: Rows, answer: str) -> tuple[str, str]:
             return "code", name
     if _most(_is_tests, texts):
         return "code", ""
+    asked = [str(row.get(prompt)) for row in read]
+    if _most(lambda text: "boxed{" in text[-_END:], asked):
+        return "math", ""
+    if _most(lambda text: "####" in text[-_END:], asked):
+        return "gsm8k", ""
     if _most(lambda text: re.search(r"####[^\w\n]*[0-9]", text), texts):
         return "gsm8k", ""
     if _most(lambda text: re.search(r"\\[A-Za-z]+\s*\{|^\$.*\$$", text.strip()), texts):

@@ -166,7 +166,8 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     if not opened:
         _require_unused(config.run_dir)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
-    if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
+    # Before the first publication, or step of a supervised run, no service had used the config.
+    if opened and (ledger.last(Kind.PUBLISHED) or ledger.last(Kind.FINISHED)):
         _require_same(config, json.loads(opened["config"]), ledger)
     resume, step = checkpoint, None
     before = _same_resume(ledger, checkpoint) if checkpoint else None

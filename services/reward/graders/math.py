@@ -26,7 +26,7 @@ _SCIENTIFIC = re.compile(
     r"(?:(?P<factor>[-+−]?[0-9., ]{1,99}?)\s*(?:\\times|\\cdot|[×*])\s*)?10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])"
 )
 _SUBSCRIPT = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?P<base>\{[0-9]+\}|[0-9])")
-_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{1,2}:00")
 Expression = sympy.Basic | sympy.MatrixBase | str
 
 _CHARACTERS = {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "·": r"\cdot ", "π": r"\pi ", "∅": r"\emptyset "}
@@ -69,7 +69,7 @@ def plain_number(text: str) -> str:
 def compare_texts(gold: str, predicted: str) -> bool | None:
     """Compares equal texts, and two decimal numbers exactly, without a parser; returns None for all others.
 
-    A date equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser would compute
+    A date or full hour, which the parser divides by 0, equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser would compute
     the one and ignore the other.
     """
     if gold == predicted:
@@ -204,6 +204,8 @@ def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if last_boxed(f"\\boxed{{{text}}}") == text else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
+    if _DATE.fullmatch(text):
+        return text, parsed
     try:
         if not expressions or not _equal(expressions, expressions):
             raise ValueError("not an expression that equals itself")

@@ -124,3 +124,14 @@ def test_a_column_of_tests_decides_before_the_answers(tmp_path: Path, name: str,
     data, out = write(tmp_path / "a.jsonl", **row), tmp_path / "x.yaml"
     out.write_text(text := starting_config(MODEL, data, out, num_gpus=0))
     assert scorer in text and load(Config, [str(out)]).reward.scorers[0].component == "code"
+
+
+@pytest.mark.parametrize(
+    ("asks", "kind"),
+    [(r"Put the final answer in \boxed{}.", "math"), ("Give the result after ####.", "gsm8k"), ("Be brief.", "exact")],
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_prompt_that_says_how_to_answer_decides(tmp_path: Path, asks: str, kind: str, is_chat: bool) -> None:
+    prompt = [{"role": "user", "content": f"6 * 12?\n\n{asks}"}] if is_chat else f"6 * 12?\n\n{asks}"
+    data = write(tmp_path / "a.jsonl", prompt=prompt, answer="72")
+    assert f"    - {{kind: {kind}}} " in starting_config(MODEL, data, tmp_path / "x.yaml", num_gpus=0)

@@ -91,3 +91,11 @@ async def test_every_held_out_row_counts_once_on_any_number_of_ranks(open_again:
     mean = (1 + 2 * 2 + 3 + 4 + 3 * 5) / 8
     assert evaluated["eval/a/nll"] == pytest.approx(mean, rel=1e-12)
     assert evaluated["eval/a/perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)
+
+
+def test_it_goes_on_with_the_same_config_only(open_again: Callable[..., Run]) -> None:
+    open_again(num_steps=7)
+    open_again(num_steps=7, seed=1).record.record_step(1, {})  # no step was done before
+    with pytest.raises(PreconditionFailed, match="another seed "):
+        open_again(num_steps=7)
+    open_again(num_steps=9, seed=1)
