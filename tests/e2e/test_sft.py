@@ -126,7 +126,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(killed: Path, undisturbed: 
     with SftRun(killed, "resume=must") as run:
         assert run.wait() == 0, run.output
         assert not run.below()
-        assert run.ledger("opened")[-1]["checkpoint"].endswith(("step-000011", "step-000022"))
+        checkpoint = run.ledger("opened")[-1]["checkpoint"]
+        assert checkpoint.endswith(("step-000011", "step-000022"))
+        assert f"resuming after step {int(checkpoint[-6:])}, from {checkpoint}" in run.output
     assert numbers(killed) == numbers(undisturbed)
     assert weights(killed) == weights(undisturbed) != {}
 

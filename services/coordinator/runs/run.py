@@ -92,7 +92,8 @@ class Run(Generic[ConfigT]):
         if version:
             return f"resuming after step {version}" + (f", from {self.resume_from}" if self.resume_from else "")
         if self.record.ledger.last(Kind.FINISHED):
-            return "no checkpoint was saved: training again from step 1, on the recorded batches"
+            batches = ", on the recorded batches" if self.record.ledger.last(Kind.COLLECTED) else ""
+            return f"no checkpoint was saved: training again from step 1{batches}"
         return f"training from {self.config.model}"
 
     def batch_id(self, version: int) -> str:

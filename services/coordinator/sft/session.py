@@ -59,6 +59,7 @@ async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftDa
             if data is None:
                 data = load_from_card(config, trainer.opened.model_card, _load)
                 use_rows(run, data.train, data.held_out)
+            console.print(run.describe_start(version, trainer.opened.version), soft_wrap=True, highlight=False)
             run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
             stop_on_signal(run, console)
             await train(run, data, trainer)
