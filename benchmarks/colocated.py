@@ -32,7 +32,7 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import TerminalFrontend
-from services.coordinator.rl.publishing import colocated
+from services.coordinator.rl import publishing
 from services.coordinator.rl.session import run_session
 
 _CONFIG = "deploy/runs/quickstart.yaml"
@@ -93,7 +93,7 @@ def speed(steps: list[dict[str, float]], num_parameters: int) -> dict[str, list[
 
 def measure(config: Config) -> dict[str, list[float]]:
     """Runs `config`. Returns the samples of its phases and of its steps, after the warm-up."""
-    phases, log = Phases(), logging.getLogger(colocated.__name__)
+    phases, log = Phases(), logging.getLogger(publishing.__name__)
     log.addHandler(phases)
     log.setLevel(logging.INFO)
     asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))

@@ -6,7 +6,7 @@ from typing import Any
 from services.common.config.run import Config
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Trainer
-from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.publishing import Publisher
 
 
 async def open_publisher(trainer: Trainer, rollout: Rollout, config: Config, run_id: str) -> tuple[Publisher, int]:

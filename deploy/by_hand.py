@@ -33,7 +33,7 @@ from services.coordinator.fleet.running import recorded_run, running_services
 from services.coordinator.observe.reporters import files
 from services.coordinator.rl.blocks import in_order_of_length
 from services.coordinator.rl.metrics import batch_metrics
-from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.publishing import Publisher
 from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from services.coordinator.rl.session import load_data
 from services.coordinator.runs.record import CollectedBatch

@@ -18,9 +18,8 @@ from services.common.errors import NotFound
 from services.coordinator.data.calls import EPISODE_SCHEMA, requests_of
 from services.coordinator.data.groups import ScoredGroup, to_episodes
 from services.coordinator.observe.report.samples import Source, _calls, embed, histogram
-from services.coordinator.replay.agents import replay_calls
 from services.coordinator.replay.record import Batch
-from services.coordinator.replay.rewards import replay_rewards
+from services.coordinator.replay.rewards import replay_calls, replay_rewards
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from services.coordinator.runs.record import CollectedBatch, RunRecord, batch_path, calls_path, sha256_of
 from services.coordinator.verify.samples import check_calls

@@ -112,7 +112,7 @@ def replicas_opened(w: World, rules: Rules) -> bool:
     return w.coordinator.at == "opening replicas" and is_open and all(r.view == "stale" for r in w.replicas)
 
 
-# Publication: services/coordinator/rl/publishing/publication.py
+# Publication: services/coordinator/rl/publishing.py
 
 
 def has_group(w: World) -> bool:

@@ -113,7 +113,7 @@ def flip_block(w: World, rules: Rules) -> Iterator[World]:
     yield w._replace(trainer=w.trainer._replace(arrived=wrong, gradients=(*w.trainer.gradients[:-1], wrong)))
 
 
-# Replicas that sleep: services/coordinator/rl/publishing/colocated.py, services/rollout/servicer.py
+# Replicas that sleep: services/coordinator/rl/publishing.py, services/rollout/servicer.py
 
 
 def must_sleep(w: World, rules: Rules) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 NUM_STEPS = 2
 NUM_REPLICAS = 2
-MAX_ATTEMPTS = 3  # of one publication, as in services/coordinator/rl/publishing/publication.py
+MAX_ATTEMPTS = 3  # of one publication, as in services/coordinator/rl/publishing.py
 CORRUPT = -1
 
 

@@ -23,9 +23,8 @@ from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run
 from services.coordinator.fleet.running import recorded_run, running_services
-from services.coordinator.replay.agents import replay_calls
 from services.coordinator.replay.record import Difference, Record
-from services.coordinator.replay.rewards import replay_environment, replay_rewards
+from services.coordinator.replay.rewards import replay_calls, replay_environment, replay_rewards
 from services.coordinator.replay.training import replay_critic, replay_training
 from services.coordinator.rl.sampling.episodes import make_dialog
 from services.coordinator.runs.database import reading

@@ -12,7 +12,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.replay.record import Batch, Difference, Record, compare
 from services.coordinator.rl.metrics import batch_metrics
-from services.coordinator.rl.publishing.publication import weight_group
+from services.coordinator.rl.publishing import weight_group
 from services.coordinator.runs.resume import CRITIC_CHECKPOINTS
 from services.coordinator.runs.run import Run
 

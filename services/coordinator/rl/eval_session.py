@@ -23,7 +23,7 @@ from services.coordinator.fleet.probes import Tools, known_tools
 from services.coordinator.fleet.running import recorded_run, running_services
 from services.coordinator.observe.frontend import cancel_on_sigterm
 from services.coordinator.rl.evaluation import evaluate
-from services.coordinator.rl.publishing.colocated import make_publisher
+from services.coordinator.rl.publishing import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.runs.ledger import LEDGER
 from services.coordinator.runs.resume import CHECKPOINTS, require_own_paths

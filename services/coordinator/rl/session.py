@@ -21,7 +21,7 @@ from services.coordinator.observe.terminal import LastSample
 from services.coordinator.rl.advantages.estimators import require_importable
 from services.coordinator.rl.blocks import BlockMaker
 from services.coordinator.rl.loop import train
-from services.coordinator.rl.publishing.colocated import make_publisher
+from services.coordinator.rl.publishing import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.evaluations import warn_of_other_versions

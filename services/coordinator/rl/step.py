@@ -33,7 +33,7 @@ from services.coordinator.rl.advantages.samples import coef_after, kl_record
 from services.coordinator.rl.blocks import BlockMaker
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.metrics import step_metrics
-from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.publishing import Publisher
 from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from services.coordinator.rl.sampling.selection import select
 from services.coordinator.runs.clock import Phase

@@ -69,8 +69,8 @@ def plain_number(text: str) -> str:
 def compare_texts(gold: str, predicted: str) -> bool | None:
     """Compares equal texts, and two decimal numbers exactly, without a parser; returns None for all others.
 
-    A date or full hour, which the parser divides by 0, equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser would compute
-    the one and ignore the other.
+    A date or a full hour equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser
+    would compute a difference or divide by 0, and ignore bases.
     """
     if gold == predicted:
         return True

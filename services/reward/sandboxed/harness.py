@@ -96,7 +96,8 @@ def main(job_descriptor: int, tests: int) -> None:
     if any(job["scripts"]):  # imported only for them, but before the forks
         from services.reward.sandboxed import checker, program  # noqa: F401
     # Many programs end with these, which the interpreter lacks without the module site.
-    vars(builtins).update({name: Quitter(name, "") for name in ("exit", "quit")})
+    for name in ("exit", "quit"):
+        setattr(builtins, name, Quitter(name, ""))
     sys.set_int_max_str_digits(0)  # a program may print integers of any length
     sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1

@@ -12,11 +12,11 @@ from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.membership import following_replicas
-from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.publishing import Publisher
 from services.coordinator.runs.replicas import REPLICAS, Note, read_notes, write_replicas
 from services.coordinator.runs.run import Restarts
 from tests.coordinator.fake_services import FakeReplica, FakeReward, make_config, replicas
-from tests.coordinator.rl.publishing.test_publication import FakeRun, FakeTrainer
+from tests.coordinator.rl.test_publication import FakeRun, FakeTrainer
 from tests.support import free_port, raises, until
 
 Log = pytest.LogCaptureFixture

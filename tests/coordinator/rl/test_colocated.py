@@ -18,8 +18,7 @@ from services.common.rpc import client as retry
 from services.coordinator.clients.gpus import OwnGpus, SharedGpus, Side
 from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.clients.rollout import Rollout
-from services.coordinator.rl.publishing.colocated import ColocatedPublisher, make_publisher
-from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.publishing import ColocatedPublisher, Publisher, make_publisher
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
 
 OPTIMIZER, PARAMETERS = MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS

@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, Wei
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
 from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.clients.rollout import Rollout
-from services.coordinator.rl.publishing.publication import Publisher
+from services.coordinator.rl.publishing import Publisher
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
 from tests.support import LIMITS_S, PATIENCE_S, raises, until
 
