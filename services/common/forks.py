@@ -29,6 +29,7 @@ FORKABLE = ("services.trainer", "services.rollout")
 `main()`."""
 _MESSAGE_BYTES = 65_536
 _LINES = 15
+_EXIT_S = 5.0  # in which a process that has failed ends
 
 
 class Forked:
@@ -37,6 +38,8 @@ class Forked:
     def __init__(self, pid: int):
         self.pid = pid
         self.returncode: int | None = None
+        self.why = ""
+        """Why it counts as killed, although nothing may have killed it: how the process of the imports has ended."""
         self._has_ended = asyncio.Event()
 
     def end(self, code: int) -> None:
@@ -113,7 +116,7 @@ class Forks:
         except ConnectionResetError:
             message = b""
         if not message:
-            self._hang_up()
+            self._hang_up(_EXIT_S)
             return
         answer = json.loads(message)
         if "code" in answer:
@@ -126,21 +129,24 @@ class Forks:
         else:
             asked.set_result(process)
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, patience_s: float = 0.0) -> None:
         """Takes all services as dead: nobody is left who would notice their end."""
         if self._socket is None or self._parent is None:
             return
-        self._parent.kill()  # it may be importing
-        self._parent.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be importing
+            self._parent.wait(patience_s)
+        self._parent.kill()
+        code = self._parent.wait()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._socket = None
-        for process in self._forked.values():
-            process.end(-signal.SIGKILL)
-        self._forked.clear()
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()[-_LINES:]
         message = "\n".join(["the process that imports the packages of trainer and rollout has ended:", *lines])
+        for process in self._forked.values():
+            process.why = message if code != -signal.SIGKILL else ""
+            process.end(-signal.SIGKILL)
+        self._forked.clear()
         while self._asked:
             asked = self._asked.popleft()
             if not asked.cancelled():

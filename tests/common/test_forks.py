@@ -53,7 +53,7 @@ async def test_a_parent_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with Forks() as forks:
         first = await waiting(forks, tmp_path / "first.log")
         os.kill(seen(tmp_path / "first.log")["imported_in"], signal.SIGKILL)
-        assert await first.wait() == -signal.SIGKILL
+        assert await first.wait() == -signal.SIGKILL and not first.why
         os.kill(first.pid, signal.SIGKILL)
         second = await forks.start(TOY, ["0"], tmp_path / "second.log", {})
         assert await second.wait() == 0
@@ -63,6 +63,15 @@ async def test_a_failed_import_is_an_error_with_its_traceback(tmp_path: Path) ->
     with Forks() as forks, raises(Unavailable, reason=Reason.SERVICE_DIED) as caught:
         await forks.start("tests.common.no_such_service", [], tmp_path / "log", {})
     assert "ModuleNotFoundError" in caught.value.message
+
+
+async def test_a_failed_import_is_why_the_forks_before_it_count_as_killed(tmp_path: Path) -> None:
+    with Forks() as forks:
+        process = await waiting(forks, tmp_path / "log")
+        forks.preload("tests.common.no_such_service")
+        assert await process.wait() == -signal.SIGKILL
+        assert "ModuleNotFoundError" in process.why
+        os.kill(process.pid, signal.SIGKILL)
 
 
 async def test_nothing_is_left(tmp_path: Path) -> None:

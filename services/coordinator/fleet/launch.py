@@ -226,6 +226,8 @@ class Child:
     def _hint(self, code: int) -> str:
         if code != -signal.SIGKILL:
             return ""
+        if isinstance(self.process, Forked) and self.process.why:
+            return f": {self.process.why}\n"
         service = self.name.partition("-")[0]
         return f": {killed_hint(_MEMORY_KEYS.get(service, f'{service}.max_tokens_per_microbatch'))}"
 
