@@ -106,7 +106,8 @@ async def test_what_would_change_the_distribution_is_refused_by_name():
         assert group is not None and group.left[0]
         said = json.loads(group.left[0].text)
         named = [None, None, "messages", "messages", "messages[0].content", "n", "response_format", "tool_choice"]
-        named += ["logit_bias", "top_logprobs", "parallel_tool_calls", "unknown", "tools", "max_tokens", "stop"]
+        named += ["logit_bias", "top_logprobs", "parallel_tool_calls", "unknown", "web_search_options", "tools"]
+        named += ["max_tokens", "stop"]
         assert said == [*([400, name] for name in named), [404, "path"], [413, "size"], [401, "key"]]
         (_, answer), (row,) = stage.engine.log[-1], table_of(group).to_pylist()
         assert len(answer) == 3 and row["finish_reason"] == "stop", "a lower limit of the agent cuts no episode off"

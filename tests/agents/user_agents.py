@@ -115,7 +115,7 @@ def refused(row: Json, seed: int, url: str, key: str) -> str:
         *({"messages": messages, **more} for more in (
             {"n": 2}, {"response_format": {"type": "json_object"}}, {"tool_choice": "required"},
             {"logit_bias": {"1": 5}}, {"top_logprobs": 3}, {"parallel_tool_calls": False}, {"unknown": 1},
-            {"tools": [{"type": "web_search"}]}, {"max_tokens": 0}, {"stop": [""]},
+            {"web_search_options": {}}, {"tools": [{"type": "web_search"}]}, {"max_tokens": 0}, {"stop": [""]},
         )),
     ]  # fmt: skip
     for body in bodies:
@@ -124,7 +124,8 @@ def refused(row: Json, seed: int, url: str, key: str) -> str:
     said.append([model.post({"messages": messages}, "/v1/other")[0], "path"])
     said.append([model.post(b" " * (9 << 20))[0], "size"])
     said.append([Model(url, "wrong").post({"messages": messages})[0], "key"])
-    model.ask(messages, temperature=0.1, seed=5, n=1, tool_choice="auto", user="me", stop="z", max_completion_tokens=3)
+    unheeded = {"n": 1, "tool_choice": "auto", "user": "me", "modalities": ["text"], "logit_bias": {}, "functions": []}
+    model.ask(messages, temperature=0.1, seed=5, stop="z", max_completion_tokens=3, **unheeded)
     return json.dumps(said)
 
 

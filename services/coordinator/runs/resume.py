@@ -68,6 +68,9 @@ _ROUNDING |= {"rollout.max_samples", "rollout.engine"}
 for _role in ("trainer", "reference", "critic", "teacher"):
     _ROUNDING |= {f"{_role}.{key}" for key in ("num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")}
 
+# A checkpoint can be loaded only with the same.
+_IN_CHECKPOINT = {"model", "trainer.strategy", "trainer.lora"}
+
 
 @dataclass(frozen=True)
 class Start:
@@ -288,6 +291,8 @@ def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) 
     if changed:
         saved = ledger.checkpoints(Kind.SAVED)
         from_there = f" with resume={saved[-1]['path']} to continue from that checkpoint" if saved else ""
+        if saved and any(_is_below(key, _IN_CHECKPOINT) for key in changed):
+            from_there = f" whose model is an export of {saved[-1]['path']} (lockstep export)"
         raise PreconditionFailed(
             f"{config.run_dir} was started with another {', '.join(changed)} (see its config.json); "
             f"use the same config, or another name{from_there}"

@@ -23,6 +23,8 @@ NO_SPECIAL_WISH: Mapping[str, Sequence[object]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "background": (False,),
+    "modalities": (["text"],),
+    "logit_bias": ({},),
 }
 """Values that change nothing, of keys that are otherwise refused."""
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -103,7 +105,7 @@ def read_object(body: bytes, known: Collection[str]) -> JsonObject:
         raise Refusal(f"the body is nested more than {MAX_DEPTH} deep")
     said = {key: value for key, value in said.items() if value is not None}
     for key, value in said.items():
-        if key not in known and value not in NO_SPECIAL_WISH.get(key, ()) and value not in ([], {}):
+        if key not in known and value not in NO_SPECIAL_WISH.get(key, ()) and value != []:
             raise unsupported(key, value)
     return said
 

@@ -189,6 +189,15 @@ def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
     begin(tmp_path)  # the error left nothing locked or recorded
 
 
+@pytest.mark.parametrize("trainer", [{"strategy": "megatron"}, {"lora": {"rank": 8}}])
+def test_what_a_checkpoint_cannot_be_loaded_with_goes_on_from_an_export(tmp_path: Path, trainer: dict):
+    begin(tmp_path)
+    publish(tmp_path)
+    path = save(tmp_path, 2)
+    with pytest.raises(PreconditionFailed, match=f"another trainer.* another name whose model is an export of {path} "):
+        begin(tmp_path, trainer=trainer)
+
+
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
     begin(tmp_path)
     publish(tmp_path)
