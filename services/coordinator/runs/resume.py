@@ -290,9 +290,10 @@ def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) 
     changed = [key for key in different if not _is_below(key, _MAY_CHANGE) and not _has_grown(key, now, before)]
     if changed:
         saved = ledger.checkpoints(Kind.SAVED)
-        from_there = f" with resume={saved[-1]['path']} to continue from that checkpoint" if saved else ""
-        if saved and any(_is_below(key, _IN_CHECKPOINT) for key in changed):
-            from_there = f" whose model is an export of {saved[-1]['path']} (lockstep export)"
+        path = saved[-1]["path"] if saved else ""
+        from_there = f" with resume={path} to continue from that checkpoint" if path else ""
+        if path and any(_is_below(key, _IN_CHECKPOINT) for key in changed):
+            from_there = f" whose model is an export of {path} (lockstep export)"
         raise PreconditionFailed(
             f"{config.run_dir} was started with another {', '.join(changed)} (see its config.json); "
             f"use the same config, or another name{from_there}"

@@ -26,7 +26,7 @@ _SCIENTIFIC = re.compile(
     r"(?:(?P<factor>[-+−]?[0-9., ]{1,99}?)\s*(?:\\times|\\cdot|[×*])\s*)?10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])"
 )
 _SUBSCRIPT = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?P<base>\{[0-9]+\}|[0-9])")
-_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{1,2}:00")
+_DATE_OR_HOUR = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{1,2}:00")
 Expression = sympy.Basic | sympy.MatrixBase | str
 
 _CHARACTERS = {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "·": r"\cdot ", "π": r"\pi ", "∅": r"\emptyset "}
@@ -74,7 +74,7 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
     """
     if gold == predicted:
         return True
-    if _DATE.fullmatch(gold):
+    if _DATE_OR_HOUR.fullmatch(gold):
         return False
     bases = _SUBSCRIPT.fullmatch(gold), _SUBSCRIPT.fullmatch(predicted)
     if bases[0] and bases[1] and bases[0]["base"].strip("{}") != bases[1]["base"].strip("{}"):
@@ -204,7 +204,7 @@ def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if last_boxed(f"\\boxed{{{text}}}") == text else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
-    if _DATE.fullmatch(text):
+    if _DATE_OR_HOUR.fullmatch(text):
         return text, parsed
     try:
         if not expressions or not _equal(expressions, expressions):

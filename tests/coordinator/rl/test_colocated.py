@@ -20,6 +20,7 @@ from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.rl.publishing import ColocatedPublisher, Publisher, make_publisher
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
+from tests.coordinator.rl.test_publication import FakeRun
 
 OPTIMIZER, PARAMETERS = MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
 TRAINED = ["sleep", "acquire parameters optimizer"]
@@ -127,24 +128,6 @@ class Parts:
         return events
 
 
-class FakeRun(SimpleNamespace):
-    @property
-    def record(self) -> "FakeRun":
-        return self
-
-    @property
-    def ledger(self) -> "FakeRun":
-        return self
-
-    async def free(self) -> None: ...
-
-    def next_epoch(self, num_replicas: int) -> int:
-        self.epochs += 1
-        return self.epochs
-
-    def record_published(self, stamp: PolicyStamp, received: dict[str, str], quantized: str) -> None: ...
-
-
 @pytest_asyncio.fixture
 async def parts() -> AsyncIterator[Parts]:
     async with parts_with(1) as made:
@@ -159,7 +142,7 @@ async def parts_with(num_replicas: int) -> AsyncIterator[Parts]:
             replica.events = events
         rollout = Rollout([replica.address for replica in sleepers], config, gpus=gpus)
         await rollout.open("run", ModelCard())
-        trainer, run = FakeTrainer(events), FakeRun(config=config, run_id="run", epochs=0)
+        trainer, run = FakeTrainer(events), FakeRun(config=config, run_id="run", epochs=[], published=[])
         services = SimpleNamespace(trainer=trainer, rollout=rollout, gpus=gpus)
         publisher = make_publisher(services, run)
         assert isinstance(publisher, ColocatedPublisher)
