@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
-from services.common.config.advantage import AdvantageConfig
+from services.common.config.advantage import AdvantageConfig, SelectionConfig
 from services.common.config.load import load
 from services.common.config.run import Config
-from services.common.config.selection import SelectionConfig
 from services.common.config.streaming import orders_by_length
 from services.common.errors import InvalidInput
 from services.common.tasks import gather

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from services.common.families.kernels import Kernel, choose
+from services.common.families.supported import Kernel, choose
 from services.trainer.compat.torch import GROUPED, varlen_attn_with_sinks
 
 

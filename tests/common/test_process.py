@@ -109,7 +109,7 @@ def test_command_line_starts_without_torch() -> None:
             "services.coordinator.planning.suggest",
             "services.coordinator.replay.session",
             "services.coordinator.verify.session",
-            "services.coordinator.daemon.servicer",
+            "services.coordinator.daemon.runs",
         ],
         [
             "services.reward.servicer",

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import cast
 
-from services.common.config.megatron import MegatronConfig
-from services.common.config.pass_through import UNEVEN, Problems, pass_through_problems
+from services.common.config.megatron import UNEVEN, MegatronConfig, Problems, pass_through_problems
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture

@@ -6,19 +6,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from services.common.config.advantage import AdvantageConfig
+from services.common.config.advantage import AdvantageConfig, SelectionConfig
 from services.common.config.base import AT_HOME, NAME, Strict, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig, check_agent
 from services.common.config.evaluation import EvaluationConfig, check_held_out
 from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
-from services.common.config.observability import ObservabilityConfig
-from services.common.config.operation import CheckpointConfig, TimeoutsConfig, WeightsConfig
+from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement, check_precision
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig, SpeculationConfig
-from services.common.config.selection import SelectionConfig
 from services.common.config.trainer import (
     CriticConfig,
     ReferenceConfig,

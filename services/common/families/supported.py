@@ -1,13 +1,41 @@
-"""Refuses, from config.json, models that a strategy would compute otherwise than transformers. The trainer and
-`lockstep plan` thus have the same rules."""
+"""Refuses, from config.json, models that a strategy would compute otherwise than transformers, and chooses what
+computes attention with strategy fsdp. The trainer, `lockstep plan` and `lockstep doctor` thus have the same rules.
+"""
 
+import enum
 import math
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import cast
 
 from services.common.errors import InvalidInput
 from services.common.families.registry import FAMILIES, Family
 from services.common.json_values import JsonObject
+
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
+# The largest heads of FlashAttention's kernels.
+_MOST_OF_HEAD = 256
+
+
+class Kernel(enum.StrEnum):
+    """What computes attention."""
+
+    TORCH = "torch's variable-length FlashAttention"
+    FLASH_ATTN = "flash-attn"
+    PADDED = "padded samples in torch's operators"
+
+
+def choose(device: str, dtype: str, head_size: int, *, has_cap: bool = False) -> Kernel:
+    """Returns the kernel for heads of a size; a cap of the scores is known to flash-attn alone.
+
+    `device` is a type of torch.device, `dtype` ends with the name of a torch.dtype.
+    """
+    if device != "cuda" or dtype.endswith("float32") or head_size > _MOST_OF_HEAD:
+        return Kernel.PADDED
+    if not has_cap:
+        return Kernel.TORCH
+    return Kernel.FLASH_ATTN if HAS_FLASH_ATTN else Kernel.PADDED
+
 
 # Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")

@@ -37,8 +37,7 @@ def app() -> typer.Typer:
 
 def run_on_coordinator(at: str, config: "Config", addresses: "Addresses") -> None:
     """Starts a run on the coordinator at `at` and watches it here: `lockstep run --coordinator`."""
-    from services.coordinator.daemon.client import Coordinator
-    from services.coordinator.daemon.following import start
+    from services.coordinator.daemon.client import Coordinator, start
 
     daemon = Coordinator(at, addresses.transport)
     _watch(daemon, asyncio.run(start(daemon, config, addresses, _console)))
@@ -50,7 +49,7 @@ def status(
     **options: Unpack[ServiceOptions],
 ) -> None:
     """Show a coordinator's runs."""
-    from services.coordinator.daemon.following import show_status
+    from services.coordinator.daemon.client import show_status
 
     asyncio.run(show_status(_coordinator(coordinator, options), run, _console))
 
@@ -61,7 +60,7 @@ def watch(run: _Name, coordinator: _At, **options: Unpack[ServiceOptions]) -> No
 
 
 def _watch(daemon: "Coordinator", run: str) -> None:
-    from services.coordinator.daemon.following import follow
+    from services.coordinator.daemon.client import follow
 
     try:
         exit_if_stopped(asyncio.run(follow(daemon, run, _console)))
@@ -79,7 +78,7 @@ def stop(
     **options: Unpack[ServiceOptions],
 ) -> None:
     """Stop a run after the current step."""
-    from services.coordinator.daemon.following import stop as stop_run
+    from services.coordinator.daemon.client import stop as stop_run
 
     asyncio.run(stop_run(_coordinator(coordinator, options), run, _console, now=now))
 
@@ -92,7 +91,7 @@ def logs(
     **options: Unpack[ServiceOptions],
 ) -> None:
     """Print a run's log: the coordinator's own, or that of a service it started for the run."""
-    from services.coordinator.daemon.following import print_log
+    from services.coordinator.daemon.client import print_log
 
     asyncio.run(print_log(_coordinator(coordinator, options), run, service, follow=follow))
 

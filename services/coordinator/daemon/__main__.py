@@ -18,8 +18,7 @@ async def run(runs_dir: Path, options: ServeOptions) -> int:
     from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
     from services.coordinator.daemon.logs import split_by_run
-    from services.coordinator.daemon.runs import Runs
-    from services.coordinator.daemon.servicer import NAME, CoordinatorServicer
+    from services.coordinator.daemon.runs import NAME, CoordinatorServicer, Runs
 
     split_by_run()
     server, runs = Server(options.trace, options.tls, options.metrics.registry), Runs(runs_dir)

@@ -12,11 +12,11 @@ from typing import TypeVar, overload
 import numpy as np
 from lockstep.types.v1.types_pb2 import ModelCard
 
+from services.common.config.advantage import CurriculumConfig
 from services.common.config.data import DataConfig
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.load import AnyConfig
 from services.common.config.run import Config
-from services.common.config.selection import CurriculumConfig
 from services.common.errors import InvalidInput
 from services.common.files.model_card import read_model_card, write_model_card
 from services.coordinator.data.order import EpochOrder, shuffled

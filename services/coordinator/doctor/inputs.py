@@ -14,9 +14,8 @@ from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
 from services.common.errors import DeadlineExceeded, LockstepError
 from services.common.families.architecture import make_architecture, read_content
-from services.common.families.kernels import choose
 from services.common.families.registry import FAMILIES
-from services.common.families.supported import ASK_FSDP
+from services.common.families.supported import ASK_FSDP, choose
 from services.common.files.model_card import read_model_card, require_whole_weights
 from services.common.json_values import JsonObject
 from services.coordinator.clients.environment import row_of

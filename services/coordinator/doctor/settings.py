@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.common.config.load import AnyConfig
-from services.common.config.observability import TrackerConfig
+from services.common.config.operation import TrackerConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed

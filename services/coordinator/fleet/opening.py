@@ -24,9 +24,8 @@ from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import Outcome
-from services.coordinator.runs.checkpoints import require_visible
+from services.coordinator.runs.checkpoints import best_if_stalled, comparable_evaluations, require_visible
 from services.coordinator.runs.clock import Phase
-from services.coordinator.runs.evaluations import best_if_stalled, comparable_evaluations
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
 from services.coordinator.text.teacher import require_teacher

@@ -1,30 +1,112 @@
-"""Keeps a run and its services open inside a block, and repeats the session of a run whose trainer died."""
+"""Keeps a run and its services open inside a block, says what the services are doing until they are ready, and repeats
+the session of a run whose trainer died.
+"""
 
 import asyncio
+import contextvars
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from typing import Generic, Self
 
+from lockstep.progress.v1 import progress_pb2 as pb
+from lockstep.progress.v1.progress_pb2_grpc import ProgressServiceServicer, ProgressServiceStub
 from rich.console import Console
 
 from services.common.config.load import AnyConfig
 from services.common.config.run import Config
-from services.common.errors import LockstepError, Reason, Unavailable
+from services.common.errors import DeadlineExceeded, LockstepError, Reason, Unavailable
 from services.common.forks import Forks
+from services.common.rpc.client import Client
 from services.common.rpc.fence import new_token
 from services.common.rpc.history import keeping
+from services.common.rpc.tls import Transport
 from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.fleet.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.fleet.membership import discovered
-from services.coordinator.fleet.stages import following_stages
 from services.coordinator.observe.frontend import log_to
 from services.coordinator.observe.reporters import OpeningTimes, watchers
 from services.coordinator.observe.terminal import StageLines
-from services.coordinator.runs.reporter import Ending
+from services.coordinator.runs.reporter import Ending, Reporters
 from services.coordinator.runs.resume import HISTORY, Start, open_run
 from services.coordinator.runs.run import ConfigT, Restarts, Run
+
+_START = "start"
+# A call is made again when it has lasted so long, or when its service was restarted.
+_WATCH_S = 3600.0
+
+
+@asynccontextmanager
+async def following_stages(addresses: Addresses, reporters: Reporters) -> AsyncIterator[None]:
+    """Tells the reporters of all stages of the services in the block."""
+    tasks = [
+        # Its own context: this is not one of the run's calls, which its history records.
+        asyncio.create_task(_follow(name, address, transport, reporters), context=contextvars.Context())
+        for name, address, transport in _named(addresses)
+    ]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _named(addresses: Addresses) -> Iterator[tuple[str, str, Transport]]:
+    """Yields name, address and transport of each service; of several replicas, the names have their numbers."""
+    numbers = Counter[str]()
+    for name, address in addresses.named:
+        transport = addresses.rollout_transport if name == "rollout" else addresses.transport
+        several = len(addresses.reward) if name == "reward" else len(addresses.rollout) if name == "rollout" else 1
+        yield (f"{name}-{numbers[name]}" if several > 1 else name), address, transport
+        numbers[name] += 1
+
+
+async def _follow(name: str, address: str, transport: Transport, reporters: Reporters) -> None:
+    client = Client(address, ProgressServiceStub, transport)
+    try:
+        while True:
+            try:
+                await _watch(name, client, reporters)
+            except (Unavailable, DeadlineExceeded) as error:
+                log.info("%s does not say what it does: %s", name, error.message)
+    except LockstepError as error:  # the run does not need it
+        log.info("%s cannot say what it does: %s", name, error.message)
+    finally:
+        await client.close()
+
+
+async def _watch(name: str, client: Client, reporters: Reporters) -> None:
+    """Follows one process of the service until it ends, beginning before it answers."""
+    running = {_START: time.monotonic()}
+
+    def tell(stage: str, seconds: float | None = None) -> None:
+        began_s = running[stage]
+        reporters.tell(lambda reporter: reporter.stage(name, stage, began_s, seconds))
+
+    def end(stage: str, seconds: float) -> None:
+        tell(stage, seconds)
+        del running[stage]
+
+    tell(_START)
+    watching = client.stream(ProgressServiceServicer.Watch, pb.WatchRequest(), timeout_s=_WATCH_S, wait_for_ready=True)
+    try:
+        async with aclosing(watching):
+            async for answer in watching:
+                if not answer.stage:
+                    end(_START, time.monotonic() - running[_START])
+                elif answer.has_ended:
+                    end(answer.stage, answer.seconds)
+                else:
+                    running[answer.stage] = time.monotonic() - answer.seconds
+                    tell(answer.stage)
+    finally:
+        for stage in list(running):
+            end(stage, 0.0)
+
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from services.common.counted import counted
 from services.common.files.storage import writing
 from services.common.telemetry.context import formatter
 from services.coordinator.observe.terminal import Terminal
-from services.coordinator.runs.evaluations import change_between
+from services.coordinator.runs.checkpoints import change_between
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 

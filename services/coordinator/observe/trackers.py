@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 
 from services.common.config.load import AnyConfig
-from services.common.config.observability import MlflowConfig, TrackerConfig, WandbConfig
+from services.common.config.operation import MlflowConfig, TrackerConfig, WandbConfig
 from services.common.errors import InvalidInput, PreconditionFailed
 from services.coordinator.runs.reporter import Ending, Reporter
 from services.coordinator.runs.run import Run

@@ -15,8 +15,8 @@ from services.coordinator.data.groups import rewards_by_column, to_table
 from services.coordinator.data.prompts import Prompts
 from services.coordinator.rl.metrics import batch_metrics, component_means
 from services.coordinator.rl.sampling.collect import Collector
+from services.coordinator.runs.checkpoints import versions_of
 from services.coordinator.runs.clock import Phase
-from services.coordinator.runs.evaluations import versions_of
 from services.coordinator.runs.run import Run
 
 

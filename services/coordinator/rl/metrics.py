@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from services.common.batches.batch import decode_sampling_masks
 from services.common.batches.blocks import begins_of_samples
-from services.common.config.observability import WarningsConfig
+from services.common.config.operation import WarningsConfig
 from services.common.rewards import all_equal, is_constant
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
 from services.coordinator.runs.ledger import Kind

@@ -24,7 +24,7 @@ from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing import make_publisher
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
-from services.coordinator.runs.evaluations import warn_of_other_versions
+from services.coordinator.runs.checkpoints import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Restarts, Run

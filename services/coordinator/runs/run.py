@@ -18,8 +18,14 @@ from services.common.errors import DataLoss, LockstepError, described
 from services.common.files.storage import writing
 from services.common.forks import Forks
 from services.common.telemetry.context import within
-from services.coordinator.runs import evaluations
-from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
+from services.coordinator.runs.checkpoints import (
+    Checkpoints,
+    SavedModel,
+    Versions,
+    best_if_stalled,
+    comparable_evaluations,
+    require_metric,
+)
 from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
@@ -134,18 +140,16 @@ class Run(Generic[ConfigT]):
             return settings.eval_before_train and bool(self.config.data.eval)
         return _due(version, settings.eval_freq, self.num_steps)
 
-    def finish_evaluation(
-        self, version: int, metrics: dict[str, float], scored: evaluations.Versions | None = None
-    ) -> None:
+    def finish_evaluation(self, version: int, metrics: dict[str, float], scored: Versions | None = None) -> None:
         """Reports and records an evaluation, whose time no step has. Ends the run if early stopping says so.
 
         `scored` has the versions of scorers and environment, if the samples have rewards.
         """
         keep_best, early_stopping = self.config.checkpoint.keep_best, self.config.evaluation.early_stopping
         if keep_best:
-            evaluations.require_metric(metrics, keep_best, "checkpoint.keep_best.metric")
+            require_metric(metrics, keep_best, "checkpoint.keep_best.metric")
         if early_stopping:
-            evaluations.require_metric(metrics, early_stopping, "evaluation.early_stopping.metric")
+            require_metric(metrics, early_stopping, "evaluation.early_stopping.metric")
         reported = metrics | {"time/evaluating_s": self.clock.take(Phase.EVALUATING)}
         self.reporters.tell(lambda reporter: reporter.evaluation(version, reported))
         if scored:
@@ -158,8 +162,8 @@ class Run(Generic[ConfigT]):
         config, ledger = self.config.evaluation.early_stopping, self.record.ledger
         if config is None:
             return
-        rows = evaluations.comparable_evaluations(ledger, version)
-        best = evaluations.best_if_stalled(rows, config)
+        rows = comparable_evaluations(ledger, version)
+        best = best_if_stalled(rows, config)
         if best is None:
             return
         metric, best_version, best_value = config.metric, best["version"], best[config.metric]

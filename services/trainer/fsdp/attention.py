@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
-from services.common.families.kernels import choose
+from services.common.families.supported import choose
 from services.trainer.attention import Attention, attend, to_rows, token_mask
 
 NAME = "lockstep_packed"

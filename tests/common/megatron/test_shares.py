@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.common.config import pass_through
 from services.common.config.layout import Layout, rank_map
+from services.common.config.megatron import RESERVED
 from tests.common.megatron.test_layout import DENSE, MOE
 
 
@@ -93,7 +93,7 @@ def test_reserved_keys_are_megatrons(megatron_says: tuple[Any, list[list[str]]])
     """A reserved key that Megatron has renamed would no longer be refused."""
     tables = ("transformer_config_kwargs", "optimizer_config_kwargs", "ddp_config")
     for table, known in zip(tables, megatron_says[1], strict=True):
-        assert set(pass_through.RESERVED[table]) <= set(known)
+        assert set(RESERVED[table]) <= set(known)
 
 
 def test_layers_and_experts_of_a_rank() -> None:

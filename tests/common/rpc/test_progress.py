@@ -13,7 +13,7 @@ from rich.console import Console
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import Server
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.stages import following_stages
+from services.coordinator.fleet.running import following_stages
 from services.coordinator.observe.terminal import StageLines, Terminal
 from services.coordinator.runs.reporter import Reporter, Reporters
 from tests.support import free_port, until

@@ -25,8 +25,7 @@ from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.daemon.logs import ToRunLog
-from services.coordinator.daemon.runs import Runs
-from services.coordinator.daemon.servicer import NAME, CoordinatorServicer
+from services.coordinator.daemon.runs import NAME, CoordinatorServicer, Runs
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import FakeReplica, FakeReward
 from tests.support import PATIENCE_S, ROOT, free_port, until

@@ -15,8 +15,7 @@ from rich.console import Console
 from services.common.config.run import Config
 from services.common.errors import InternalError, InvalidInput, NotFound, PreconditionFailed, Unavailable
 from services.coordinator.daemon import runs as runs_module
-from services.coordinator.daemon.client import Coordinator
-from services.coordinator.daemon.following import follow
+from services.coordinator.daemon.client import Coordinator, follow
 from services.coordinator.daemon.runs import Runs
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.daemon.harness import NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.config.advantage import CurriculumConfig
 from services.common.config.run import Config
-from services.common.config.selection import CurriculumConfig
 from services.coordinator.data.prompts import by_success_rate, plain_order, prompts_to_try
 from services.coordinator.runs.ledger import Ledger
 from tests.coordinator.fake_services import make_config, make_prompt

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from rich.console import Console
 
 from services.common.batches.batch import SAMPLE_SCHEMA
-from services.coordinator.daemon.following import _show
+from services.coordinator.daemon.client import _show
 from services.coordinator.daemon.history import from_message, to_message
 from services.coordinator.data.groups import Conversation, Part
 from services.coordinator.observe.terminal import LastSample, Terminal

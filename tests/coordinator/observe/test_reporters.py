@@ -11,7 +11,7 @@ import pytest
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console
 
-from services.coordinator.daemon.following import _runs_table
+from services.coordinator.daemon.client import _runs_table
 from services.coordinator.observe.frontend import log_to
 from services.coordinator.observe.terminal import Terminal
 from tests.coordinator.fake_services import make_config

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 from lockstep.reward.v1 import reward_pb2 as pb
 
-from services.common.config.observability import WarningsConfig
+from services.common.config.operation import WarningsConfig
 from services.coordinator.clients.environment import EnvironmentFailure
 from services.coordinator.clients.reward import Rewards, reason_name
 from services.coordinator.rl.metrics import warning_metrics

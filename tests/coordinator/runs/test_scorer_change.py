@@ -14,7 +14,7 @@ from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
 from services.coordinator.observe.report.summary import head
 from services.coordinator.rl.evaluation import evaluate
-from services.coordinator.runs.evaluations import warn_of_other_versions
+from services.coordinator.runs.checkpoints import warn_of_other_versions
 from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.resume import open_run

@@ -13,8 +13,8 @@ from services.common.errors import PreconditionFailed
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.sft.loop import evaluate, use_rows
 from services.coordinator.sft.rows import Example, SftDataset
+from services.coordinator.sft.session import evaluate, use_rows
 
 
 def example(index: int, num_tokens: int = 3) -> Example:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-from services.common.families import kernels
-from services.common.families.kernels import Kernel, choose
+from services.common.families import supported
+from services.common.families.supported import Kernel, choose
 from services.trainer import attention
 from services.trainer.fsdp.attention import chosen, packed_attention
 from services.trainer.structure import make_model
@@ -35,7 +35,7 @@ LENGTHS = (3, 17, 1, 9)
 def test_choice(
     monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...], has_cap: bool, has_package: bool, kernel: Kernel
 ) -> None:
-    monkeypatch.setattr(kernels, "HAS_FLASH_ATTN", has_package)
+    monkeypatch.setattr(supported, "HAS_FLASH_ATTN", has_package)
     device, dtype, head_size = case
     assert choose(device.type, str(dtype), head_size, has_cap=has_cap) is kernel
 
@@ -50,7 +50,7 @@ def test_choice(
     ],
 )
 def test_a_models_kernels_are_named(monkeypatch: pytest.MonkeyPatch, name: str, named: list[Kernel]) -> None:
-    monkeypatch.setattr(kernels, "HAS_FLASH_ATTN", True)
+    monkeypatch.setattr(supported, "HAS_FLASH_ATTN", True)
     with init_empty_weights(include_buffers=False):
         model = make_model(zoo_config(name), dtype=HALF)
     assert chosen(model, CUDA, HALF) == ", ".join(named)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.families.kernels import HAS_FLASH_ATTN
+from services.common.families.supported import HAS_FLASH_ATTN
 from services.trainer.fsdp.attention import packed_attention
 
 if not torch.cuda.is_available():

@@ -16,10 +16,18 @@ from lockstep.types.v1 import pairs_pb2 as pb
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted, InvalidInput
-from services.common.weights.epoch import Epoch
-from services.common.weights.group import Transfer
-from services.common.weights.pairs.buffers import NUM_BUFFERS, MappedBuffers, OwnedBuffers, make_buffers, map_buffers
-from services.common.weights.pairs.link import Link, Listener, device_name, partners
+from services.common.weights.group import Epoch, Transfer
+from services.common.weights.pairs.link import (
+    NUM_BUFFERS,
+    Link,
+    Listener,
+    MappedBuffers,
+    OwnedBuffers,
+    device_name,
+    make_buffers,
+    map_buffers,
+    partners,
+)
 from services.common.weights.plan import Bucket
 
 

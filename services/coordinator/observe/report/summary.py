@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from services.common.errors import DataLoss
 from services.coordinator.observe.report import curves
 from services.coordinator.observe.report.curves import Row
-from services.coordinator.runs.evaluations import change_between
+from services.coordinator.runs.checkpoints import change_between
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.reader import METRICS, LedgerReader, is_running
 from services.coordinator.runs.resume import differences

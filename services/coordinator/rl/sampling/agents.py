@@ -27,8 +27,7 @@ from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.groups import Episode, Row, SampledGroup, Stream
 from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.rl.sampling.collect import PromptRequest
-from services.coordinator.rl.sampling.played import Played, PlayedCollector, require_stamp
+from services.coordinator.rl.sampling.collect import Played, PlayedCollector, PromptRequest, require_stamp
 from services.coordinator.text.threads import Call, Path, Renderer, Threads, close
 from services.coordinator.text.tokenizer import Tokenizer
 

@@ -1,20 +1,29 @@
-"""Samples and scores prompts; each group is scored while others are still being generated."""
+"""Samples and scores prompts; each group is scored while others are still being generated. Plays the episodes of
+groups, again if an environment fails.
+"""
 
+import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.rollout.v1.rollout_pb2 import Drafts
-from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, TokenSequence
+from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp, SamplingParams, TokenSequence
 
 from services.common.config.rollout import SamplingConfig
-from services.common.errors import LockstepError, Reason
+from services.common.config.run import Config
+from services.common.errors import LockstepError, PreconditionFailed, Reason
+from services.common.rewards import total
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
-from services.coordinator.clients.reward import Rewards
+from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
+from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
 from services.coordinator.clients.rollout import Rollout
-from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.data.calls import Left
+from services.coordinator.data.groups import Episode, Row, SampledGroup, ScoredGroup
 from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.tokenizer import Tokenizer, stop_tokens, token_sequences
@@ -124,4 +133,162 @@ class Collector:
             min_p=sampling.min_p,
             return_routed_experts=request.is_trained_on,
             return_sampling_mask=request.has_masks,
+        )
+
+
+# Others may end an episode so often before it is played alone: a worker alone plays fewer episodes at a time.
+_MOST_HURT = 3
+# Why a sample has no score, by why its episode failed; any other failure is an error.
+_SCORE_REASONS = {
+    EnvironmentFailure.TIMEOUT: FailureReason.FAILURE_REASON_TIMEOUT,
+    EnvironmentFailure.SET_ASIDE: FailureReason.FAILURE_REASON_TIMEOUT,
+    EnvironmentFailure.CRASHED: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.NEIGHBOR: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.LOST: FailureReason.FAILURE_REASON_CRASHED,
+    EnvironmentFailure.UNSPECIFIED: FailureReason.FAILURE_REASON_UNSPECIFIED,
+}
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode that was played or, with a `failure`, that could not be."""
+
+    prompt: Prompt
+    completion: Completion
+    episode: Episode
+    failure: EpisodeFailed | None = None
+    routed_experts: bytes = b""
+    sampling_mask: bytes = b""
+    segments: Sequence[Row] = ()
+    """The rows of an agent's episode; without an agent, the completion is the only one."""
+    left: Left | None = None
+    """What the agent left behind."""
+
+
+class PlayedCollector(Collector):
+    """Collects groups whose samples are episodes. Each episode advances on its own."""
+
+    def __init__(
+        self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
+    ):
+        super().__init__(rollout, rewards, tokenizer, config.seed)
+        assert config.environment, "make_collector has checked"
+        self._retries, self._on_failure = config.environment.max_retries, config.environment.on_failure
+        self._environments = environments
+        self._counts: Counter[str] = Counter()
+        self._set_aside: set[str] = set()
+        self._dangerous: dict[str, set[int]] = {}  # prompt id -> samples that hung or ended their worker
+
+    async def _attempt(
+        self, episode_id: str, prompt: Prompt, request: PromptRequest, sample: int, *, alone: bool
+    ) -> Played:
+        """Plays one episode once, `alone` in a worker process of its own. Raises EpisodeFailed."""
+        raise NotImplementedError
+
+    def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
+        """Returns the group of episodes that were played."""
+        raise NotImplementedError
+
+    async def one(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
+        """Plays and scores the episodes of one prompt. Returns None if a failure drops the group."""
+        with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=request.num_samples):
+            try:
+                played = await gather(self._play(prompt, request, sample) for sample in range(request.num_samples))
+            except EpisodeFailed as error:  # the request keeps no failed episode, and the others are no whole group
+                if self._on_failure == "fail" and error.failure is not EnvironmentFailure.OVERLONG:
+                    raise
+                return None
+            group = self._group(index, prompt, played, request)
+            with self._rewards.least_loaded() as reward:
+                scored = await reward.score(group, self._tokenizer, keep_failed=request.keep_failed)
+        if scored is None:
+            return None
+        return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the number of failed episodes by reason and of prompts that were set aside, the share of tokens that
+        the prefix cache had, and the share of tool calls that were answered with an error.
+        """
+        counts, self._counts = self._counts, Counter()
+        counts.update({"set_aside": len(self._set_aside)} if self._set_aside else {})
+        self._set_aside = set()
+        reused, cached = counts.pop("reused", 0), counts.pop("cached", 0)
+        calls, errors = counts.pop("tool_calls", 0), counts.pop("tool_errors", 0)
+        metrics = {f"environment/{name}": float(number) for name, number in sorted(counts.items())}
+        metrics |= {"environment/cache_hit_share": cached / reused} if reused else {}
+        metrics |= {"environment/tool_error_share": errors / calls} if calls else {}
+        return super().take_metrics() | metrics
+
+    async def _play(self, prompt: Prompt, request: PromptRequest, sample: int) -> Played:
+        """Plays one episode; again, with the same seeds, if the environment fails.
+
+        An episode that hurts the others of its worker is played again alone, and so are all of its prompt until it ends
+        well. What may be the fault of others does not count as a retry.
+
+        Raises:
+            EpisodeFailed: The environment still fails, and the request keeps no failed episodes.
+        """
+        num_left, num_hurt, alone = self._retries + 1, 0, prompt.prompt_id in self._dangerous
+        while True:
+            try:
+                episode_id = f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}"
+                played = await self._attempt(episode_id, prompt, request, sample, alone=alone)
+                dangerous = self._dangerous.get(prompt.prompt_id, set())
+                dangerous.discard(sample)
+                if not dangerous:
+                    self._dangerous.pop(prompt.prompt_id, None)
+                return played
+            except EpisodeFailed as error:
+                failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
+                self._counts[f"failed_{error.failure}"] += 1
+                if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
+                    num_hurt += 1
+                elif alone or not error.alone:  # in a worker of its own, every failure is its own
+                    num_left -= 1
+                if alone and error.failure is EnvironmentFailure.TIMEOUT:  # it would hang each time
+                    num_left = 0
+                    self._set_aside.add(prompt.prompt_id)
+                    detail = f"hangs again, alone in a worker: {where}: {error.detail}"
+                    failure = EpisodeFailed(EnvironmentFailure.SET_ASIDE, detail)
+                self.failure_log.add(Cause(ENVIRONMENT, failure.failure, failure.detail), where)
+                if error.alone:
+                    self._dangerous.setdefault(prompt.prompt_id, set()).add(sample)
+                alone = alone or num_hurt >= _MOST_HURT or prompt.prompt_id in self._dangerous
+            if num_left <= 0 or failure.failure is EnvironmentFailure.OVERLONG:
+                break
+        if not request.keep_failed:
+            raise failure
+        return Played(
+            prompt,
+            Completion(finish_reason=FinishReason.FINISH_REASON_STOP),
+            Episode((), (), (), environment=""),
+            failure,
+        )
+
+    def turn_seed(self, prompt: Prompt, request: PromptRequest, sample: int, turn: int) -> int:
+        """Returns the seed of a turn; that of the first is the seed of a single completion."""
+        return seed_of(self._seed, request.step, prompt.prompt_id, sample, *([turn] if turn else []))
+
+    def _total(self, score: Score, played: Played) -> Score:
+        """Returns the score with the environment's reward, if it gives any; a failed episode has a failure and none."""
+        if played.failure:
+            reason = _SCORE_REASONS.get(played.failure.failure, FailureReason.FAILURE_REASON_ERROR)
+            return Score(failure=Failure(reason=reason, scorer=ENVIRONMENT, message=played.failure.message))
+        if played.left:
+            return score
+        whole = Score()
+        whole.CopyFrom(score)
+        whole.components["environment"] = played.episode.reward
+        whole.reward = total([score.reward, *played.episode.turn_rewards])
+        return whole
+
+
+def require_stamp(turn_of: SampledGroup, request: PromptRequest, sample: int, turn: int) -> None:
+    """Checks that a turn comes from the stamp that its whole sample will carry to the trainer."""
+    if turn_of.stamp != request.stamp:
+        raise PreconditionFailed(
+            f"prompt {turn_of.prompt.prompt_id} sample {sample}: turn {turn} was sampled from version "
+            f"{turn_of.stamp.version} ({turn_of.stamp.digest[:8]}), and not from version {request.stamp.version} "
+            f"({request.stamp.digest[:8]}) like the others; see the log of the replica",
+            reason=Reason.STALE_STAMP,
         )

@@ -20,8 +20,7 @@ from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.fleet.opening import Services
 from services.coordinator.rl.sampling.agents import AgentCollector
-from services.coordinator.rl.sampling.collect import Collector, PromptRequest
-from services.coordinator.rl.sampling.played import Played, PlayedCollector, require_stamp
+from services.coordinator.rl.sampling.collect import Collector, Played, PlayedCollector, PromptRequest, require_stamp
 from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

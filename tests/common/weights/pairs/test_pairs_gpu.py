@@ -14,10 +14,10 @@ import torch
 from services.common.errors import Aborted
 from services.common.weights.buckets import pack
 from services.common.weights.digest import WeightDigest
-from services.common.weights.pairs import buffers as buffers_module
 from services.common.weights.pairs import ends as sender_module
-from services.common.weights.pairs.buffers import NUM_BUFFERS
+from services.common.weights.pairs import link
 from services.common.weights.pairs.ends import PairSender
+from services.common.weights.pairs.link import NUM_BUFFERS
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
 from services.trainer.ranks.publish import Publication, send
@@ -86,7 +86,7 @@ def pairs() -> Iterator[list[Pair]]:
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_what_arrives_is_what_was_sent(weights, pairs, monkeypatch, is_kept) -> None:
-    monkeypatch.setattr(buffers_module, "_KEPT_SHARE", 1 if is_kept else 0)
+    monkeypatch.setattr(link, "_KEPT_SHARE", 1 if is_kept else 0)
     plan = Plan.of(weights, bucket_bytes=BUCKET_BYTES)
     expected = WeightDigest(plan.digest, GPU)
     for bucket, flat in pack(plan, weights, GPU):
