@@ -14,7 +14,7 @@ from services.common.errors import DataLoss, InvalidInput, NotFound, Preconditio
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.record import batch_path, calls_path, sha256_of
-from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES, differences, require_saved
+from services.coordinator.runs.resume import differences, require_saved
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,11 @@ class Record:
 
     def _newest(self, kind: Kind, version: int) -> tuple[int, str] | None:
         # Of saves at one path, the last counts: a run that went back has replaced the checkpoint.
-        saved = {row["path"]: row for row in self._ledger.checkpoints(kind) if row["version"] <= version}
-        for row in sorted(saved.values(), key=lambda row: -row["version"]):
-            # The run's directory may have been moved.
-            for place in (self.run_dir / CHECKPOINT_DIRECTORIES[kind] / Path(row["path"]).name, Path(row["path"])):
-                if (place / "manifest.json").is_file():
-                    require_saved(place / "manifest.json", row["manifest_digest"])
-                    return row["version"], str(place.absolute())
+        saved = {self._ledger.place(row): row for row in self._ledger.checkpoints(kind) if row["version"] <= version}
+        for place, row in sorted(saved.items(), key=lambda item: -item[1]["version"]):
+            if (manifest := Path(place, "manifest.json")).is_file():
+                require_saved(manifest, row["manifest_digest"])
+                return row["version"], place
         return None
 
     def _read_config(self) -> Config:

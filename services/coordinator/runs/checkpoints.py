@@ -233,7 +233,7 @@ class Checkpoints:
 
     async def _save_one(self, model: SavedModel, kind: Kind, step: int, model_version: int) -> None:
         path = self._path(kind, step)
-        recorded = [row["path"] for row in self._ledger.checkpoints(kind)]
+        recorded = map(self._ledger.place, self._ledger.checkpoints(kind))
         if path in recorded and Path(path).exists():  # a resumed run has reached this step again
             return
         shutil.rmtree(path, ignore_errors=True)  # left by a coordinator that ended before recording it
@@ -244,10 +244,12 @@ class Checkpoints:
         self._ledger.record(kind, step, path=path, manifest_digest=digest)
 
     async def _delete_all_but(self, num_kept: int, kind: Kind) -> None:
-        newest_first = dict.fromkeys(row["path"] for row in reversed(self._ledger.checkpoints(kind)))
+        saved = self._ledger.checkpoints(kind)
+        newest_first = list(dict.fromkeys(map(self._ledger.place, reversed(saved))))
         best = self.best()
         best_path = self._path(kind, best["version"]) if best else ""
-        for old in [path for path in list(newest_first)[num_kept:] if path != best_path]:
+        for old in [place for place in newest_first[num_kept:] if place != best_path]:
             await self._ledger.free()
-            self._ledger.record(Kind.DELETED, path=old)
+            for path in dict.fromkeys(row["path"] for row in saved if self._ledger.place(row) == old):
+                self._ledger.record(Kind.DELETED, path=path)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)

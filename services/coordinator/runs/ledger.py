@@ -105,6 +105,11 @@ _TABLES = (
 )
 
 
+def place_in(run_dir: Path, checkpoint: str) -> Path:
+    """Returns where a run's directory has a checkpoint that the run recorded, perhaps when it was elsewhere."""
+    return run_dir / Path(checkpoint).parent.name / Path(checkpoint).name
+
+
 class Ledger:
     """An append-only list of decisions. A lock file lets only one coordinator have it open.
 
@@ -210,6 +215,10 @@ class Ledger:
             "AND json_extract(deleted.body, '$.path') = json_extract(saved.body, '$.path')) ORDER BY seq",
             Kind.DELETED.value,
         )
+
+    def place(self, saved: Decision) -> str:
+        """Returns where a checkpoint is: in this run's directory, also if that was moved or copied since the save."""
+        return str(place_in(self._path.parent, saved["path"]).absolute())
 
     def _decisions(self, kind: Kind, sql: str, *values: object) -> list[Decision]:
         rows = self._db.execute(sql, (kind.value, *values))

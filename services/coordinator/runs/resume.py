@@ -250,10 +250,10 @@ def _require_checkpoint(path: str) -> int:
 def _abandon_later(ledger: Ledger, step: int) -> None:
     """Renames checkpoints of steps after `step` and records them as deleted, because the run abandons that branch."""
     checkpoints = [*ledger.checkpoints(Kind.SAVED), *ledger.checkpoints(Kind.SAVED_CRITIC)]
-    for path in (Path(row["path"]) for row in checkpoints if row["version"] > step):
-        ledger.record(Kind.DELETED, path=str(path))
-        if path.is_dir():
-            path.rename(path.with_name(f"left-{uuid.uuid4().hex[:8]}-{path.name}"))
+    for row in (row for row in checkpoints if row["version"] > step):
+        ledger.record(Kind.DELETED, path=row["path"])
+        if (place := Path(ledger.place(row))).is_dir():
+            place.rename(place.with_name(f"left-{uuid.uuid4().hex[:8]}-{place.name}"))
 
 
 def step_of(checkpoint: str) -> int:
@@ -270,12 +270,12 @@ def _newest(ledger: Ledger, config: AnyConfig) -> str:
         if config.resume == "must":
             raise NotFound(f"resume: must, but {config.run_dir} has no checkpoint yet", field="resume")
         return ""
-    newest = saved[-1]
-    manifest = Path(newest["path"]) / "manifest.json"
+    newest = ledger.place(saved[-1])
+    manifest = Path(newest, "manifest.json")
     if not manifest.is_file():
-        raise DataLoss(f"resume: the ledger has checkpoint {newest['path']}, but its manifest.json is missing")
-    require_saved(manifest, newest["manifest_digest"])
-    return newest["path"]
+        raise DataLoss(f"resume: the ledger has checkpoint {newest}, but its manifest.json is missing")
+    require_saved(manifest, saved[-1]["manifest_digest"])
+    return newest
 
 
 def require_saved(manifest: Path, digest: str) -> None:
@@ -290,7 +290,7 @@ def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) 
     changed = [key for key in different if not _is_below(key, _MAY_CHANGE) and not _has_grown(key, now, before)]
     if changed:
         saved = ledger.checkpoints(Kind.SAVED)
-        path = saved[-1]["path"] if saved else ""
+        path = ledger.place(saved[-1]) if saved else ""
         from_there = f" with resume={path} to continue from that checkpoint" if path else ""
         if path and any(_is_below(key, _IN_CHECKPOINT) for key in changed):
             from_there = f" whose model is an export of {path} (lockstep export)"

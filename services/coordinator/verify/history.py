@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.json_values import JsonMapping
-from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.ledger import Kind, place_in
 from services.coordinator.runs.reader import LedgerRow
 from services.coordinator.runs.record import batch_path, calls_path
 from services.coordinator.verify.samples import SampleChecks, check_calls, differing
@@ -262,8 +262,8 @@ class History:
 
     def _there(self, path: str) -> Path:
         """Returns where a checkpoint is now, also if the run's directory was moved."""
-        moved = self._run_dir / Path(path).parent.name / Path(path).name
-        return moved if moved.is_dir() else Path(path)
+        here = place_in(self._run_dir, path)
+        return here if here.is_dir() else Path(path)
 
 
 def _name_of(row: LedgerRow) -> str | None:

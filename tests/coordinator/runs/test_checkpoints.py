@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,3 +241,25 @@ async def test_a_checkpoint_that_only_the_trainer_knows_of_is_recorded(open_agai
     assert recorded(run, Kind.SAVED) == ["step-000001"]
     run.close()
     assert open_again().resume_from == str(path.absolute())
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["moved", "copied"])
+async def test_a_run_that_was_moved_or_copied_has_its_own_checkpoints(tmp_path: Path, is_copied: bool) -> None:
+    async def go_on(runs_dir: Path, versions: range) -> str:
+        config = make_config(name="run", runs_dir=runs_dir, checkpoint={"save_freq": 1, "max_ckpts_to_keep": 2})
+        run, trainer = Run(config, open_run(config)), FakeTrainer()
+        for version in versions:
+            trainer.ends.put_nowait(None)
+            await run.checkpoints.begin([trainer], version)
+            await run.checkpoints.finish()
+        run.close()
+        return run.resume_from
+
+    before, now = tmp_path / "before", tmp_path / "now"
+    await go_on(before, range(1, 3))
+    shutil.copytree(before, now) if is_copied else before.rename(now)
+    assert await go_on(now, range(3, 5)) == str(now / "run" / "checkpoints" / "step-000002")
+    assert await go_on(now, range(0)) == str(now / "run" / "checkpoints" / "step-000004")
+    saved = {runs_dir: sorted(path.name for path in runs_dir.glob("run/checkpoints/*")) for runs_dir in (before, now)}
+    assert saved[now] == ["step-000003", "step-000004"]
+    assert saved[before] == (["step-000001", "step-000002"] if is_copied else [])
