@@ -70,6 +70,11 @@ RULES = {
         ["data.system_prompt", "agent"],
         [_AGENT, "data.chat_template_kwargs={enable_thinking: false}", "data.chat=true"],
     ),
+    "agents give no rewards": (
+        [_AGENT, "selection.dynamic={enabled: true, component: environment}"],
+        ["selection.dynamic.component", "exact"],
+        [_AGENT, "selection.dynamic={enabled: true, component: exact}"],
+    ),
     "a file of the code scorer": (
         ["reward.scorers=[{kind: code, file: a.py}]"],
         ["reward.scorers", "agent"],

@@ -54,6 +54,8 @@ os.remove("/tmp/big")
 row = json.load(open(os.environ["LOCKSTEP_ROW"]))
 found += [key for key in row if key not in ("prompt", "level")]
 pathlib.Path("reward.txt").write_text("1000")
+pathlib.Path("out/deep").mkdir(parents=True)
+pathlib.Path("out/deep/a").write_text("a")
 pathlib.Path("big.txt").write_bytes(bytes(1 << 20))
 os.symlink("/etc/passwd", "link.txt")
 os.mkfifo("fifo.txt")
@@ -71,7 +73,7 @@ async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Pa
     secret = tmp_path / "secret"
     secret.write_text("the answers")
     source = _ATTACK.replace("SECRET", repr(str(secret)))
-    settings = program(source, collect=["*.txt"], max_processes=40, max_disk_mib=8, max_files_mib=0.5)
+    settings = program(source, collect=["*.txt", "out/**"], max_processes=40, max_disk_mib=8, max_files_mib=0.5)
     async with staged(lambda text, seed: "hi", columns=["level"], **settings) as stage:
         group = await stage.play(level=3, tests="hidden")
         assert group is not None and group.left[0]
@@ -80,7 +82,8 @@ async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Pa
         assert environ["OPENAI_BASE_URL"] == environ["ANTHROPIC_BASE_URL"] + "/v1"
         assert environ["ANTHROPIC_API_KEY"] == environ["OPENAI_API_KEY"] and environ["ANTHROPIC_MODEL"] == "policy"
         assert not [name for name in environ if name.startswith(("PYTEST", "VIRTUAL", "SSH"))]
-        assert group.left[0].files == {"reward.txt": b"1000"}, "no link, no pipe, and nothing above max_files_mib"
+        kept = {"reward.txt": b"1000", "out/deep/a": b"a"}
+        assert group.left[0].files == kept, "no link, no pipe, and nothing above max_files_mib"
         assert group.scores[0].reward == 0.0, "what the agent writes is no reward"
 
 

@@ -68,11 +68,16 @@ class OpensEnvironment(FakeReward):
 
 @contextlib.asynccontextmanager
 async def episodes(
-    config: Config, fakes: Sequence[FakeReplica], environment: FakeEnvironment, stamp: PolicyStamp, tokenizer: Tokenizer
+    config: Config,
+    fakes: Sequence[FakeReplica],
+    environment: FakeEnvironment,
+    stamp: PolicyStamp,
+    tokenizer: Tokenizer,
+    scorer: FakeReward | None = None,
 ) -> AsyncIterator[EpisodeCollector]:
     """Yields a collector of episodes over `fakes`, all of which serve `stamp`, and `environment`."""
     server = Server()
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(OpensEnvironment(set()), server.grpc)
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(scorer or OpensEnvironment(set()), server.grpc)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(environment, server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
     rollout, rewards = Rollout([fake.address for fake in fakes], config), Rewards([f"127.0.0.1:{port}"], config)

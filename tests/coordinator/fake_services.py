@@ -159,6 +159,7 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, failing: set[str]):
         self.failing = failing
         self.closed: list[str] = []
+        self.num_judged: list[int] = []
 
     async def OpenRun(self, request: Any, context: Any) -> reward_pb2.OpenRunResponse:
         return reward_pb2.OpenRunResponse(scorer="fake 1")
@@ -168,6 +169,7 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.CloseRunResponse()
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        self.num_judged.append(len(request.candidates))
         scores = [reward_pb2.Score(reward=1.0, components={"fake": 1.0}) for _ in request.candidates]
         if request.prompt_id in self.failing:
             failure = reward_pb2.Failure(reason=reward_pb2.FAILURE_REASON_TIMEOUT, scorer="fake", message="too slow")

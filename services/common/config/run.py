@@ -140,7 +140,8 @@ class Config(AnyRun):
     @property
     def _components(self) -> list[str]:
         """The names of what a sample's reward is the sum of."""
-        return [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
+        gives_rewards = self.environment is not None and self.environment.kind != "agent"
+        return [scorer.component for scorer in self.reward.scorers] + ["environment"] * gives_rewards
 
     @property
     def _longest(self) -> tuple[int, str]:

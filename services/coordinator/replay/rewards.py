@@ -110,7 +110,8 @@ async def _group(group: SampledGroup, rows: Sequence[Row], rewards: Rewards, tok
 
 def _sample(row: Row, score: Score, scorer: str) -> Iterator[Difference]:
     recorded = {"reward": row["reward"], "scorer": row["scorer"], **dict(row["components"])}
-    episode = None if row.get("segment") is not None else Episode.of(row)  # an agent gives no rewards
+    is_agents = row.get("segment") is not None  # an agent gives no rewards, nor does a sample that was not scored
+    episode = None if is_agents or score.HasField("failure") else Episode.of(row)
     of_episode = {"environment": episode.reward} if episode else {}
     reward = total([score.reward, *(episode.turn_rewards if episode else ())])
     components = {**dict.fromkeys(dict(row["components"])), **of_episode, **score.components}

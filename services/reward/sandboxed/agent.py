@@ -16,7 +16,7 @@ import socket
 import stat
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 PORT = 8000
@@ -145,7 +145,9 @@ def _write_files(files: dict[str, str]) -> None:
 
 def _collect(patterns: list[str], max_bytes: int) -> Iterator[tuple[str, str]]:
     """Yields the regular files that match, in the order of their paths, as long as they fit into `max_bytes`."""
-    paths = {path for pattern in patterns for path in Path(WORKSPACE).glob(pattern)}
+    # Until Python 3.13, a last ** is directories only.
+    globs = [f"{pattern}/*" if PurePath(pattern).name == "**" else pattern for pattern in patterns]
+    paths = {path for pattern in globs for path in Path(WORKSPACE).glob(pattern)}
     for path in sorted(paths):
         name = str(path.relative_to(WORKSPACE))
         with contextlib.suppress(OSError, UnicodeEncodeError):

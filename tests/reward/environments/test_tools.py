@@ -277,7 +277,7 @@ def test_a_schema_comes_from_signature_and_docstring():
                 "properties": {
                     "city": {"type": "string", "description": "Name of the city, in English."},
                     "days": {"type": "integer", "description": "Number of days."},
-                    "unit": {"enum": ["C", "F"]},
+                    "unit": {"type": "string", "enum": ["C", "F"]},
                 },
                 "required": ["city"],
             },

@@ -4,7 +4,7 @@ groups, again if an environment fails.
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -198,12 +198,16 @@ class PlayedCollector(Collector):
                 if self._on_failure == "fail" and error.failure is not EnvironmentFailure.OVERLONG:
                     raise
                 return None
-            group = self._group(index, prompt, played, request)
+            judged = [one for one in played if one.failure is None]  # the others have no answer to judge
+            group = self._group(index, prompt, judged, request) if judged else None
             with self._rewards.least_loaded() as reward:
-                scored = await reward.score(group, self._tokenizer, keep_failed=request.keep_failed)
-        if scored is None:
-            return None
-        return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
+                keep_failed = request.keep_failed
+                scored = await reward.score(group, self._tokenizer, keep_failed=keep_failed) if group else None
+            if group and scored is None:
+                return None
+        scores, scorer = (iter(scored.scores), scored.scorer) if scored else (iter(()), reward.opened.scorer)
+        whole = group if len(judged) == len(played) else self._group(index, prompt, played, request)
+        return ScoredGroup(**vars(whole), scores=[self._total(one, scores) for one in played], scorer=scorer)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the number of failed episodes by reason and of prompts that were set aside, the share of tokens that
@@ -269,12 +273,13 @@ class PlayedCollector(Collector):
         """Returns the seed of a turn; that of the first is the seed of a single completion."""
         return seed_of(self._seed, request.step, prompt.prompt_id, sample, *([turn] if turn else []))
 
-    def _total(self, score: Score, played: Played) -> Score:
-        """Returns the score with the environment's reward, if it gives any; a failed episode has a failure and none."""
+    def _total(self, played: Played, scores: Iterator[Score]) -> Score:
+        """Returns the next score with the environment's reward, if it gives any; a failure has no reward at all."""
         if played.failure:
             reason = _SCORE_REASONS.get(played.failure.failure, FailureReason.FAILURE_REASON_ERROR)
             return Score(failure=Failure(reason=reason, scorer=ENVIRONMENT, message=played.failure.message))
-        if played.left:
+        score = next(scores)
+        if played.left or score.HasField("failure"):
             return score
         whole = Score()
         whole.CopyFrom(score)

@@ -132,7 +132,8 @@ def _type_schema(hint: Any) -> JsonObject:
     if plain in _TYPES:
         return {"type": _TYPES[plain]}
     if origin is Literal:
-        return {"enum": list(arguments)}
+        (kind, *others) = {type(value) for value in arguments}
+        return {**(_type_schema(kind) if not others else {}), "enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_type_schema(argument) for argument in arguments]}
     if origin is list:
