@@ -95,7 +95,8 @@ class OpenRole:
                 reason=Reason.NONFINITE_GRADIENT,
             )
         version, digests, values = self.state.version + 1, self.state.digests, header_values(header)
-        self.state = TrainState(version, header.batch_id, metrics, digests, sha256, values, in_a_row)
+        made_with = self.state.made_with
+        self.state = TrainState(version, header.batch_id, metrics, digests, sha256, values, in_a_row, made_with)
         self.digest = ""
 
     def published(self, digest: str) -> None:
@@ -113,6 +114,23 @@ def role_of(number: int, *, is_trained: bool = False) -> Role:
         known = "policy or critic" if is_trained else "policy, reference, critic or teacher"
         raise InvalidInput(f"role: must be {known}", field="role")
     return role
+
+
+def made_with(config: TrainerConfig) -> dict[str, Any]:
+    """Returns the settings without which a checkpoint's tensors are another model (TrainState.made_with)."""
+    lora = config.lora
+    return {"strategy": config.strategy, "lora.rank": lora.rank} | ({"lora.alpha": lora.alpha} if lora.rank else {})
+
+
+def require_made_with(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint_path: str) -> None:
+    """Raises PreconditionFailed if a checkpoint was saved with other settings; earlier versions saved none."""
+    if different := [key for key in saved if saved[key] != now.get(key, saved[key])]:
+        were, are = (", ".join(f"{key} {values[key]}" for key in different) for values in (saved, now))
+        raise PreconditionFailed(
+            f"checkpoint {checkpoint_path} was saved with {were}, and the config has {are}: it would be another "
+            "model; set them as they were, or start from an export of the checkpoint (lockstep export)",
+            field=different[0],
+        )
 
 
 def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, opened: OpenRole) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,10 +261,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, sha256: str) -> None:
         card = read_model_card(request.model_path)
-        state = TrainState(0, "", {})
+        state, made_with = TrainState(0, "", {}), contract.made_with(config)
         if request.checkpoint_path:
             with PROGRESS.stage("verify the checkpoint"):
                 state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
+            contract.require_made_with(state.made_with, made_with, request.checkpoint_path)
+        state = replace(state, made_with=made_with)
         self._fence.take_over(request.run_id)
         await self._arriving.end_all()
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):

@@ -39,6 +39,26 @@ async def test_checkpoint_restores_version_batch_and_weights(trainer: Deployment
     assert await trainer.publish() == next_stamp
 
 
+@pytest.mark.parametrize(
+    ("lora", "field"),
+    [({"rank": 2, "alpha": 8.0}, "lora.alpha"), ({"rank": 4, "alpha": 4.0}, "lora.rank"), ({}, "lora.rank")],
+)
+async def test_adapters_are_loaded_only_as_they_were_saved(
+    trainer: Deployment, tmp_path: Path, lora: dict[str, float], field: str
+) -> None:
+    own = {"rank": 2, "alpha": 4.0}
+    await trainer.open(lora=own)
+    await trainer.publish()
+    await trainer.train(trainer.batch(), batch_id="first")
+    stamp, path = await trainer.publish(), tmp_path / "c"
+    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))
+    with raises(PreconditionFailed, field=field):
+        await trainer.open(checkpoint=str(path), lora=lora)
+    assert await trainer.publish() == stamp  # the open run goes on
+    await trainer.open(checkpoint=str(path), lora=own)
+    assert await trainer.publish() == stamp
+
+
 async def test_corrupt_checkpoint_is_never_loaded(trainer: Deployment, tmp_path: Path) -> None:
     path = tmp_path / "c"
     await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))

@@ -38,6 +38,8 @@ class TrainState:
     """The values of the last batch's header (contract.header_values)."""
     skipped_in_a_row: int = 0
     """Number of batches up to the last one of which no update was applied (OptimConfig.on_nonfinite)."""
+    made_with: JsonMapping = field(default_factory=dict)
+    """Values by config key without which the tensors are another model, such as the adapters' `lora.alpha`."""
 
 
 def staging(path: Path) -> Path:
