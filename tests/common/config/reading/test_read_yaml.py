@@ -16,7 +16,7 @@ BOMBS = {
     "aliases": "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 10}]\n" for n in range(_LEVELS)),
     "merges": "a0: &a0 {x: 1}\n"
     + "".join(f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n}, ' * 10}]}}\n" for n in range(_LEVELS)),
-    "deep lists": "a: " + "[" * 5000 + "]" * 5000,
+    "deep lists": "a: " + "[" * 1000 + "]" * 1000,
     "deep tables": "\n".join(" " * depth + "a:" for depth in range(500)),
     "itself": "a: &a [*a]",
 }
