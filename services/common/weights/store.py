@@ -149,6 +149,9 @@ class ServedStore(_Relay):
 
     def __init__(self, host: str):
         """Listens on a free port, only on the interface that has the address `host`."""
+        if host.startswith("["):
+            problem = "weights travel over IPv4; give an IPv4 address or a name that has one, or 0.0.0.0 for all"
+            raise InvalidInput(f"--listen {host}: {problem}", field="listen")
         try:
             behind_gate, gate = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
         except OSError as error:

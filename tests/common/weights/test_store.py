@@ -156,7 +156,7 @@ def _sockets() -> str:
     return "".join(Path(f"/proc/self/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "[::1]"])
 def test_a_host_that_is_not_this_one_is_refused(host) -> None:
     with raises(InvalidInput, field="listen"):
         ServedStore(host)
