@@ -42,7 +42,7 @@ from services.rollout.arguments import (
     leave_out_states,
 )
 from services.rollout.compat.vllm import client
-from services.rollout.compat.vllm.engine_fork import spawn_engines
+from services.rollout.compat.vllm.engine_fork import spawning_engines
 from services.rollout.compat.vllm.patches import STAGES_SOCKET
 from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
@@ -56,7 +56,7 @@ Answer = TypeVar("Answer")
 _MAX_READ_BYTES = 4 << 20
 _ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
 # What vLLM's other processes say after the engine's own error.
-_CONSEQUENCE = re.compile("Engine core initialization failed|EngineDeadError")
+_CONSEQUENCE = re.compile("(Engine core|WorkerProc) initialization failed|EngineDeadError|Worker failed with error")
 _MEMORY = re.compile(r"out of memory|Free memory on device|No available memory for the cache|gpu_memory_utilization")
 _MAX_SHOWN = 500
 _MAX_STAGE_BYTES = 100
@@ -143,13 +143,13 @@ class Engine:
             if returning:
                 keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
-            if arguments.data_parallel_size > 1 and torch.cuda.is_available():
-                spawn_engines()
+            is_split = arguments.data_parallel_size > 1 and torch.cuda.is_available()
             leave_out_states(arguments)
             if needs.adapter_rank:
                 check_adapters_run(arguments)
             suitable = client.suitable_model_runner(made, is_gpu=torch.cuda.is_available())
-            with suitable, _following_stages(Path(directory.name, STAGES_SOCKET)):
+            spawning = spawning_engines() if is_split else contextlib.nullcontext()
+            with spawning, suitable, _following_stages(Path(directory.name, STAGES_SOCKET)):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except InvalidInput:
             raise

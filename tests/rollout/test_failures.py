@@ -15,6 +15,7 @@ from services.rollout.engine import Engine
 from tests.support import raises
 
 GENERIC = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+OF_WORKERS = "WorkerProc initialization failed due to an exception in a background process. See stack trace for it."
 FULL = (
     "ValueError: Free memory on device (7.1/79.1 GiB) on startup is less than desired GPU memory utilization "
     "(0.9, 71.2 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
@@ -32,7 +33,8 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_cause_is_taken_from_the_log(log: Path) -> None:
     begin = engine.log_size()
     with log.open("a") as file:
-        file.write(f"(EngineCore pid=7) ERROR 11-23 {FULL}\nINFO then\nRuntimeError: {GENERIC}\n")
+        file.write(f"(Worker pid=8) ERROR 11-23 {FULL}\nINFO then\n")
+        file.write(f"(EngineCore pid=7) ERROR 11-23 Exception: {OF_WORKERS}\nRuntimeError: {GENERIC}\n")
     error = engine.start_failure(GENERIC, begin)
     assert error.reason is Reason.ENGINE_DEAD
     assert FULL in error.message and "lower rollout.engine.gpu_memory_utilization" in error.message

@@ -12,7 +12,7 @@ from services.rollout.compat.vllm.recorded import returning_masks
 
 MASKS = returning_masks({"logprobs_mode": "processed_logprobs"}, is_gpu=False)
 HEAD = {"speculative_config": {"method": "eagle3"}}
-VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+VARIABLE, METHOD = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,13 @@ def test_the_v1_model_runner_is_chosen_where_v2_cannot(
 ) -> None:
     monkeypatch.setattr(client, "require_version", lambda _: Version(version))
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setitem(vllm.envs.environment_variables, METHOD, lambda: "forkserver")
     if before:
         monkeypatch.setenv(VARIABLE, before)
     with pytest.raises(RuntimeError), client.suitable_model_runner(arguments, is_gpu=is_gpu):
         assert os.environ.get(VARIABLE) == (chosen or before)
+        assert (vllm.envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn") == (chosen is not None)  # a fork would not see it
         raise RuntimeError("the engine could not be started")
     assert os.environ.get(VARIABLE) == before
+    assert vllm.envs.VLLM_WORKER_MULTIPROC_METHOD == "forkserver"
     assert VARIABLE in vllm.envs.environment_variables

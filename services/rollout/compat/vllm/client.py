@@ -14,6 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.compat.versions import require_version
+from services.rollout.compat.vllm.engine_fork import spawning_engines
 from services.rollout.compat.vllm.recorded import MASKS, EngineArguments
 
 _LIMITED = SpecifierSet(">=0.26,<0.32")
@@ -82,8 +83,8 @@ def suitable_model_runner(arguments: EngineArguments, *, is_gpu: bool) -> Iterat
 
     Reason: vLLM 0.26 runs dense models on GPU with Model Runner V2. Its sampler is not the one that recorded.py hooks,
     and it gives an EAGLE-3 head random weights, because it ignores the load format of drafts. Only an environment
-    variable, which engines inherit, chooses the runner. Read in the source of vLLM 0.26.0, and not run; 0.32 loads
-    heads with both runners.
+    variable, which spawned engines inherit, chooses the runner. Masks are seen on GPU with vLLM 0.26.0, heads are read
+    in its source; 0.32 loads heads with both runners.
     """
     is_hooked = MASKS in (arguments.get("additional_config") or {})
     has_head = (arguments.get("speculative_config") or {}).get("method") == "eagle3"
@@ -93,7 +94,8 @@ def suitable_model_runner(arguments: EngineArguments, *, is_gpu: bool) -> Iterat
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "0"
     try:
-        yield
+        with spawning_engines():
+            yield
     finally:
         del os.environ[_VARIABLE]
         if before is not None:

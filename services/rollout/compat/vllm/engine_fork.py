@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, util
 
 import vllm.envs
@@ -9,6 +11,7 @@ import vllm.envs
 # Modules of the workers of an engine.
 CPU_WORKER = "vllm.v1.worker.cpu_worker"
 GPU_WORKER = "vllm.v1.worker.gpu_worker"
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def fork_engines() -> None:
@@ -33,7 +36,7 @@ def fork_engines() -> None:
     os.close(server_alive)
     taken_over = {"_forkserver_address": address, "_forkserver_alive_fd": alive, "_forkserver_pid": pid}
     vars(forkserver._forkserver).update(taken_over)
-    vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "forkserver"
+    vllm.envs.environment_variables[_METHOD] = lambda: "forkserver"
 
 
 def forks_engines() -> bool:
@@ -41,18 +44,24 @@ def forks_engines() -> bool:
     return vllm.envs.VLLM_WORKER_MULTIPROC_METHOD == "forkserver"
 
 
-def spawn_engines() -> None:
-    """Makes vLLM start its processes from new interpreters.
+@contextmanager
+def spawning_engines() -> Iterator[None]:
+    """Makes vLLM start its processes from new interpreters inside the `with` block.
 
-    Reason: vLLM may tell each data-parallel process its GPUs by environment variables, which a fork server does not
-    see.
+    Reason: a fork server does not see environment variables that are set later. By such variables vLLM may tell each
+    data-parallel process its GPUs, and any engine its model runner. Seen on GPU with vLLM 0.26.0.
     """
-    vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "spawn"
+    before = vllm.envs.environment_variables[_METHOD]
+    vllm.envs.environment_variables[_METHOD] = lambda: "spawn"
+    try:
+        yield
+    finally:
+        vllm.envs.environment_variables[_METHOD] = before
 
 
 def _serve(listener: int, alive: int) -> None:
     # An engine forks its workers itself: multiprocessing would start another server for them.
-    vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
+    vllm.envs.environment_variables[_METHOD] = lambda: "fork"
     try:
         forkserver.main(listener, alive, [])
     finally:
